@@ -1,0 +1,34 @@
+"""Megatron-native reinforcement learning for large language models. Public names are imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "GenerationConfig": "config",
+    "TrainConfig": "config",
+    "load_config": "config",
+    "FinetuneSpec": "types",
+    "LLMRequest": "types",
+    "LLMResponse": "types",
+    "StepStats": "types",
+    "Trajectory": "types",
+    "TrajectoryBatch": "types",
+    "InferenceEngine": "api",
+    "LogprobLoss": "api",
+    "RolloutWorkflow": "api",
+    "TrainEngine": "api",
+    "MegatronEngine": "engine.megatron_engine",
+    "RemoteSGLangEngine": "rollout.sglang",
+    "gather_logprobs": "ops",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,192 @@
+"""The interfaces a researcher implements or calls. Signatures follow AReaL-lite's; implementations live elsewhere."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
+    from pathlib import Path
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, StepStats, Trajectory, TrajectoryBatch
+
+    LossFn = Callable[[Tensor, TensorDict], Tensor]
+    LossWeightFn = Callable[[TensorDict], Tensor]
+
+
+class RolloutWorkflow(abc.ABC):
+    """Says what data to generate for one prompt."""
+
+    @abc.abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> TensorDict | list[Trajectory] | None:
+        """Generate the trajectories of one prompt: all of them are one group.
+
+        Return trajectories, or a padded `[n, L]` TensorDict with `input_ids`, `attention_mask`, `loss_mask`, `rewards`
+        (`[n]` or `[n, L]`) and optionally `logprobs` and `versions`; None rejects the prompt. Exceptions go to the
+        executor, which retries the episode and counts it.
+        """
+
+
+class InferenceEngine(abc.ABC):
+    """What a workflow and the training loop may ask of the rollout servers."""
+
+    @abc.abstractmethod
+    def initialize(self, addr: str | list[str] | None = None, ft_spec: FinetuneSpec | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def destroy(self) -> None: ...
+
+    @abc.abstractmethod
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one reply; an interrupted one is continued from its partial output."""
+
+    @abc.abstractmethod
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        """Queue one episode; its trajectories come back from `wait`."""
+
+    @abc.abstractmethod
+    def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
+        """Return `count` finished groups, in the order they finished. TimeoutError leaves them where they are."""
+
+    @abc.abstractmethod
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
+        """Run one episode per prompt and return the groups in the order of `data` (rejected ones left out)."""
+
+    @abc.abstractmethod
+    def prepare_batch(self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int) -> TrajectoryBatch:
+        """Keep episodes in flight as staleness allows and return the next `count` groups."""
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Stop generation on all servers. Requests in flight are interrupted and continue after `resume`."""
+
+    @abc.abstractmethod
+    def resume(self) -> None: ...
+
+    @abc.abstractmethod
+    def get_version(self) -> int: ...
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abc.abstractmethod
+    def update_weights(self, path: str | Path, version: int) -> None:
+        """Load a HF safetensors folder into all servers. Updates over a process group: `TrainEngine.update_weights`."""
+
+
+class WeightReceiver(Protocol):
+    """The rollout servers as the publisher sees them. All calls address every server; `load_bucket` does not block."""
+
+    @property
+    def server_count(self) -> int: ...
+
+    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
+        """Ask the servers to join a group of `1 + server_count` ranks; the trainer is rank 0."""
+
+    def leave_weight_group(self, *, name: str) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def begin_weight_update(self, version: int) -> None:
+        """Open a weight session where the server's protocol has them."""
+
+    def load_bucket(self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int) -> Future[None]:
+        """Ask the servers to receive one flat bucket from rank 0. The future raises if a server refuses."""
+
+    def end_weight_update(self, version: int) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LogprobLoss:
+    """A loss that needs log-probabilities only, so that the engine never forms `[T, V]` logits for it.
+
+    fn(logprobs, entropy, data) -> (loss_sum, sums): logprobs and entropy are `[T]` float32 (0 in rows that are not
+    trained), data is the microbatch's rows; `loss_sum` is a sum over trained rows, not a mean; `sums` maps names to
+    0-dim tensors that are added over microbatches and ranks.
+    """
+
+    fn: Callable[[Tensor, Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
+    temperature: float = 1.0
+    """Divides the logits, as the sampler did."""
+
+
+class TrainEngine(abc.ABC):
+    """One model, its layout and its optimizer. All ranks call every method, with their data-parallel share of the data."""
+
+    @abc.abstractmethod
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def destroy(self) -> None: ...
+
+    @abc.abstractmethod
+    def train(self, mode: bool = True) -> TrainEngine: ...
+
+    @abc.abstractmethod
+    def eval(self) -> TrainEngine: ...
+
+    @abc.abstractmethod
+    def train_batch(
+        self,
+        data: TrajectoryBatch | TensorDict,
+        loss_fn: LossFn | LogprobLoss,
+        loss_weight_fn: LossWeightFn | None = None,
+    ) -> StepStats:
+        """Apply one optimizer step to `data`.
+
+        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is that
+        of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns sums.
+        """
+
+    @abc.abstractmethod
+    def eval_batch(
+        self,
+        data: TrajectoryBatch | TensorDict,
+        loss_fn: LossFn | LogprobLoss,
+        loss_weight_fn: LossWeightFn | None = None,
+    ) -> StepStats:
+        """Return what `train_batch` would, without gradient or step."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        data: TrajectoryBatch | TensorDict,
+        post_hook: Callable[[Tensor, TensorDict], Tensor] | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Return `[N]` float32: log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, aligned to tokens."""
+
+    @abc.abstractmethod
+    def step_lr_scheduler(self) -> None: ...
+
+    @abc.abstractmethod
+    def get_version(self) -> int: ...
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abc.abstractmethod
+    def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        """Write a HF safetensors folder, or with the optimizer a resumable checkpoint."""
+
+    @abc.abstractmethod
+    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None: ...
+
+    @abc.abstractmethod
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None."""
+
+    @abc.abstractmethod
+    def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Stream the full HF tensors, gathered one by one. All ranks iterate; only global rank 0 is given tensors."""

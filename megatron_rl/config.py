@@ -1,0 +1,410 @@
+"""Every option of an experiment: one dataclass per section of the YAML, checked before any process group or GPU is touched.
+
+`load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the way
+out. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def check(section: str, **rules: tuple[Any, bool, str]) -> None:
+    """Raise for the first `key=(value, holds, "rule; way out")` that does not hold."""
+    for key, (value, holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"{section}.{key} = {value!r}: {rule}.")
+
+
+@dataclass(kw_only=True)
+class GenerationConfig:
+    """How a reply is sampled. Field names and meanings are SGLang's where it has the field."""
+
+    n_samples: int = 1
+    """Replies a workflow asks for per prompt: the group size. Each is a request of its own."""
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    """Above 0. Greedy decoding is `greedy`, not temperature 0."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    greedy: bool = False
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Seed of this request's sampling; None derives one per request where a run has a seed, else the server chooses."""
+
+    def __post_init__(self) -> None:
+        check(
+            "generation",
+            n_samples=(self.n_samples, self.n_samples >= 1, "must be at least 1; ask for one reply or more"),
+            max_new_tokens=(self.max_new_tokens, self.max_new_tokens >= 1, "must be at least 1; set the longest reply"),
+            min_new_tokens=(
+                self.min_new_tokens,
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"must be in [0, max_new_tokens = {self.max_new_tokens}]; lower it",
+            ),
+            temperature=(self.temperature, self.temperature > 0, "must be above 0; for greedy decoding set greedy: true"),
+            top_p=(self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]; 1.0 keeps all tokens"),
+            top_k=(self.top_k, self.top_k == -1 or self.top_k >= 1, "must be -1 or at least 1; -1 keeps all tokens"),
+        )
+
+    def new(self, **changes: Any) -> GenerationConfig:
+        """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    path: str = "???"
+    """Hugging Face folder: config.json, safetensors (unless init is random) and the tokenizer."""
+    init: str = "hf"
+    """`hf` loads the folder's safetensors; `random` draws weights from run.seed, the same in every layout."""
+    dtype: str = "float32"
+    """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
+
+    def __post_init__(self) -> None:
+        check(
+            "model",
+            init=(self.init, self.init in ("hf", "random"), "must be hf or random"),
+            dtype=(self.dtype, self.dtype in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+        )
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """The policy's layout. The data axis is what remains: world size / (tensor x pipeline)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool | None = None
+    """Split norms and dropout along the sequence over the tensor axis; None does it where tensor > 1."""
+
+    def __post_init__(self) -> None:
+        for key in ("tensor", "pipeline"):
+            value = getattr(self, key)
+            check("parallel", **{key: (value, value >= 1, "must be at least 1; 1 leaves the axis out")})
+        check("parallel", sequence=(self.sequence, not self.sequence or self.tensor > 1, "needs parallel.tensor > 1"))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tensor > 1 if self.sequence is None else self.sequence
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError where the layout does not divide the number of processes."""
+        ranks = self.tensor * self.pipeline
+        if world_size % ranks:
+            raise ValueError(
+                f"parallel: tensor({self.tensor}) x pipeline({self.pipeline}) = {ranks} ranks per replica, which does not "
+                f"divide the world size {world_size}. Lower one of the two, or start a multiple of {ranks} ranks, "
+                f"e.g. torchrun --nproc-per-node {ranks}."
+            )
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW as Megatron-Core runs it."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"
+    """constant, linear or cosine, from `lr` to `min_lr` over all updates, after the warm-up."""
+    warmup_updates: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 leaves gradients alone."""
+    distributed: bool = False
+    """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
+
+    def __post_init__(self) -> None:
+        check(
+            "optimizer",
+            lr=(self.lr, self.lr > 0, "must be above 0; RL of a language model starts near 1e-6"),
+            min_lr=(self.min_lr, 0 <= self.min_lr <= self.lr, f"must be in [0, optimizer.lr = {self.lr}]"),
+            schedule=(
+                self.schedule,
+                self.schedule in ("constant", "linear", "cosine"),
+                "must be constant, linear or cosine",
+            ),
+            warmup_updates=(self.warmup_updates, self.warmup_updates >= 0, "must be at least 0"),
+            weight_decay=(self.weight_decay, self.weight_decay >= 0, "must be at least 0"),
+            beta1=(self.beta1, 0 <= self.beta1 < 1, "must be in [0, 1)"),
+            beta2=(self.beta2, 0 <= self.beta2 < 1, "must be in [0, 1)"),
+            eps=(self.eps, self.eps > 0, "must be above 0"),
+            clip_grad=(self.clip_grad, self.clip_grad >= 0, "must be at least 0; 0 turns clipping off"),
+        )
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    prompts_per_step: int = 64
+    """Prompts of one step, counted over all ranks. Trajectories per step: this times generation.n_samples."""
+    updates_per_step: int = 1
+    """Optimizer steps that the trajectories of one step are split over."""
+    tokens_per_microbatch: int = 16_384
+    """Most packed tokens in one forward pass of one data-parallel rank. A longer sequence gets a pass of its own."""
+
+    def __post_init__(self) -> None:
+        for key in ("prompts_per_step", "updates_per_step", "tokens_per_microbatch"):
+            value = getattr(self, key)
+            check("batch", **{key: (value, value >= 1, "must be at least 1")})
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    advantage: str = "group_norm"
+    """group_norm (GRPO), reinforce (the reward itself), remax (reward minus the greedy reply's)."""
+    normalize_std: bool = True
+    """group_norm: divide by the group's standard deviation."""
+    loss: str = "ppo_clip"
+    """ppo_clip (clipped surrogate) or reinforce (-A log p)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """Above clip_low this is DAPO's clip-higher."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL term to the frozen reference; above 0 loads a second engine."""
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        estimators, losses = ("group_norm", "reinforce", "remax"), ("ppo_clip", "reinforce")
+        check(
+            "algo",
+            advantage=(self.advantage, self.advantage in estimators, f"must be one of {', '.join(estimators)}"),
+            loss=(self.loss, self.loss in losses, f"must be one of {', '.join(losses)}"),
+            clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
+            clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
+            kl_coefficient=(self.kl_coefficient, self.kl_coefficient >= 0, "must be at least 0"),
+            kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
+            entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
+        )
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    workflow: str = "megatron_rl.rollout.workflows:RLVRWorkflow"
+    """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward: str = "megatron_rl.rollout.rewards:exact_match"
+    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
+    servers: list[str] = field(default_factory=list)
+    """URLs of running SGLang (or embedded) servers; empty starts `server_count` of `backend` on this host."""
+    backend: str = "auto"
+    """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
+    server_count: int = 1
+    server_args: list[str] = field(default_factory=list)
+    """Further command-line arguments of each started server."""
+    api_key: str = ""
+    max_concurrent_episodes: int = 256
+    max_staleness: int = 0
+    """Most policy versions between sampling and training; 0 is synchronous."""
+    request_timeout_s: float = 600.0
+    start_timeout_s: float = 300.0
+    episode_attempts: int = 3
+    """Tries of an episode before its prompt is given up and counted."""
+
+    def __post_init__(self) -> None:
+        for key in ("workflow", "reward"):
+            value = getattr(self, key)
+            module, _, name = value.partition(":")
+            check("rollout", **{key: (value, bool(module and name), "must be an import path package.module:name")})
+        backends = ("auto", "embedded", "sglang")
+        check(
+            "rollout",
+            backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
+            server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
+            max_concurrent_episodes=(self.max_concurrent_episodes, self.max_concurrent_episodes >= 1, "must be at least 1"),
+            max_staleness=(self.max_staleness, self.max_staleness >= 0, "must be at least 0; 0 is synchronous"),
+            request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
+            start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
+            episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),
+        )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: str = "???"
+    """A .jsonl file of prompts, or the import path of a function that returns a list of them."""
+    train_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that function."""
+    evaluation: str = ""
+    """Held-out prompts, named like `train`; empty evaluates nothing."""
+    evaluation_args: dict[str, Any] = field(default_factory=dict)
+    shuffle: bool = True
+
+
+@dataclass(kw_only=True)
+class WarmStartConfig:
+    """Supervised training on the prompts' own answers before RL begins."""
+
+    updates: int = 0
+    """0 leaves it out."""
+    prompts_per_update: int = 128
+    lr: float = 2e-3
+    stop_at_reward: float = 1.0
+    """End early once the mean reward of sampled replies to held-out prompts reaches this."""
+    check_every_updates: int = 20
+
+    def __post_init__(self) -> None:
+        check(
+            "warm_start",
+            updates=(self.updates, self.updates >= 0, "must be at least 0; 0 leaves the warm start out"),
+            prompts_per_update=(self.prompts_per_update, self.prompts_per_update >= 1, "must be at least 1"),
+            lr=(self.lr, self.lr > 0, "must be above 0"),
+            stop_at_reward=(self.stop_at_reward, 0 < self.stop_at_reward <= 1, "must be in (0, 1]"),
+            check_every_updates=(self.check_every_updates, self.check_every_updates >= 1, "must be at least 1"),
+        )
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    folder: str = "runs/default"
+    """Where metrics, report and weights are written."""
+    seed: int = 1
+    steps: int = 100
+    evaluate_every_steps: int = 0
+    """0 evaluates before the first and after the last step only."""
+    save_every_steps: int = 0
+    """HF weights under folder/step-N; 0 saves after the last step only."""
+    save_at_end: bool = True
+    threads_per_rank: int = 0
+    """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
+
+    def __post_init__(self) -> None:
+        check("run", steps=(self.steps, self.steps >= 1, "must be at least 1"))
+        for key in ("evaluate_every_steps", "save_every_steps", "threads_per_rank"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value >= 0, "must be at least 0")})
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """What a MegatronEngine needs to know; `TrainConfig.actor` cuts it out of an experiment."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokens_per_microbatch: int = 16_384
+    seed: int = 1
+    bucket_bytes: int = 256 * 1024 * 1024
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Passed to megatron.core's TransformerConfig by its own field names."""
+
+    def __post_init__(self) -> None:
+        batch, samples = self.batch, self.generation.n_samples
+        if batch.prompts_per_step * samples < batch.updates_per_step:
+            raise ValueError(
+                f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x generation.n_samples = "
+                f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
+            )
+        if self.algo.advantage == "group_norm" and samples < 2:
+            raise ValueError(
+                f"generation.n_samples = {samples}: algo.advantage = group_norm compares the replies of one prompt and needs 2 "
+                f"or more; raise it, or set algo.advantage=reinforce."
+            )
+        if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
+            raise ValueError(
+                f"rollout.workflow = {self.rollout.workflow!r}: algo.advantage = remax needs a workflow that reports "
+                f"greedy_reward; use megatron_rl.rollout.workflows:ReMaxWorkflow."
+            )
+        if self.run.steps * batch.updates_per_step < self.optimizer.warmup_updates:
+            raise ValueError(
+                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the run has only run.steps x "
+                f"batch.updates_per_step = {self.run.steps * batch.updates_per_step} updates; lower it."
+            )
+
+    @property
+    def actor(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            parallel=self.parallel,
+            optimizer=self.optimizer,
+            tokens_per_microbatch=self.batch.tokens_per_microbatch,
+            seed=self.run.seed,
+        )
+
+    def to_yaml(self) -> str:
+        return OmegaConf.to_yaml(OmegaConf.structured(self))
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+    """Read an experiment file, apply `key=value` overrides and check everything. Raises ValueError."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config = {str(path)!r}: no such file; give an experiment file such as configs/demo.yaml.")
+    loaded = OmegaConf.load(path)
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"config = {str(path)!r}: must hold sections such as model:, batch: and run:, not a list.")
+    for override in overrides or []:
+        if "=" not in override:
+            raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
+    try:
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides or [])))
+        refuse_unknown_keys(TrainConfig, merged, "")
+        config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ValueError(f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line.")
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or getattr(error, "key", None)
+        value = OmegaConf.select(merged, str(key)) if key else None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{key} = {value!r}: {reason}; correct it in {path} or on the command line.") from error
+
+
+def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
+    """Raise ValueError for the first key that the dataclass lacks, with the nearest one that it has."""
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key in given:
+        name = f"{prefix}{key}"
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(fields)}."
+            raise ValueError(f"{name} = {OmegaConf.select(given, str(key))!r}: unknown key; {hint}")
+        section = SECTIONS.get(name)
+        if section is not None:
+            value = given[key]
+            if not isinstance(value, DictConfig):
+                raise ValueError(f"{name} = {value!r}: must be a section with keys {', '.join(f.name for f in dataclasses.fields(section))}.")
+            refuse_unknown_keys(section, value, f"{name}.")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "optimizer": OptimizerConfig,
+    "batch": BatchConfig,
+    "generation": GenerationConfig,
+    "algo": AlgorithmConfig,
+    "rollout": RolloutConfig,
+    "data": DataConfig,
+    "warm_start": WarmStartConfig,
+    "run": RunConfig,
+}

@@ -1,0 +1,257 @@
+"""The data that travels: requests, replies, trajectories and batches of them. Nothing here talks to a network or a GPU.
+
+Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.config import GenerationConfig
+
+TOKEN_KEYS = {"input_ids": torch.int64, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int64}
+"""Per-token tensors that every trajectory has, with their dtypes."""
+
+
+@dataclass(kw_only=True)
+class LLMRequest:
+    """One prompt for one reply. `rid` names the episode: requests of one rid go to one server, for its prefix cache."""
+
+    rid: str
+    input_ids: list[int]
+    gconfig: GenerationConfig = field(default_factory=GenerationConfig)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class LLMResponse:
+    """One reply. All output lists have `output_len` entries; the end-of-sequence token is included."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    """log p of each output token under the distribution at the temperature used, before top-p/top-k cuts."""
+    output_versions: list[int]
+    """Policy version that sampled each output token."""
+    stop_reason: str
+    """`stop`, `length`, or `abort` where the client gave up resuming."""
+    text: str = ""
+    latency_s: float = 0.0
+    interruptions: int = 0
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """One finished sequence. Per-token fields are 1-D of one length; entry t belongs to token t."""
+
+    input_ids: Tensor
+    """int64."""
+    loss_mask: Tensor
+    """bool: True where the token was generated and is trained."""
+    logprobs: Tensor
+    """float32 behaviour log-probabilities; 0 for prompt tokens."""
+    versions: Tensor
+    """int64 policy version that sampled the token; -1 for prompt tokens."""
+    reward: float
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    """Further per-token tensors."""
+    sequence: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the whole sequence, e.g. `greedy_reward`."""
+
+    @classmethod
+    def from_reply(cls, reply: LLMResponse, reward: float, **sequence: float) -> Trajectory:
+        """Build the single-turn trajectory of one reply."""
+        prompt = reply.input_len
+        return cls(
+            input_ids=torch.tensor(reply.input_tokens + reply.output_tokens, dtype=torch.int64),
+            loss_mask=torch.tensor([False] * prompt + [True] * reply.output_len),
+            logprobs=torch.tensor([0.0] * prompt + reply.output_logprobs, dtype=torch.float32),
+            versions=torch.tensor([-1] * prompt + reply.output_versions, dtype=torch.int64),
+            reward=float(reward),
+            sequence=sequence,
+        )
+
+
+@dataclass
+class TrajectoryBatch:
+    """Ragged, unpadded trajectories.
+
+    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids`, `loss_mask`, `logprobs`, ...).
+    sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
+    cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
+    """
+
+    tokens: dict[str, Tensor]
+    sequences: dict[str, Tensor]
+    cu_seqlens: Tensor
+
+    def __post_init__(self) -> None:
+        n, b = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1
+        for where, columns, size in (("tokens", self.tokens, n), ("sequences", self.sequences, b)):
+            for key, value in columns.items():
+                if value.shape != (size,):
+                    raise ValueError(
+                        f"{where}[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens "
+                        f"needs ({size},); pad nothing and give one entry per {where[:-1]}."
+                    )
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tokens[key] if key in self.tokens else self.sequences[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.tokens or key in self.sequences
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[B]` int64 lengths in tokens."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """`[N]` int64: the trajectory that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def to(self, device: torch.device | str) -> TrajectoryBatch:
+        return TrajectoryBatch(
+            {k: v.to(device) for k, v in self.tokens.items()},
+            {k: v.to(device) for k, v in self.sequences.items()},
+            self.cu_seqlens.to(device),
+        )
+
+    def select(self, indices: Iterable[int]) -> TrajectoryBatch:
+        """Return the trajectories of `indices`, in that order."""
+        order = torch.as_tensor(list(indices), dtype=torch.int64)
+        lengths = self.lengths[order]
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1][order] - cu_seqlens[:-1], lengths)
+        rows = starts + torch.arange(int(cu_seqlens[-1]))
+        return TrajectoryBatch(
+            {k: v[rows] for k, v in self.tokens.items()},
+            {k: v[order] for k, v in self.sequences.items()},
+            cu_seqlens,
+        )
+
+    @staticmethod
+    def cat(batches: list[TrajectoryBatch]) -> TrajectoryBatch:
+        """Join batches that have the same keys."""
+        first = batches[0]
+        lengths = torch.cat([b.lengths for b in batches])
+        return TrajectoryBatch(
+            {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
+            {k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
+            torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        )
+
+    @classmethod
+    def from_trajectories(cls, groups: list[list[Trajectory]]) -> TrajectoryBatch:
+        """Join the groups (all trajectories of one prompt each); `group` numbers them from 0 in the given order."""
+        flat = [(number, t) for number, group in enumerate(groups) for t in group]
+        if not flat:
+            raise ValueError("no trajectories: every episode of the batch was rejected or failed; see the rollout metrics.")
+        first = flat[0][1]
+        tokens = {k: torch.cat([getattr(t, k).to(dtype) for _, t in flat]) for k, dtype in TOKEN_KEYS.items()}
+        tokens |= {k: torch.cat([t.tokens[k] for _, t in flat]) for k in first.tokens}
+        sequences = {
+            "rewards": torch.tensor([t.reward for _, t in flat], dtype=torch.float32),
+            "group": torch.tensor([number for number, _ in flat], dtype=torch.int64),
+        }
+        sequences |= {k: torch.tensor([t.sequence[k] for _, t in flat], dtype=torch.float32) for k in first.sequence}
+        lengths = torch.tensor([0] + [len(t.input_ids) for _, t in flat], dtype=torch.int64)
+        return cls(tokens, sequences, lengths.cumsum(0))
+
+    @classmethod
+    def from_padded(cls, data: Mapping[str, Tensor] | TensorDict) -> TrajectoryBatch:
+        """Convert `[B, L]` padded tensors (right or left) with an `attention_mask` `[B, L]` into a ragged batch.
+
+        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. `loss_mask` becomes bool. Missing `logprobs`,
+        `versions` and `group` are filled with 0, -1 and the row number.
+        """
+        keys = list(data.keys())
+        for required in ("input_ids", "attention_mask", "loss_mask"):
+            if required not in keys:
+                raise ValueError(f"{required!r} is missing from {sorted(keys)}: a padded batch needs it; return it from arun_episode.")
+        mask = data["attention_mask"].bool()
+        tokens, sequences = {}, {}
+        for key in keys:
+            value = data[key]
+            if key == "attention_mask":
+                continue
+            if value.shape == mask.shape:
+                tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))
+            elif value.shape == mask.shape[:1]:
+                sequences[key] = value
+            else:
+                raise ValueError(
+                    f"{key!r} has shape {tuple(value.shape)}: with attention_mask {tuple(mask.shape)} a tensor is per token "
+                    f"{tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}; reshape it in the workflow."
+                )
+        tokens.setdefault("logprobs", torch.zeros(len(tokens["input_ids"]), dtype=torch.float32))
+        tokens.setdefault("versions", torch.full((len(tokens["input_ids"]),), -1, dtype=torch.int64))
+        sequences.setdefault("group", torch.arange(len(mask)))
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
+        return cls(tokens, sequences, lengths)
+
+
+@dataclass(kw_only=True)
+class MicroBatch:
+    """One packed forward pass of one data-parallel rank.
+
+    rows: TensorDict without batch dimensions. `[T]` tensors where row t describes the prediction made after reading
+      token t: `input_ids` (the token read), `labels` (the next token of the same sequence; -100 where it is not
+      trained), `loss_mask` and every other per-token key of the batch, shifted to `labels`. `[B]` tensors per sequence,
+      and `cu_seqlens` `[B + 1]` int32.
+    positions: `[T]` int64, each token's index in its sequence (rotary position).
+    source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` is (-1 at sequence ends).
+    """
+
+    rows: TensorDict
+    positions: Tensor
+    source: Tensor
+    max_seqlen: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(kw_only=True)
+class StepStats:
+    """What one optimizer step did, summed over all microbatches and ranks."""
+
+    loss: float
+    """Loss averaged over the weight, the number whose gradient was applied."""
+    weight: float
+    """Sum of the loss weights, usually trained tokens."""
+    grad_norm: float
+    """Before clipping."""
+    applied: bool
+    lr: float
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sums of the loss function's statistics; divide by `weight` or by one another."""
+
+    def mean(self, key: str) -> float:
+        return self.sums[key] / max(self.weight, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSpec:
+    """How long training will be; LR schedules need it."""
+
+    total_updates: int
