@@ -1,0 +1,37 @@
+"""The one place that knows whether CUDA is there. `prepare()` comes before the first import of megatron.core.
+
+With CUDA only the upstream fixes are installed; without it megatron.core also gets CPU stand-ins and runs over gloo,
+unmodified. The rest of the package asks here for its device and backend and never for `torch.cuda.is_available()`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from megatron_rl.platform import cpu, imports, upstream
+
+
+def prepare() -> None:
+    """Make megatron.core importable and correct on this machine. Idempotent."""
+    # Upstream warns at import that it falls back to torch where Transformer Engine and apex are absent: expected here.
+    warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
+    rewrite = None if has_cuda() else cpu.rewrite_code
+    if imports.install(rewrite=rewrite, after_import=upstream.FIXES) and not has_cuda():
+        cpu.stand_in_for_cuda()
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: its GPU under torchrun or srun, else the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend of the trainer's ranks."""
+    return "nccl" if has_cuda() else "gloo"

@@ -1,0 +1,83 @@
+"""What megatron.core finds in place of CUDA on a machine without it: constants in its code and a few torch functions.
+
+Streams and events become no-ops, the CUDA random generator becomes the CPU one. Checked by tests/megatron, which train
+on the real Megatron-Core over gloo.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from types import CodeType
+
+import torch
+
+CONSTANTS = {
+    "cuda": "cpu",  # device="cuda" literals, torch.autocast("cuda"), custom_fwd(device_type=)
+    # dtype tests by tensor.type() in the optimizers and in gradient clipping
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+NAMES = {"is_cuda": "is_cpu"}  # the MoE dispatcher turns split sizes into ints only "if tensor.is_cuda"
+
+
+def rewrite_code(code: CodeType) -> CodeType:
+    """Return the code object with CONSTANTS and NAMES swapped, nested functions included."""
+    return code.replace(
+        co_consts=tuple(_swap(c) for c in code.co_consts), co_names=tuple(NAMES.get(n, n) for n in code.co_names)
+    )
+
+
+def _swap(constant):
+    if isinstance(constant, str):
+        return CONSTANTS.get(constant, constant)
+    if isinstance(constant, tuple | frozenset):
+        return type(constant)(_swap(c) for c in constant)
+    if isinstance(constant, CodeType):
+        return rewrite_code(constant)
+    return constant
+
+
+class _Stream:
+    """A CUDA stream or event on a device that runs everything in order."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def wait_stream(self, *args, **kwargs) -> None: ...
+
+    wait_event = synchronize = record = wait = wait_stream
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+
+class _Event(_Stream):
+    """A class of its own: torch.compile's tracing tells streams from events by type."""
+
+
+def _ignore(*args, **kwargs) -> None: ...
+
+
+def stand_in_for_cuda() -> None:
+    """Replace the torch.cuda functions that megatron.core calls unconditionally.
+
+    `torch.tensor` is not among them: replacing it breaks `torch.device("meta")` contexts, and transformers then loads
+    models with uninitialised buffers.
+    """
+    cuda, default_stream = torch.cuda, _Stream()
+    cuda.current_device = lambda: torch.device("cpu")
+    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
+        # One object each: torch.compile refuses two patched functions that are the same object.
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed)) and None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.default_generators = collections.defaultdict(lambda: torch.default_generator)
+    cuda._lazy_call = lambda function, **kwargs: function()
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: default_stream
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _ignore
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = _ignore

@@ -1,0 +1,56 @@
+"""An import hook for megatron.core: rewrites its code objects and runs fixes after a module is imported.
+
+Sources on disk, .pyc caching and line numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType, ModuleType
+
+Rewrite = Callable[[CodeType], CodeType]
+Fixes = Mapping[str, Callable[[ModuleType], None]]
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, rewrite: Rewrite | None, after_import: Fixes) -> None:
+        super().__init__(name, path)
+        self.rewrite, self.after_import = rewrite, after_import
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        code = super().get_code(fullname)
+        return code if code is None or self.rewrite is None else self.rewrite(code)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if fix := self.after_import.get(module.__name__):
+            fix(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, rewrite: Rewrite | None, after_import: Fixes) -> None:
+        self.rewrite, self.after_import = rewrite, after_import
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith("megatron.core"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.rewrite, self.after_import)
+        return spec
+
+
+def install(*, rewrite: Rewrite | None, after_import: Fixes) -> bool:
+    """Install the hook; False where it is installed already. RuntimeError once megatron.core has been imported."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return False
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        raise RuntimeError(
+            "megatron.core is imported already: megatron_rl.platform.prepare() must run first; import megatron_rl.engine "
+            "before anything that imports megatron.core."
+        )
+    sys.meta_path.insert(0, _Finder(rewrite, after_import))
+    return True

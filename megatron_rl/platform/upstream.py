@@ -1,0 +1,55 @@
+"""Bugs of megatron.core that we meet, mended after import. Each has a test in tests/megatron that fails without it.
+
+The versions named are those that have the bug. They exist on GPUs too, where neither Transformer Engine nor apex is
+installed.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+
+def no_jit_fuser(module: ModuleType) -> None:
+    """Without CUDA `jit_fuser` would compile small functions with inductor at every start; use upstream's own switch."""
+    if not torch.cuda.is_available():
+        module.disable_jit_fuser()
+
+
+def router_without_transformer_engine(module: ModuleType) -> None:
+    """0.16.1: the MoE router reads `te_general_gemm`, which is undefined without Transformer Engine (NameError)."""
+    vars(module).setdefault("te_general_gemm", None)
+
+
+def distributed_adam_resume(module: ModuleType) -> None:
+    """0.16.1 to 0.19.2: loading the distributed optimizer's state with torch's Adam is wrong in two ways.
+
+    `fully_reshardable` looks for a per-parameter `step` that is kept elsewhere (KeyError), and after a load all
+    parameters share one `step` tensor, so that one update advances Adam's bias correction by the number of parameters.
+    """
+    cls = module.DistributedOptimizer
+    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
+
+    def set_states_with_step(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            tensors.setdefault("step", state["step"])
+        return set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self, state_dict):
+        with torch.no_grad():
+            load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    cls._set_main_param_and_optimizer_states, cls.load_state_dict = set_states_with_step, load_with_own_steps
+
+
+FIXES = {
+    "megatron.core.jit": no_jit_fuser,
+    "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
+    "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
+}

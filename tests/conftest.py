@@ -1,0 +1,19 @@
+"""Settings for every test: one thread per operation, no network, and GPU tests only where a GPU is."""
+
+import os
+
+# Tests share cores with forked ranks and servers; spinning OpenMP threads of one would starve the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

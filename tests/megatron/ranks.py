@@ -1,0 +1,96 @@
+"""Runs a function on forked ranks of a gloo world. megatron is imported once, by the parent, and only forked after."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl import platform
+
+platform.prepare()
+import megatron_rl.engine.megatron_engine  # noqa: E402, F401  the children inherit the import
+
+
+def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run `function(*args)` in `count` forked processes and return what each returned, by rank.
+
+    Raises AssertionError with the first failing rank's traceback; a rank that hangs is killed at the deadline.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    pids = {}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for rank in range(count):
+        pid = os.fork()
+        if pid == 0:
+            _child(rank, count, port, folder, function, args)
+        pids[pid] = rank
+    failed = _reap(pids, time.monotonic() + timeout_s)
+    if failed:
+        reports = {rank: folder / f"{rank}.error" for rank in sorted(failed)}
+        texts = [f"rank {rank}: {path.read_text() if path.exists() else failed[rank]}" for rank, path in reports.items()]
+        raise AssertionError("\n".join(texts))
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]
+
+
+def _child(rank: int, count: int, port: str, folder: Path, function: Callable[..., Any], args: tuple) -> None:
+    import torch
+
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        result = function(*args)
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        for child in psutil.Process().children(recursive=True):  # dist_checkpointing leaves a queue manager running
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no atexit handlers: they belong to the parent
+
+
+def _reap(pids: dict[int, int], deadline: float) -> dict[int, str]:
+    """Wait for all ranks; once one fails the others get 3 s to fail too and are then killed."""
+    failed: dict[int, str] = {}
+    left = dict(pids)
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = left.pop(pid)
+                if code := os.waitstatus_to_exitcode(status):
+                    failed[rank] = f"exit code {code}"
+                    deadline = min(deadline, time.monotonic() + 3)
+        if left and time.monotonic() > deadline:
+            for pid, rank in left.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                failed.setdefault(rank, "killed at the deadline")
+            left.clear()
+        time.sleep(0.01)
+    return failed

@@ -1,0 +1,43 @@
+"""The stand-ins serve megatron.core and leave other libraries alone."""
+
+import torch
+from ranks import run_ranks
+from tiny import make_model
+from transformers import AutoModelForCausalLM
+
+from megatron_rl import platform
+from megatron_rl.platform import cpu
+
+
+def test_transformers_loads_the_same_model_beside_the_stand_ins(tmp_path):
+    model = make_model("qwen3", tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+def test_prepare_is_idempotent():
+    before = torch.cuda.current_device
+    platform.prepare()
+    assert torch.cuda.current_device is before
+
+
+def test_constants_are_swapped_in_nested_code_and_nowhere_else():
+    source = "def f():\n    g = lambda: ('cuda', 'cuda:0', 'scuda')\n    return g(), 'torch.cuda.FloatTensor'\n"
+    namespace = {}
+    exec(cpu.rewrite_code(compile(source, "x", "exec")), namespace)
+    assert namespace["f"]() == (("cpu", "cuda:0", "scuda"), "torch.FloatTensor")
+
+
+def late(_):
+    import sys
+
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "megatron_rl.platform.imports"]
+    try:
+        platform.prepare()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_preparing_after_megatron_was_imported_is_refused():
+    assert "prepare() must run first" in run_ranks(1, late, None)[0]
