@@ -1,0 +1,93 @@
+"""The process group that carries new weights from the trainer (rank 0) to the rollout servers, and the byte layout of a
+bucket. Trainer and servers both import this file, so the two ends cannot disagree.
+
+Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23): a real SGLang server may join too.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+
+def join_update_group(
+    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str = "gloo", timeout_s: float = 120
+) -> dist.ProcessGroup:
+    """Join the group `name`; blocks until all `world_size` ranks have joined, or raises after `timeout_s`.
+
+    Rank 0 hosts the TCP store at `address:port`. Works with or without a default process group and never becomes it.
+    `timeout_s` is also the deadline of every later collective of the group.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"update group {name}: rank = {rank} must lie in [0, world_size = {world_size})")
+    if name in c10d._world.pg_names.values():
+        raise ValueError(f"update group {name}: this process is in a group of that name already; leave that one first")
+    timeout = timedelta(seconds=timeout_s)
+    # The store of torch's tcp:// rendezvous, made directly: under torchrun, rendezvous() would look for the store of
+    # torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) and rank 0 would host none.
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+    group, _ = c10d._new_process_group_helper(
+        world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def leave_update_group(group: dist.ProcessGroup) -> None:
+    """Leave and forget the group. Local: the other ranks need not call it, but their next collective would fail."""
+    dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver must know about one tensor of a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pack_bucket(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the tensors' bytes in order: `[sum of bytes]` uint8 on their device. No tensors give an empty bucket.
+
+    Every offset must be a multiple of its tensor's item size, because the receiver views the bytes in place.
+    """
+    _check_offsets([(f"tensor {i}", t.dtype, t.numel() * t.itemsize) for i, t in enumerate(tensors)])
+    if not tensors:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Views into `flat` (uint8), one per spec, in order."""
+    offsets = _check_offsets([(spec.name, spec.dtype, spec.nbytes) for spec in specs])
+    if flat.dtype != torch.uint8 or flat.numel() != offsets[-1]:
+        raise ValueError(
+            f"bucket: {flat.numel()} items of {flat.dtype}, but its {len(specs)} tensors need {offsets[-1]} bytes of "
+            "uint8. Sender and receiver must list the same names, dtypes and shapes in the same order."
+        )
+    return [
+        flat[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+        for start, spec in zip(offsets[:-1], specs, strict=True)
+    ]
+
+
+def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
+    offsets = [0]
+    for name, dtype, nbytes in parts:
+        if offsets[-1] % dtype.itemsize:
+            raise ValueError(
+                f"bucket: {name} ({dtype}) starts at byte {offsets[-1]}, which must be a multiple of {dtype.itemsize}. "
+                "Order the tensors by falling item size, or give each dtype its own bucket."
+            )
+        offsets.append(offsets[-1] + nbytes)
+    return offsets

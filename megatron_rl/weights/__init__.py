@@ -1,0 +1,1 @@
+"""Weights between Hugging Face folders, Megatron shards and rollout servers."""

@@ -1,0 +1,175 @@
+"""Hugging Face safetensors folders: sliced reading with checks, streamed and atomic writing, and random initial weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+Shape = tuple[int, ...]
+COPIED_WITH_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+class WeightSource(Protocol):
+    """Named HF tensors that can be read by rows or columns."""
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Return the slice `[start, stop)` of dimension `dim`; 1-D tensors have dim 0 only."""
+
+
+class HFFolder:
+    """The safetensors of a folder. Opening checks every expected tensor's presence and shape against the headers."""
+
+    def __init__(self, folder: str | Path, expected: dict[str, Shape]) -> None:
+        self.folder = Path(folder)
+        self.file_of = _file_of_each_tensor(self.folder)
+        self._open = {}
+        for name, shape in expected.items():
+            if name not in self.file_of:
+                raise ValueError(
+                    f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); config.json promises "
+                    f"a tensor of shape {shape}; copy the model folder again or correct config.json."
+                )
+            found = tuple(self._handle(name).get_slice(name).get_shape())
+            if found != shape:
+                raise ValueError(
+                    f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it {shape}; copy the "
+                    f"model folder again or correct config.json."
+                )
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        part = self._handle(name).get_slice(name)
+        return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    def _handle(self, name: str):
+        path = self.folder / self.file_of[name]
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path}: unreadable safetensors file ({error}); copy the model folder again.") from error
+        return self._open[path]
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set model.init=random to "
+            f"train from scratch."
+        )
+    names = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as handle:
+                names |= {name: path.name for name in handle.keys()}  # noqa: SIM118 (a handle is no dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: unreadable safetensors file ({error}); copy the model folder again.") from error
+    return names
+
+
+class RandomWeights:
+    """Initial weights of a model that has none: normal with standard deviation 0.02, norms 1, biases 0.
+
+    A tensor depends on its name and the seed alone, so that every layout starts from the same model.
+    """
+
+    def __init__(self, expected: dict[str, Shape], seed: int) -> None:
+        self.expected, self.seed = expected, seed
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        shape = self.expected[name]
+        if name.endswith("norm.weight"):
+            full = torch.ones(shape)
+        elif name.endswith(".bias"):
+            full = torch.zeros(shape)
+        else:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
+            full = torch.empty(shape).normal_(std=0.02, generator=generator)
+        return full.narrow(dim, start, stop - start)
+
+
+def write_hf_folder(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    model_folder: str | Path,
+    dtype: torch.dtype,
+    shard_bytes: int = 2 * 1024**3,
+) -> None:
+    """Write streamed tensors as a HF folder with index, and the config and tokenizer of `model_folder`.
+
+    It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
+    At most `shard_bytes` of tensors are held at a time.
+    """
+    folder = Path(folder)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    weight_map, shard, shard_size, count, total = {}, {}, 0, 0, 0
+
+    def flush() -> None:
+        nonlocal shard, shard_size, count
+        if shard:
+            count += 1
+            save_file(shard, aside / f"part-{count}", metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(shard, count))
+        shard, shard_size = {}, 0
+
+    for name, tensor in tensors:
+        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        if shard_size + tensor.nbytes > shard_bytes:
+            flush()
+        shard[name] = tensor
+        shard_size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    names = {n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)}
+    for number, name in names.items():
+        (aside / f"part-{number}").rename(aside / name)
+    if count > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name in COPIED_WITH_WEIGHTS:
+        if (Path(model_folder) / name).is_file():
+            shutil.copy(Path(model_folder) / name, aside / name)
+    config = json.loads((aside / "config.json").read_text())
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (aside / "config.json").write_text(json.dumps(config, indent=2))
+    replace_folder(aside, folder)
+
+
+def replace_folder(aside: Path, folder: Path) -> None:
+    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as handle:
+                os.fsync(handle.fileno())
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""Publishes the trainer's weights to the rollout servers over a process group, in flat buckets.
+
+Rank 0 of the group is global rank 0 of the trainer; HTTP lives behind the WeightReceiver. Peak extra memory is one bucket.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.api import WeightReceiver
+from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
+
+GROUP_NAME = "megatron_rl_weights"
+
+
+class WeightPublisher:
+    """Owns the trainer's end of the weight group. On ranks other than global rank 0 the receiver is None."""
+
+    def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 300.0) -> None:
+        self.receiver, self.bucket_bytes, self.backend, self.timeout_s = receiver, bucket_bytes, backend, timeout_s
+        self.group: dist.ProcessGroup | None = None
+
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Send all tensors as `version`. Servers are paused meanwhile and always resumed, also after a failure.
+
+        Raises RuntimeError where a server refuses a bucket; the servers' weights are then undefined until the next publish.
+        """
+        if self.receiver is None:
+            for _ in tensors:  # the stream is a collective
+                pass
+            return
+        if self.group is None:
+            self._connect()
+        receiver = self.receiver
+        receiver.pause()
+        try:
+            receiver.begin_weight_update(version)
+            try:
+                for bucket in _buckets(tensors, self.bucket_bytes):
+                    self._send(bucket, version)
+            finally:
+                receiver.end_weight_update(version)
+        finally:
+            receiver.resume()
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.receiver.leave_weight_group(name=GROUP_NAME)
+            leave_update_group(self.group)
+            self.group = None
+
+    def _connect(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address = self.receiver.trainer_address()
+        joined = self.receiver.join_weight_group(address=address, port=port, name=GROUP_NAME, backend=self.backend)
+        self.group = join_update_group(
+            address=address,
+            port=port,
+            rank=0,
+            world_size=1 + self.receiver.server_count,
+            name=GROUP_NAME,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )
+        joined.result(timeout=self.timeout_s)
+
+    def _send(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
+        accepted = self.receiver.load_bucket(
+            names=[name for name, _ in bucket],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            shapes=[list(tensor.shape) for _, tensor in bucket],
+            group=GROUP_NAME,
+            version=version,
+        )
+        flat = pack_bucket([tensor for _, tensor in bucket])
+        sent = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
+        self._wait(sent, accepted)
+
+    def _wait(self, sent: dist.Work, accepted: Future) -> None:
+        """Wait for the servers' word first: one that refuses never joins the broadcast, which would hang until its deadline."""
+        accepted.result(timeout=self.timeout_s)
+        sent.wait()
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
+    """Cut the stream into runs of one dtype of at most `bucket_bytes` (a larger tensor is a bucket of its own)."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
