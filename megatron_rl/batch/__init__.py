@@ -1,0 +1,1 @@
+"""From ragged trajectories to packed microbatches: exchange over ranks, packing, and the one shift of labels."""

@@ -1,0 +1,1 @@
+"""Training engines on Megatron-Core."""

@@ -1,0 +1,272 @@
+"""MegatronEngine: one model on Megatron-Core behind the TrainEngine interface.
+
+All ranks call every method with their data-parallel share of the data; tensor and pipeline peers hold the same share.
+Results do not depend on the layout or the microbatch split; tests/megatron holds it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl import parallel, platform
+
+platform.prepare()  # before anything that imports megatron.core
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver  # noqa: E402
+from megatron_rl.batch import packing  # noqa: E402
+from megatron_rl.config import EngineConfig  # noqa: E402
+from megatron_rl.engine import checkpoint, schedule  # noqa: E402
+from megatron_rl.engine.model import DTYPES, build, transformer_config, vocab_shard  # noqa: E402
+from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
+from megatron_rl.ops import VocabParallelLogits, gather_logprobs, lm_head_logprobs  # noqa: E402
+from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
+from megatron_rl.weights.architecture import read_architecture  # noqa: E402
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, write_hf_folder  # noqa: E402
+from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
+from megatron_rl.weights.publish import WeightPublisher  # noqa: E402
+from megatron_rl.weights.reshard import load_shards, stream_hf_tensors  # noqa: E402
+
+
+def trained_tokens(rows: TensorDict) -> Tensor:
+    """The usual loss weight: the number of trained rows of a microbatch."""
+    return (rows["labels"] >= 0).sum()
+
+
+class MegatronEngine(TrainEngine):
+    """A policy (or, with `trainable=False`, a frozen reference) on Megatron-Core.
+
+    groups: the layout, where one exists already (a second engine shares the first one's).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        groups: parallel.ParallelGroups | None = None,
+        trainable: bool = True,
+        megatron: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.groups, self.trainable = config, groups, trainable
+        self.passed_through = megatron or {}
+        self.arch = read_architecture(config.model.path)
+        self.version = 0
+        self.publisher: WeightPublisher | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Join the process group, build this rank's shard, load its slices and make the optimizer."""
+        config = self.config
+        if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
+            source = HFFolder(config.model.path, hf_shapes(self.arch))
+        else:
+            source = RandomWeights(hf_shapes(self.arch), config.seed)
+        self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        self.device = platform.device()
+        self.dtype = DTYPES[config.model.dtype]
+        self.shard = vocab_shard(self.arch, self.groups)
+        self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
+        self.policy = build(self.arch, self.tf_config, self.groups).to(self.device)
+        load_shards(self.policy, source, self.arch, self.groups)
+        self.model: Any = self.policy
+        if self.dtype is torch.bfloat16:
+            self.model = Float16Module(self.tf_config, self.policy)
+        self.optimizer = self.scheduler = None
+        if self.trainable:
+            self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
+        else:
+            self.policy.requires_grad_(False)
+            self.model.eval()
+
+    def _prepare_training(self, total_updates: int) -> None:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
+        )
+        self.model = DistributedDataParallel(self.tf_config, ddp, self.model)
+        self.tf_config.finalize_model_grads_func = finalize_model_grads
+        self.reset_optimizer(total_updates)
+
+    def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
+        """Start a new optimizer and schedule, e.g. between a warm start and RL; `lr` replaces the configured constant."""
+        options = self.config.optimizer
+        if lr is not None:
+            options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
+        self.optimizer = build_optimizer(options, self.model, self.dtype)
+        self.tf_config.grad_scale_func = self.optimizer.scale_loss
+        self.scheduler = build_scheduler(options, self.optimizer, total_updates)
+
+    def destroy(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        parallel.stop()
+
+    def train(self, mode: bool = True) -> MegatronEngine:
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> MegatronEngine:
+        return self.train(False)
+
+    def get_version(self) -> int:
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        if self.optimizer is None:
+            raise RuntimeError("train_batch on an engine with trainable=False: a reference model is frozen; use forward.")
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
+        lr = self.optimizer.param_groups[0]["lr"]
+        applied, grad_norm, _ = self.optimizer.step()
+        self.version += bool(applied)
+        return self._stats(totals, grad_norm=float(grad_norm or 0.0), applied=bool(applied), lr=float(lr))
+
+    def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        with torch.no_grad():
+            totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
+        return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
+
+    def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
+        batch = as_batch(data)
+        microbatches = self._pack(batch)
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch):
+            rows = microbatch.rows.to(self.device)
+            if post_hook is None:
+                values, _ = self._head_logprobs(hidden, rows["labels"], temperature)
+            else:
+                values = post_hook(self._logits(hidden), rows)
+            return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()
+
+        with torch.no_grad():
+            rows = self._run(microbatches, last_stage, forward_only=True)
+        result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
+        if self.groups.is_last_stage:
+            result = packing.scatter_rows(microbatches, rows, len(batch["input_ids"])).to(self.device)
+        self._from_last_stage(result)
+        return result.to(batch["input_ids"].device)
+
+    def step_lr_scheduler(self) -> None:
+        self.scheduler.step(increment=1)
+
+    def _accumulate(self, data, loss_fn, loss_weight_fn, *, forward_only: bool) -> dict[str, Tensor]:
+        """Run all microbatches; return the global sums of loss, weight and statistics."""
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch):
+            rows = microbatch.rows.to(self.device)
+            weight = torch.as_tensor(loss_weight_fn(rows))
+            if weight.is_floating_point() and float(weight) != int(weight):
+                raise ValueError(
+                    f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, sequences), because the "
+                    f"gradient is divided by their global sum; return the count and put fractions into the loss."
+                )
+            weight = weight.to(self.device, torch.int)
+            if isinstance(loss_fn, LogprobLoss):
+                logprobs, entropy = self._head_logprobs(hidden, rows["labels"], loss_fn.temperature)
+                loss_sum, sums = loss_fn.fn(logprobs, entropy, rows)
+            elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
+                loss_sum, sums = self._logits(hidden).sum() * 0.0, {}
+            else:
+                loss_sum, sums = loss_fn(self._logits(hidden), rows) * weight, {}
+            loss_sum = loss_sum.as_subclass(Tensor)
+            kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
+            return loss_sum, weight, kept | {k: v.detach().float() for k, v in sums.items()}
+
+        kept = self._run(self._pack(as_batch(data)), last_stage, forward_only=forward_only)
+        return self._global_sums(kept)
+
+    def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
+        pad_to = self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
+        return schedule.run(
+            self.model, microbatches, last_stage, forward_only=forward_only, pad_to=pad_to, device=self.device
+        )
+
+    def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
+        """Pack this rank's share into as many microbatches as the rank that needs most."""
+        budget = self.config.tokens_per_microbatch
+        count = torch.tensor([max(1, packing.least_microbatches(batch.lengths.tolist(), budget))])
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.control)
+        return packing.pack(batch, tokens_per_microbatch=budget, count=int(count))
+
+    def _output_weight(self) -> Tensor:
+        return self.policy.output_weight()[: self.shard.stop - self.shard.start]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
+        weight = self._output_weight()
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
+        return VocabParallelLogits.wrap(logits, self.shard)
+
+    def _head_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return lm_head_logprobs(hidden, self._output_weight(), labels, shard=self.shard, temperature=temperature)
+
+    def _from_last_stage(self, tensor: Tensor) -> None:
+        if self.groups.pipeline.size > 1:
+            dist.broadcast(tensor, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
+
+    def _global_sums(self, kept: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Add the statistics of all microbatches and data-parallel ranks; every rank gets them."""
+        totals: list[Any] = [None]
+        if self.groups.is_last_stage:
+            names = list(kept[0])
+            sums = torch.stack([torch.stack([part[n] for part in kept]).double().sum() for n in names])
+            dist.all_reduce(sums, group=self.groups.data.group)
+            totals = [dict(zip(names, sums.tolist(), strict=True))]
+        if self.groups.pipeline.size > 1:
+            dist.broadcast_object_list(
+                totals, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1, device=self.device
+            )
+        return totals[0]
+
+    def _stats(self, totals: dict[str, float], **rest: Any) -> StepStats:
+        loss, weight = totals.pop("loss"), totals.pop("weight")
+        return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return stream_hf_tensors(self.policy, self.arch, self.groups)
+
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+        if self.publisher is None:
+            self.publisher = WeightPublisher(receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend())
+        self.publisher.publish(self.hf_tensors(), version)
+
+    def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        if with_optimizer:
+            checkpoint.save(path, self)
+            return
+        if self.groups.is_main:
+            write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
+        else:
+            for _ in self.hf_tensors():
+                pass
+        dist.barrier(group=self.groups.control)
+
+    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        if with_optimizer:
+            checkpoint.load(path, self)
+            return
+        load_shards(self.policy, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+
+def as_batch(data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
+    """Return ragged trajectories, from padded tensors where that is what the caller has."""
+    return data if isinstance(data, TrajectoryBatch) else TrajectoryBatch.from_padded(data)

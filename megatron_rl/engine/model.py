@@ -1,0 +1,156 @@
+"""Builds this rank's part of a Megatron-Core decoder from a HF architecture. Weights come from weights/reshard.py.
+
+The last stage returns hidden states, not logits: the engine's head decides which rows need the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_rl.config import EngineConfig
+from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.ops import VocabShard
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.reshard import rules_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, as HF computes it; its gradient is summed over the tensor axis under SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage stops before the output layer, with hidden states gathered for a vocab-parallel head."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_states, group=group)
+        return copy_to_tensor_model_parallel_region(hidden_states, group=group)
+
+    def output_weight(self) -> Tensor:
+        """The `[V_local, H]` weight of the output layer, padded columns included."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
+    """The vocabulary rounded up to a multiple of the tensor axis."""
+    return -(-arch.vocab // groups.tensor.size) * groups.tensor.size
+
+
+def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
+    """The real columns of this tensor rank; padding is left out and so never takes probability mass."""
+    rows = padded_vocab(arch, groups) // groups.tensor.size
+    start = groups.tensor.rank * rows
+    return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
+
+
+def transformer_config(
+    arch: Architecture, config: EngineConfig, groups: ParallelGroups, passed_through: dict[str, Any]
+) -> TransformerConfig:
+    """Translate the architecture and the layout; `passed_through` wins and may name any field of TransformerConfig."""
+    dtype = DTYPES[config.model.dtype]
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    unknown = sorted(set(passed_through) - known)
+    if unknown:
+        raise ValueError(f"megatron.{unknown[0]}: not a field of megatron.core's TransformerConfig; see its documentation.")
+    options = dict(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        ffn_hidden_size=arch.ffn,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        layernorm_epsilon=arch.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=arch.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=groups.tensor.size,
+        pipeline_model_parallel_size=groups.pipeline.size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    return TransformerConfig(**options | passed_through)
+
+
+def build(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> PolicyModel:
+    """Return this rank's stage with uninitialised weights."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if arch.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(tf_config, vp_stage=None), layer_norm=RMSNorm
+    )
+    scaling = arch.rope_scaling
+    upstream = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if scaling and any(scaling[key] != value for key, value in upstream.items()):
+        raise ValueError(f"rope_scaling = {scaling}: megatron.core fixes {upstream}; only `factor` may differ.")
+    model = PolicyModel(
+        config=tf_config,
+        transformer_layer_spec=block,
+        vocab_size=padded_vocab(arch, groups),
+        max_sequence_length=arch.max_positions,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling["factor"] if scaling else 8.0,
+        share_embeddings_and_output_weights=arch.tied,
+    )
+    for parameter, rule in rules_of(model, arch):
+        # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient norm.
+        if not hasattr(parameter, "tensor_model_parallel"):
+            dim = rule.layout.split_dim
+            set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+    return model

@@ -1,0 +1,45 @@
+"""Megatron's optimizer and learning-rate schedule from our options."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import OptimizerConfig
+
+
+def build_optimizer(config: OptimizerConfig, model, dtype: torch.dtype):
+    """Return Megatron's AdamW over a DDP-wrapped model."""
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+    )
+    return get_megatron_optimizer(options, [model])
+
+
+def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> OptimizerParamScheduler:
+    """Return the schedule; its unit is one update."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_updates,
+        lr_decay_steps=max(total_updates, config.warmup_updates + 1),
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,96 @@
+"""Process groups and this rank's place in the layout, built once from Megatron's groups and passed by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import platform
+from megatron_rl.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the rank grid: the group of the ranks along it, their number and this rank's index."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    tensor: Axis
+    pipeline: Axis
+    data: Axis
+    control: dist.ProcessGroup
+    """All ranks over gloo, for small Python objects."""
+    rank: int
+    world_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def is_data_head(self) -> bool:
+        """True on the one rank of each data-parallel replica that drives its rollouts."""
+        return self.tensor.rank == 0 and self.pipeline.rank == 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
+    """Join the trainer's process group and build the layout. All ranks call it once; ValueError for a bad world size.
+
+    Without torchrun's variables this process is a world of its own.
+    """
+    platform.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    if platform.has_cuda():
+        torch.cuda.set_device(platform.device())
+    if not dist.is_initialized():
+        options = dict(backend=platform.backend(), timeout=timedelta(seconds=timeout_s))
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(**options)
+        else:
+            dist.init_process_group(**options, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        )
+        model_parallel_cuda_manual_seed(seed)
+    return ParallelGroups(
+        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        control=dist.new_group(backend="gloo"),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+
+
+def stop() -> None:
+    """Leave all groups. All ranks call it."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group, dist.get_world_size(group), dist.get_rank(group))

@@ -1,0 +1,153 @@
+"""Theorems: the update does not depend on the layout, the microbatch split or the data-parallel split."""
+
+import functools
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_model, share_of
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.api import LogprobLoss
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.ops import gather_logprobs
+
+
+def user_loss(logits, data):
+    """A mean over trained rows from logits, with the guide's rolled labels."""
+    logprobs = gather_logprobs(logits, torch.roll(data["input_ids"], shifts=-1, dims=-1))
+    loss = torch.where(data["loss_mask"].bool(), -logprobs * data["advantages"], 0.0)
+    return loss.sum() / data["loss_mask"].count_nonzero()
+
+
+def user_weight(data):
+    return data["loss_mask"].count_nonzero()
+
+
+def two_updates(folder, layout, batch, kind, tokens_per_microbatch=64, options=None):
+    engine = make_engine(folder, LAYOUTS[layout][1], tokens_per_microbatch=tokens_per_microbatch, **(options or {}))
+    engine.train()
+    if kind == "logits":
+        step = functools.partial(engine.train_batch, loss_fn=user_loss, loss_weight_fn=user_weight)
+    else:
+        loss = PolicyLoss(AlgorithmConfig(entropy_coefficient=0.01, kl_coefficient=0.0))
+        step = functools.partial(engine.train_batch, loss_fn=LogprobLoss(loss, temperature=0.7))
+    stats = [step(share_of(batch, engine)) for _ in range(2)]
+    engine.step_lr_scheduler()
+    return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_model("qwen3_tied_one_kv_head", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(model_folder):
+    return {k: run_ranks(1, two_updates, model_folder, "1", make_batch(), k)[0] for k in ("logits", "logprobs")}
+
+
+def assert_same_updates(result, expected):
+    (stats, weights), (stats_one, weights_one) = result, expected
+    for ours, one in zip(stats, stats_one, strict=True):
+        assert ours.applied and ours.weight == one.weight
+        assert ours.loss == pytest.approx(one.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+        assert ours.sums == pytest.approx(one.sums, rel=1e-4, abs=1e-3)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, weights_one[name], rtol=0, atol=2e-5, msg=name)
+
+
+# Every axis alone, the axes together, and data parallelism with the optimizer's state split.
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "tp2_pp2", "dp2", "tp2_pp2_dp2"])
+@pytest.mark.parametrize("kind", ["logits", "logprobs"])
+def test_update_does_not_depend_on_the_layout(layout, kind, model_folder, one_process):
+    options = {"distributed": True} if "dp2" in layout else {}
+    result = run_ranks(LAYOUTS[layout][0], two_updates, model_folder, layout, make_batch(), kind, 64, options)
+    assert_same_updates(result[0], one_process[kind])
+    for stats, _ in result[1:]:
+        assert stats == result[0][0], "every rank reports the same step"
+
+
+# 1: every sequence is longer than the budget and runs alone; 13: uneven; 1000: all in one.
+@pytest.mark.parametrize("tokens", [1, 13, 1000])
+@pytest.mark.parametrize("kind", ["logits", "logprobs"])
+def test_update_does_not_depend_on_the_microbatch_split(tokens, kind, model_folder, one_process):
+    result = run_ranks(1, two_updates, model_folder, "1", make_batch(), kind, tokens)[0]
+    assert_same_updates(result, one_process[kind])
+
+
+def test_a_rank_without_trajectories_keeps_step(model_folder):
+    alone = make_batch(lengths=(9,))
+    one = run_ranks(1, two_updates, model_folder, "1", alone, "logits")[0]
+    two = run_ranks(2, two_updates, model_folder, "dp2", alone, "logits")[0]
+    assert_same_updates(two, one)
+
+
+def gradients(folder, batch):
+    engine = make_engine(folder, LAYOUTS["1"][1], clip_grad=0.0).train()
+    stats = engine.train_batch(batch, user_loss, user_weight)
+    return stats, engine.policy.embedding.word_embeddings.weight.main_grad[:VOCAB].clone()
+
+
+def test_gradient_equals_float64_autograd(model_folder):
+    batch = make_batch()
+    stats, ours = run_ranks(1, gradients, model_folder, batch)[0]
+    model = AutoModelForCausalLM.from_pretrained(model_folder).double()
+    bounds, total = batch.cu_seqlens.tolist(), 0.0
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        ids, mask, advantages = (batch[k][a:b] for k in ("input_ids", "loss_mask", "advantages"))
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        total = total - (logprobs * advantages[1:] * mask[1:]).sum()
+    loss = total / batch["loss_mask"].sum()
+    loss.backward()
+    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    torch.testing.assert_close(ours.double(), model.get_input_embeddings().weight.grad, rtol=0, atol=1e-6)
+
+
+def softmax_of_split_logits(folder):
+    engine = make_engine(folder, LAYOUTS["tp2"][1])
+    try:
+        engine.forward(make_batch(), lambda logits, rows: logits.log_softmax(-1)[:, 0])
+    except ValueError as error:
+        return str(error)
+
+
+def test_softmax_over_one_ranks_columns_is_refused(model_folder):
+    assert "use megatron_rl.gather_logprobs" in run_ranks(2, softmax_of_split_logits, model_folder)[0]
+
+
+def fractional_weight(folder):
+    engine = make_engine(folder, LAYOUTS["1"][1])
+    with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: weights are integer counts"):
+        engine.train_batch(make_batch(), user_loss, lambda data: torch.tensor(0.5))
+
+
+def test_fractional_loss_weight_is_refused(model_folder):
+    run_ranks(1, fractional_weight, model_folder)
+
+
+def frozen(folder):
+    from megatron_rl.config import EngineConfig, ModelConfig
+    from megatron_rl.engine.megatron_engine import MegatronEngine
+
+    policy = make_engine(folder, LAYOUTS["tp2_pp2"][1]).train()
+    config = EngineConfig(model=ModelConfig(path=str(folder)), parallel=LAYOUTS["tp2_pp2"][1])
+    reference = MegatronEngine(config, groups=policy.groups, trainable=False)
+    reference.initialize()
+    batch = make_batch()
+    before = reference.forward(batch)
+    same = policy.forward(batch)
+    policy.train_batch(batch, user_loss, user_weight)
+    return before, same, reference.forward(batch), policy.forward(batch)
+
+
+def test_reference_stays_while_the_policy_moves(model_folder):
+    for before, same, after, moved in run_ranks(4, frozen, model_folder):
+        assert torch.equal(before, same) and torch.equal(before, after)
+        assert (moved - before).abs().max() > 1e-3

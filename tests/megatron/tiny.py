@@ -1,0 +1,99 @@
+"""Tiny random HF models and batches for the layout tests, and an engine in a given layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.types import FinetuneSpec, TrajectoryBatch
+
+VOCAB = 97  # odd: the vocabulary needs padding at every tensor size but 1
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=128,
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3_rope": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
+}
+LAYOUTS = {
+    "1": (1, ParallelConfig()),
+    "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
+    "tp2_sp": (2, ParallelConfig(tensor=2)),
+    "pp2": (2, ParallelConfig(pipeline=2)),
+    "tp2_pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "dp2": (2, ParallelConfig()),
+    "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
+}
+
+
+def make_model(family: str, folder: Path):
+    """Write the family's tiny random model to `folder` and return it as transformers has it, in float32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]).float().eval()
+    with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mix-up
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -> TrajectoryBatch:
+    """Ragged random trajectories; about a third of the tokens is prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    mask = torch.cat([torch.arange(n) >= max(1, n // 3) for n in lengths])
+    tokens = {
+        "input_ids": torch.randint(0, VOCAB, (count,), generator=generator),
+        "loss_mask": mask,
+        "logprobs": -torch.rand(count, generator=generator) * mask,
+        "versions": torch.where(mask, 0, -1),
+        "advantages": torch.randn(count, generator=generator),
+    }
+    sequences = {"rewards": torch.rand(len(lengths), generator=generator), "group": torch.arange(len(lengths)) // 2}
+    return TrajectoryBatch(tokens, sequences, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def make_engine(folder: Path, parallel: ParallelConfig, *, tokens_per_microbatch: int = 64, **options) -> MegatronEngine:
+    """Return an initialised engine; `options` go to OptimizerConfig."""
+    # eps 1e-6: near-zero gradients must not turn rounding into whole Adam steps.
+    optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
+    engine = MegatronEngine(
+        EngineConfig(
+            model=ModelConfig(path=str(folder)),
+            parallel=parallel,
+            optimizer=optimizer,
+            tokens_per_microbatch=tokens_per_microbatch,
+        )
+    )
+    engine.initialize(None, FinetuneSpec(total_updates=10))
+    return engine
+
+
+def share_of(batch: TrajectoryBatch, engine: MegatronEngine) -> TrajectoryBatch:
+    """This data-parallel rank's trajectories: every `dp`-th one."""
+    data = engine.groups.data
+    return batch.select(range(data.rank, len(batch), data.size))
