@@ -1,0 +1,79 @@
+"""Policy losses. Inputs are packed `[T]` tensors, results are sums over trained rows; nothing is averaged here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.algo import kl
+from megatron_rl.config import AlgorithmConfig
+
+Sums = dict[str, Tensor]
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Sums]:
+    """max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), u = exp(logprobs - proximal_logprobs), per token.
+
+    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476).
+    """
+    # Masked rows become ratio 1 before exp(), so an overflow there cannot reach the gradient.
+    log_ratio = (logprobs - proximal_logprobs).masked_fill(~loss_mask, 0.0)
+    ratio = log_ratio.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = torch.maximum(plain, clipped).masked_fill(~loss_mask, 0.0).sum()
+    return loss, {
+        "clipped_tokens": ((clipped > plain) & loss_mask).sum(),
+        "ratio_deviation": (ratio.detach() - 1.0).abs().sum(),
+        "approx_kl": -log_ratio.detach().sum(),
+    }
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> tuple[Tensor, Sums]:
+    """-A log p per token."""
+    return (-advantages * logprobs).masked_fill(~loss_mask, 0.0).sum(), {}
+
+
+def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
+    """-log p per trained token: the loss of a supervised warm start."""
+    return -logprobs.sum(), {"entropy": entropy.detach().sum()}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The configured policy loss with its KL and entropy terms, as a LogprobLoss function."""
+
+    options: AlgorithmConfig
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
+        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), optionally `proximal_logprobs` and `ref_logprobs`.
+
+        Without `proximal_logprobs` this is the step's only update, and the policy itself is the proximal one.
+        """
+        options, mask = self.options, rows["labels"] >= 0
+        proximal = rows["proximal_logprobs"] if "proximal_logprobs" in rows.keys() else logprobs.detach()  # noqa: SIM118
+        if options.loss == "ppo_clip":
+            loss, sums = ppo_clip(
+                logprobs, proximal, rows["advantages"], mask, clip_low=options.clip_low, clip_high=options.clip_high
+            )
+        else:
+            loss, sums = reinforce(logprobs, rows["advantages"], mask)
+        mismatch = (proximal - rows["logprobs"]).masked_fill(~mask, 0.0)
+        sums |= {"entropy": entropy.detach().sum(), "behavior_mismatch": mismatch.abs().sum()}
+        if options.kl_coefficient > 0:
+            divergence = kl.ESTIMATORS[options.kl_estimator](logprobs, rows["ref_logprobs"]).masked_fill(~mask, 0.0).sum()
+            loss = loss + options.kl_coefficient * divergence
+            sums["reference_kl"] = divergence.detach()
+        if options.entropy_coefficient > 0:
+            loss = loss - options.entropy_coefficient * entropy.sum()
+        return loss, sums
