@@ -1,0 +1,142 @@
+"""Generated tokens per second: the embedded rollout server, transformers' generate, and a real SGLang where one runs.
+
+    python benchmarks/rollout_server.py MODEL [--sglang-url http://127.0.0.1:30000]
+
+Every engine gets the same prompts (random token ids), samples at temperature 1 and returns log-probabilities; the two
+servers are reached over HTTP. The prompts of one wave start together; a row is the median over the waves.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+
+START_TIMEOUT_S = 120
+
+
+def make_prompts(args: argparse.Namespace, count: int, wave: int) -> list[list[int]]:
+    rng = random.Random(f"{count} {wave}")  # fresh prompts in every wave, so nothing is found in a prefix cache
+    return [[rng.randrange(1000, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(count)]
+
+
+async def run_wave(url: str, prompts: list[list[int]], new_tokens: int) -> int:
+    """Send all prompts at once; returns the number of tokens that came back."""
+
+    async def one(session: aiohttp.ClientSession, prompt: list[int]) -> int:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        async with session.post(f"{url}/generate", json=body) as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise RuntimeError(f"{url} answered {response.status}: {answer}")
+            return len(answer["meta_info"]["output_token_logprobs"])
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=1800)) as session:
+        return sum(await asyncio.gather(*(one(session, prompt) for prompt in prompts)))
+
+
+def measure(args: argparse.Namespace, generate: Callable[[list[list[int]]], int]) -> dict[int, float]:
+    """Concurrency -> tokens per second."""
+    generate(make_prompts(args, 1, -1))  # the first call builds what is built once
+    rates = {}
+    for count in args.concurrency:
+        waves = []
+        for wave in range(args.waves):
+            prompts, begin = make_prompts(args, count, wave), time.perf_counter()
+            waves.append(generate(prompts) / (time.perf_counter() - begin))
+        rates[count] = statistics.median(waves)
+    return rates
+
+
+def measure_server(args: argparse.Namespace, url: str) -> dict[int, float]:
+    return measure(args, lambda prompts: asyncio.run(run_wave(url, prompts, args.new_tokens)))
+
+
+def measure_embedded(args: argparse.Namespace) -> dict[int, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "url"
+        command = [sys.executable, "-m", "megatron_rl.serving.server", str(args.model), "--port", "0"]
+        command += ["--dtype", "float32", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ready.exists():
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the embedded server did not start; run it by hand: {' '.join(command)}")
+                time.sleep(0.1)
+            return measure_server(args, ready.read_text())
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def measure_transformers(args: argparse.Namespace) -> dict[int, float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]]) -> int:
+        ids = torch.tensor(prompts)
+        length = {"min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, pad_token_id=0, **length
+        )
+        return out[:, ids.shape[1] :].numel()
+
+    return measure(args, generate)
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "uncommitted"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--sglang-url", help="a running SGLang server with the same model")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--skip-transformers", action="store_true")
+    args = parser.parse_args()
+    args.vocab_size = 32_000  # below every vocabulary in question
+
+    begin_load = os.getloadavg()[0]
+    rows = {"embedded server": measure_embedded(args)}
+    if not args.skip_transformers:
+        rows["transformers generate"] = measure_transformers(args)
+    if args.sglang_url is not None:
+        rows["SGLang"] = measure_server(args, args.sglang_url)
+    print(
+        f"{args.model.name}, float32, {os.cpu_count()} cores of {cpu_name()}, {args.prompt_tokens} prompt + "
+        f"{args.new_tokens} new tokens, median of {args.waves} waves, commit {commit()}, load before {begin_load:.1f}"
+    )
+    print(f"{'tokens/s at concurrency':<24}" + "".join(f"{count:>8}" for count in args.concurrency))
+    for name, rates in rows.items():
+        print(f"{name:<24}" + "".join(f"{rates[count]:>8.0f}" for count in args.concurrency))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""SGLang's `/generate` and OpenAI's chat: JSON bodies to requests, finished requests to JSON. No HTTP, no torch.
+
+Whatever is wrong with a body raises ValueError with the field, the value and the rule; the HTTP layer answers 400.
+"""
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.serving.request import Request
+from megatron_rl.serving.sampling import SamplingParams, derive_seed
+from megatron_rl.serving.text import Text
+
+# Fields of SGLang's GenerateReqInput that would change the answer, with the values that do not.
+_UNSUPPORTED = {
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "audio_data": (None, []),
+    "video_data": (None, []),
+    "lora_path": (None,),
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None, []),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "return_sampling_mask": (None, False),
+    "sampling_logprobs_mode": (None, "selected"),
+    "custom_logit_processor": (None,),
+}
+_CHAT_UNSUPPORTED = {
+    "tools": (None, []),
+    "stream": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "lora_path": (None,),
+}
+_CHAT_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+} | {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("logit_bias", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "n"),
+        *("stop_regex", "regex", "ebnf", "json_schema", "structural_tag"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    vocab_size: int
+    context_length: int
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A checked `/generate` body."""
+
+    requests: list[Request]
+    single: bool
+    """Answer with an object instead of a list."""
+    stream: bool
+    return_logprob: bool
+    return_text_in_logprobs: bool
+    return_prompt_token_ids: bool
+
+
+def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall:
+    _check_object(body, _UNSUPPORTED)
+    prompts, batch = _prompts(body, text)
+    stream, return_logprob = _flag(body, "stream"), _flag(body, "return_logprob")
+    params = _per_prompt(body.get("sampling_params"), len(prompts), batch, "sampling_params")
+    rids = _per_prompt(body.get("rid"), len(prompts), batch, "rid")
+    start = body.get("logprob_start_len")
+    start = -1 if start is None else start
+    if type(start) is not int or start < -1:
+        raise ValueError(f"logprob_start_len = {start!r}: must be an integer >= -1")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        _check_ids(prompt, limits.vocab_size)
+        sampling = SamplingParams.parse(params[i], limits.vocab_size)
+        requests += make_requests(prompt, sampling, rids[i], limits, text, start if return_logprob else -1)
+    single = not batch and len(requests) == 1
+    if stream and not single:
+        raise ValueError("stream: true needs one prompt and n = 1; send one request per sample")
+    in_text = _flag(body, "return_text_in_logprobs")
+    if in_text and text is None:
+        raise ValueError("return_text_in_logprobs: true needs a tokenizer, and the model folder has none")
+    return GenerateCall(requests, single, stream, return_logprob, in_text, _flag(body, "return_prompt_token_ids"))
+
+
+def make_requests(
+    prompt: list[int], params: SamplingParams, rid: Any, limits: Limits, text: Text | None, logprob_start: int
+) -> list[Request]:
+    """One request per sample; for n > 1 with ids of their own, like SGLang."""
+    if rid is not None and (not isinstance(rid, str) or not rid):
+        raise ValueError(f"rid = {rid!r}: must be a non-empty string")
+    if params.stop and text is None:
+        raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
+    if len(prompt) >= limits.context_length:
+        raise ValueError(
+            f"The input ({len(prompt)} tokens) is longer than the model's context length "
+            f"({limits.context_length} tokens)."
+        )
+    if logprob_start > len(prompt):
+        raise ValueError(f"logprob_start_len = {logprob_start}: must be at most the prompt's {len(prompt)} tokens")
+    params = replace(params, max_new_tokens=min(params.max_new_tokens, limits.context_length - len(prompt)))
+    requests = []
+    for i in range(params.n):
+        own = params
+        if params.n > 1 and params.sampling_seed is not None:
+            own = replace(params, sampling_seed=derive_seed(params.sampling_seed, i))
+        own_rid = rid if rid is not None and params.n == 1 else uuid.uuid4().hex
+        start = logprob_start if 0 <= logprob_start < len(prompt) else None
+        requests.append(Request(rid=own_rid, prompt=prompt, params=own, logprob_start=start))
+    return requests
+
+
+def generate_answer(
+    request: Request, call: GenerateCall, version: str, text: Text | None, tokens: int | None = None
+) -> dict[str, Any]:
+    """SGLang's answer to one request; `tokens` cuts it to the first so many, for a stream chunk."""
+    output = request.output[:tokens]
+    finished = tokens is None
+    answer = {
+        "text": reply_text(request, output, finished, text),
+        "output_ids": output,
+        "meta_info": meta_info(request, output, finished, version),
+    }
+    if call.return_prompt_token_ids:
+        answer["prompt_token_ids"] = request.prompt
+    if call.return_logprob:
+        named = text if call.return_text_in_logprobs else None
+        start = len(request.prompt) if request.logprob_start is None else request.logprob_start
+        # The first scored token has no prediction before it.
+        scores = [None, *request.input_logprobs][: len(request.prompt) - start]
+        answer["meta_info"] |= {
+            "input_token_logprobs": _triples(scores, request.prompt[start : start + len(scores)], named),
+            "output_token_logprobs": _triples(request.logprobs[: len(output)], output, named),
+            "output_token_logprobs_length": len(output),
+        }
+    return answer
+
+
+def meta_info(request: Request, output: list[int], finished: bool, version: str) -> dict[str, Any]:
+    reason = request.finish_reason if finished else None
+    version = request.weight_version or version
+    info: dict[str, Any] = {"id": request.rid, "finish_reason": reason, "weight_version": version}
+    # SGLang leaves these out for a request that was aborted before it ran.
+    if request.started or reason is None or reason["type"] != "abort":
+        cached = request.cached_tokens
+        info |= {
+            "prompt_tokens": len(request.prompt),
+            "cached_tokens": cached,
+            "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
+            "num_retractions": request.retractions,
+        }
+    spans, begin = [], 0
+    for span_version, end in [*request.spans, (version, len(output))]:
+        if min(end, len(output)) > begin:
+            spans.append({"version": span_version, "start": begin, "end": min(end, len(output))})
+            begin = spans[-1]["end"]
+    info |= {"completion_tokens": len(output), "reasoning_tokens": 0, "weight_versions": spans, "dp_rank": None}
+    if finished:
+        info["e2e_latency"] = request.finished_s - request.created_s
+    return info
+
+
+def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:
+    """The text without the stop token or string that ended it, unless no_stop_trim."""
+    if text is None:
+        return ""
+    params = request.params
+    matched = request.finish_reason.get("matched") if finished and request.finish_reason else None
+    trim = matched is not None and not params.no_stop_trim
+    if trim and isinstance(matched, int):
+        output = output[:-1]
+    reply = text.decode(output, params.skip_special_tokens)
+    if trim and isinstance(matched, str) and matched in params.stop:
+        reply = reply[: reply.find(matched)] if matched in reply else reply
+    return reply
+
+
+def parse_chat(body: Any, limits: Limits, text: Text | None) -> list[Request]:
+    """The requests of an OpenAI chat body; `input_ids` in place of messages skips the template."""
+    _check_object(body, _CHAT_UNSUPPORTED)
+    if body.get("input_ids") is not None:
+        prompts, batch = _prompts({"input_ids": body["input_ids"]}, text)
+        if batch:
+            raise ValueError("input_ids: a chat takes one list of token ids")
+        prompt = prompts[0]
+    else:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise ValueError("messages: must be a non-empty list of objects with role and content")
+        if text is None:
+            raise ValueError("messages: the model folder has no tokenizer; send input_ids")
+        options = body.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"chat_template_kwargs = {options!r}: must be an object")
+        prompt = text.render(messages, options)
+    sampling = {theirs: body[ours] for ours, theirs in _CHAT_SAMPLING.items() if body.get(ours) is not None}
+    sampling.setdefault("max_new_tokens", limits.context_length)
+    _check_ids(prompt, limits.vocab_size)
+    params = SamplingParams.parse(sampling, limits.vocab_size)
+    return make_requests(prompt, params, body.get("rid"), limits, text, -1)
+
+
+def chat_answer(
+    requests: list[Request], body: dict[str, Any], version: str, model_name: str, now_s: int, text: Text | None
+) -> dict[str, Any]:
+    choices = []
+    for index, request in enumerate(requests):
+        reason, output = request.finish_reason, request.output
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": reply_text(request, output, True, text)},
+            "finish_reason": reason["type"],
+            "matched_stop": reason.get("matched"),
+            "logprobs": None,
+        }
+        triples = _triples(request.logprobs, output, text)
+        if body.get("logprobs"):
+            choice["logprobs"] = {
+                "content": [
+                    {
+                        "token": token or "",
+                        "logprob": logprob,
+                        "bytes": list((token or "").encode()),
+                        "top_logprobs": [],
+                    }
+                    for logprob, _, token in triples
+                ]
+            }
+        if body.get("return_token_ids"):
+            choice["token_ids"] = output
+        if body.get("return_prompt_token_ids"):
+            choice["prompt_token_ids"] = request.prompt
+        if body.get("return_meta_info"):
+            choice["meta_info"] = meta_info(request, output, True, version)
+            choice["meta_info"]["output_token_logprobs"] = _triples(request.logprobs, output, None)
+        choices.append(choice)
+    generated = sum(len(r.output) for r in requests)
+    prompt = len(requests[0].prompt)
+    return {
+        "id": requests[0].rid,
+        "object": "chat.completion",
+        "created": now_s,
+        "model": model_name,
+        "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+        "metadata": {
+            "weight_version": requests[-1].weight_version,
+            "weight_versions": meta_info(requests[0], requests[0].output, True, version)["weight_versions"],
+        },
+    }
+
+
+def _check_object(body: Any, unsupported: dict[str, tuple]) -> None:
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    for name, harmless in unsupported.items():
+        if name in body and body[name] not in harmless:
+            raise ValueError(f"{name} is not supported by the embedded server; leave it out")
+
+
+def _prompts(body: dict[str, Any], text: Text | None) -> tuple[list[list[int]], bool]:
+    """The prompts as token ids (range not checked yet), and whether the caller sent a batch."""
+    ids, texts = body.get("input_ids"), body.get("text")
+    if (ids is None) == (texts is None):
+        raise ValueError("exactly one of input_ids and text must be given")
+    if ids is None:
+        if text is None:
+            raise ValueError("text: the model folder has no tokenizer; send input_ids")
+        batch = isinstance(texts, list)
+        texts = texts if batch else [texts]
+        if not texts or not all(isinstance(t, str) and t for t in texts):
+            raise ValueError("text: must be a non-empty string or a list of such")
+        return [text.encode(t) for t in texts], batch
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids: must be a non-empty list of token ids, or a list of such lists")
+    batch = isinstance(ids[0], list)
+    return (ids if batch else [ids]), batch
+
+
+def _check_ids(ids: Any, vocab_size: int) -> None:
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids: must be a non-empty list of token ids")
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(f"input_ids[{i}] = {token!r}: must be an integer in [0, {vocab_size})")
+
+
+def _per_prompt(value: Any, count: int, batch: bool, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        if batch and count > 1 and isinstance(value, str):
+            raise ValueError(f"{name} = {value!r}: a batch of {count} prompts needs a list of {count}")
+        return [value] * count
+    if not batch or len(value) != count:
+        raise ValueError(f"{name}: a list of {len(value)} does not fit {count} prompt(s)")
+    return value
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{name} = {value!r}: must be true or false")
+    return bool(value)
+
+
+def _triples(logprobs: list[float | None], ids: list[int], text: Text | None) -> list[list[Any]]:
+    return [
+        [logprob, token, None if text is None else text.decode([token], False)]
+        for logprob, token in zip(logprobs, ids, strict=True)
+    ]

@@ -1,0 +1,226 @@
+"""The weight endpoints: update groups, sessions, updates over a group or from disk, checksums.
+
+An update is checked as a whole and received as a whole before the first weight changes, so a refused or broken one
+leaves the old weights.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
+from megatron_rl.serving.batcher import Batcher
+from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WeightEndpoints:
+    """Lives in the event loop's thread; the weights themselves change in the batcher's."""
+
+    def __init__(self, batcher: Batcher, model_path: str):
+        self.batcher = batcher
+        self.model_path = model_path
+        """Where the weights were last read from."""
+        self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        self._session_open = False
+
+    def routes(self) -> list[web.RouteDef]:
+        posts = {
+            "/init_weights_update_group": self.init_group,
+            "/destroy_weights_update_group": self.destroy_group,
+            "/begin_weight_update": self.begin,
+            "/end_weight_update": self.end,
+            "/update_weights_from_distributed": self.update_from_distributed,
+            "/update_weights_from_disk": self.update_from_disk,
+            "/update_weight_version": self.update_version,
+            "/weights_checker": self.check,
+            "/get_weights_by_name": self.get_by_name,
+        }
+        routes = [web.post(path, answer_refusals(handler)) for path, handler in posts.items()]
+        return [*routes, web.get("/get_weights_by_name", answer_refusals(self.get_by_name))]
+
+    async def init_group(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        name, backend = field(body, "group_name", str, "weight_update_group"), field(body, "backend", str, "nccl")
+        address, port = field(body, "master_address", str), field(body, "master_port", int)
+        rank, world_size = field(body, "rank_offset", int), field(body, "world_size", int)
+        if name in self._groups:
+            raise ValueError(f"group_name = {name!r}: that group exists; destroy it first")
+        if backend not in ("gloo", "nccl") or (backend == "nccl" and self.batcher.model.device.type != "cuda"):
+            raise ValueError(f"backend = {backend!r}: must be 'gloo', or 'nccl' on a GPU")
+        try:
+            group = await asyncio.to_thread(
+                join_update_group,
+                address=address,
+                port=port,
+                rank=rank,
+                world_size=world_size,
+                name=name,
+                backend=backend,
+            )
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            return weight_answer(False, f"Failed to join group {name} at {address}:{port}: {error}")
+        self._groups[name] = (group, self.batcher.model.device if backend == "nccl" else torch.device("cpu"))
+        return weight_answer(True, f"Joined group {name} as rank {rank} of {world_size}.")
+
+    async def destroy_group(self, http: web.Request) -> web.Response:
+        name = field(await read_object(http), "group_name", str, "weight_update_group")
+        if name not in self._groups:
+            return weight_answer(False, f"group_name = {name!r}: no such group")
+        group, _ = self._groups.pop(name)
+        await wait(self.batcher.call(lambda: leave_update_group(group)))
+        return weight_answer(True, f"Left group {name}.")
+
+    async def begin(self, http: web.Request) -> web.Response:
+        selector = field(await read_object(http), "selector", str, "all")
+        if selector not in ("all", "target"):
+            raise ValueError(f"selector = {selector!r}: must be 'all' or 'target'; there is no draft model")
+        if self._session_open:
+            return weight_answer(
+                False, "begin_weight_update: a weight update is already open; call end_weight_update()"
+            )
+        self._session_open = True
+        return weight_answer(True, "Weight update begun.")
+
+    async def end(self, http: web.Request) -> web.Response:
+        await read_object(http)
+        if not self._session_open:
+            return weight_answer(False, "end_weight_update: no weight update is open; call begin_weight_update() first")
+        self._session_open = False
+        return weight_answer(True, "Weight update ended.")
+
+    async def update_from_distributed(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        if not self._session_open:
+            return weight_answer(
+                False,
+                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()",
+            )
+        specs, load_format = tensor_specs(body), field(body, "load_format", str, None)
+        if load_format not in (None, "flattened_bucket"):
+            raise ValueError(f"load_format = {load_format!r}: must be null or 'flattened_bucket'")
+        for spec in specs:
+            self.batcher.model.check_tensor(spec.name, spec.shape)
+        name = field(body, "group_name", str, "weight_update_group")
+        if name not in self._groups:
+            raise ValueError(f"group_name = {name!r}: no such group; call /init_weights_update_group first")
+        group, device = self._groups[name]
+
+        def receive() -> None:
+            # All of it arrives before the first weight changes: a broken broadcast leaves the old weights.
+            tensors = broadcast_tensors(specs, group, device, flattened=load_format is not None)
+            for spec, tensor in zip(specs, tensors, strict=True):
+                self.batcher.model.write(spec.name, tensor)
+
+        await self._update(receive, body)
+        return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def update_from_disk(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        path = field(body, "model_path", str)
+        await self._update(lambda: self.batcher.model.load(Path(path)), body)
+        self.model_path = path
+        message = f"Succeeded to update model weights. Weight version updated to {self.batcher.weight_version}."
+        return json_answer({"success": True, "message": message, "num_paused_requests": self.batcher.running_requests})
+
+    async def _update(self, change: Callable[[], None], body: dict[str, Any]) -> None:
+        """Change the weights between two turns: when all requests have finished, or at once if paused."""
+        version, flush = field(body, "weight_version", str, None), field(body, "flush_cache", bool, True)
+
+        def run() -> None:
+            if flush and self.batcher.running_requests:
+                raise ValueError(
+                    "flush_cache = true: requests paused in_place hold the cache; send flush_cache = false, or pause "
+                    "with mode retract or abort. No weight was changed."
+                )
+            change()
+            self.batcher.weights_changed(version)
+            if flush:
+                self.batcher.flush_now()
+
+        if field(body, "abort_all_requests", bool, False):
+            await wait(self.batcher.abort(None))
+        try:
+            await wait(self.batcher.call(run, exclusive=True))
+        except (RuntimeError, OSError) as error:  # the sender died, or a file is broken
+            raise ValueError(f"Failed to update weights: {error}") from error
+
+    async def update_version(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        version = field(body, "new_version", str)
+        if field(body, "abort_all_requests", bool, True):
+            await wait(self.batcher.abort(None))
+        await wait(self.batcher.call(lambda: self.batcher.set_version(version)))
+        return json_answer({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+
+    async def get_by_name(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        name, count = field(body, "name", str), field(body, "truncate_size", int, 100)
+        weights = self.batcher.model.parameters
+        if name == "lm_head.weight" and self.batcher.model.config.tied:
+            name = "model.embed_tokens.weight"
+        if name not in weights:
+            raise ValueError(f"name = {name!r}: no such tensor; Hugging Face names are expected")
+        return json_answer(await wait(self.batcher.call(lambda: weights[name][:count].float().tolist())))
+
+    async def check(self, http: web.Request) -> web.Response:
+        action = field(await read_object(http), "action", str, "checksum")
+        if action != "checksum":
+            raise ValueError(f"action = {action!r}: the embedded server knows only 'checksum'")
+        checksums = await wait(self.batcher.call(self.batcher.model.checksums))
+        whole = hashlib.sha256("".join(f"{n}:{h}" for n, h in sorted(checksums.items())).encode()).hexdigest()
+        rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
+        return json_answer({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": whole})
+
+
+def answer_refusals(handler: Handler) -> Handler:
+    """Weight endpoints answer what they refuse in SGLang's shape for updates, not in that of `/generate`."""
+
+    async def answered(http: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(http)
+        except ValueError as error:
+            return weight_answer(False, str(error))
+
+    return answered
+
+
+def weight_answer(success: bool, message: str) -> web.Response:
+    return json_answer({"success": success, "message": message}, 200 if success else 400)
+
+
+def tensor_specs(body: dict[str, Any]) -> list[TensorSpec]:
+    names, dtypes, shapes = (field(body, key, list) for key in ("names", "dtypes", "shapes"))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: must be equally many")
+    specs = []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        known = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
+        if known is None:
+            raise ValueError(f"{name}: dtype {dtype!r} must be one of {', '.join(DTYPES)}")
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"{name}: shape {shape!r} must be a list of integers")
+        specs.append(TensorSpec(name, known, tuple(shape)))
+    return specs
+
+
+def broadcast_tensors(
+    specs: list[TensorSpec], group: dist.ProcessGroup, device: torch.device, *, flattened: bool
+) -> list[torch.Tensor]:
+    """Receive from rank 0: one broadcast per tensor in order, or one of all bytes."""
+    if flattened:
+        bucket = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8, device=device)
+        tensors = unpack_bucket(bucket, specs)
+        dist.broadcast(bucket, src=0, group=group)
+        return tensors
+    tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0, group=group)
+    return tensors
