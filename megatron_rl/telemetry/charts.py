@@ -1,0 +1,178 @@
+"""Charts as inline SVG text. Colours and fonts are CSS classes of the page, so one drawing serves light and dark."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
+"""Margins in pixels for the axis labels."""
+NOTHING = '<p class="empty">no values</p>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one curve; a y of None leaves a gap. `style`: line, dashed, faint or marker, and a colour c0 to c7."""
+
+    x: Sequence[float]
+    y: Sequence[float | None]
+    style: str = "line c0"
+    label: str = ""
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Maps data to pixels of a chart of `width` x `height`."""
+
+    width: int
+    height: int
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_range: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return LEFT + (value - low) / ((high - low) or 1) * (self.width - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return self.height - BOTTOM - (value - low) / ((high - low) or 1) * (self.height - TOP - BOTTOM)
+
+    def axes(self) -> str:
+        parts = []
+        for tick in self.y_ticks:
+            y, label = f"{self.y(tick):.1f}", tick_label(tick, self.y_ticks[1] - self.y_ticks[0])
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y}" dy="0.35em" text-anchor="end">{label}</text>')
+        for tick in self.x_ticks:
+            x = f"{self.x(tick):.1f}"
+            parts.append(f'<text class="tick" x="{x}" y="{self.height - 6}" text-anchor="middle">{short(tick)}</text>')
+        return "".join(parts)
+
+
+def line_chart(series: list[Series], *, width: int = 340, height: int = 170, title: str, y_zero: bool = False) -> str:
+    """Draw curves over steps. `title` is for screen readers; `y_zero` keeps 0 on the axis."""
+    points = [point for one in series for point in one.points]
+    if not points:
+        return NOTHING
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    low = min(0.0, *ys) if y_zero else min(ys)
+    frame = Frame(
+        width=width,
+        height=height,
+        x_ticks=whole_ticks(min(xs), max(xs)),
+        y_ticks=ticks(low, max(ys)),
+        x_range=(min(xs), max(xs)),
+    )
+    body = frame.axes() + "".join(draw_series(one, frame) for one in series)
+    return svg(body, width, height, title)
+
+
+def draw_series(series: Series, frame: Frame) -> str:
+    if "marker" in series.style:
+        return "".join(
+            f'<circle class="{series.style}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4.5">'
+            f"<title>{html.escape(series.label)} after {short(x)} steps: {short(y)}</title></circle>"
+            for x, y in series.points
+        )
+    if len(series.points) == 1:
+        x, y = series.points[0]
+        return f'<circle class="dot {series.style}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.5"/>'
+    path, pen_is_up = [], True
+    for place, value in zip(series.x, series.y, strict=True):
+        if value is not None:
+            path.append(f"{'M' if pen_is_up else 'L'}{frame.x(place):.1f} {frame.y(value):.1f}")
+        pen_is_up = value is None
+    return f'<path class="{series.style}" d="{" ".join(path)}"/>'
+
+
+def stacked_bars(
+    bars: list[dict[str, float]], x: list[float], order: list[str], *, width: int, height: int, title: str
+) -> str:
+    """Draw one bar per entry of `x`, built up from its parts in `order`; part i has the colour c<i>."""
+    if not bars:
+        return NOTHING
+    half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
+    frame = Frame(
+        width=width,
+        height=height,
+        x_ticks=whole_ticks(min(x), max(x)),
+        y_ticks=ticks(0.0, max(sum(bar.values()) for bar in bars)),
+        x_range=(min(x) - half, max(x) + half),
+    )
+    slot = (width - LEFT - RIGHT) / len(bars)
+    thick = min(max(slot * 0.8, 1.0), 48.0)
+    parts = [frame.axes()]
+    for place, bar in zip(x, bars, strict=True):
+        centre, bottom = frame.x(place), 0.0
+        for number, name in enumerate(order):
+            value = bar.get(name, 0.0)
+            if value > 0:
+                top, base = frame.y(bottom + value), frame.y(bottom)
+                parts.append(
+                    f'<rect class="fill c{number % 8}" x="{centre - thick / 2:.1f}" y="{top:.1f}" width="{thick:.1f}" '
+                    f'height="{base - top:.1f}"><title>{html.escape(name)}, step {short(place)}: {value:.2f} s</title>'
+                    "</rect>"
+                )
+                bottom += value
+    return svg("".join(parts), width, height, title)
+
+
+def svg(body: str, width: int, height: int, title: str) -> str:
+    name = html.escape(title, quote=True)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
+
+
+def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    """Return round numbers that enclose [low, high], `wanted` steps or a little more; a constant's axis begins at 0."""
+    if high - low <= 1e-6 * max(abs(low), abs(high)):  # differences of rounding only
+        low, high = min(0.0, low), max(0.0, high)
+        high = high if high > low else 1.0
+    raw = (high - low) / wanted
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999) * magnitude
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def whole_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Return whole numbers inside [low, high]: steps have no fractions."""
+    step = max(1, math.ceil((high - low) / wanted))
+    magnitude = 10 ** (len(str(step)) - 1)
+    step = next(m for m in (1, 2, 5, 10) if m * magnitude >= step) * magnitude
+    return [float(i) for i in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
+
+
+def short(value: float) -> str:
+    """Write a number in few characters: 0.25, 12, 3.4k, 1e-05."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000:
+        for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= limit:
+                return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def tick_label(value: float, step: float) -> str:
+    """Like `short`, with as many decimals as tell neighbouring ticks apart (0.99998, 1.00000)."""
+    return f"{value:.{-math.floor(math.log10(step))}f}" if step < 1e-2 * abs(value) and step < 1 else short(value)
+
+
+def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+    """Return the exponential moving average, without the bias of its start; gaps stay gaps."""
+    total = norm = 0.0
+    result: list[float | None] = []
+    for value in values:
+        if value is None:
+            result.append(None)
+            continue
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        result.append(total / norm)
+    return result

@@ -1,0 +1,254 @@
+"""A run's folder -> `report.html`, one file that needs no network, and `report.png`.
+
+What a model wrote is untrusted: every text from the run's files passes `html.escape`.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.telemetry.charts import Series, line_chart, short, smooth, stacked_bars
+from megatron_rl.telemetry.page import STYLE
+from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
+from megatron_rl.telemetry.summary import column, evaluation_curves, phase_seconds, phases_by_size
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+"""A line of samples.jsonl."""
+
+TITLES = {
+    "rollout/reply_tokens": "Reply length (tokens)",
+    "policy/loss": "Loss",
+    "policy/grad_norm": "Gradient norm",
+    "policy/entropy": "Entropy (nats)",
+    "policy/reference_kl": "KL to the reference",
+    "policy/approx_kl": "KL to the policy before the step",
+    "policy/ratio_deviation": "Distance of the ratio from 1",
+    "policy/clipped_tokens": "Clipped tokens (share)",
+    "policy/behavior_mismatch": "Log-prob difference, trainer to server",
+    "rollout/tokens_per_s": "Generated tokens per second",
+    "rollout/staleness": "Staleness (versions)",
+}
+"""Charts that come first, in this order. Every other metric of the run follows under its own name."""
+ROWS_SHOWN = 12
+"""Rows of a table before the reader has to unfold the rest."""
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write report.html and report.png into a run's folder; return the path of report.html. The run may still go on."""
+    folder = Path(folder)
+    run = read_run(folder)
+    page = folder / "report.html"
+    page.write_text(render(run, title=folder.name), encoding="utf-8")
+    try:
+        from megatron_rl.telemetry.picture import write_picture
+    except ImportError as error:
+        logger.warning("report.png not written: %s; pip install 'megatron-rl[tasks]' brings matplotlib", error)
+    else:
+        write_picture(run, folder / "report.png", title=folder.name)
+    return page
+
+
+def render(run: RunRecord, title: str) -> str:
+    """Return the whole page."""
+    sections = [
+        headline(run),
+        reward_section(run),
+        time_section(run),
+        metric_section(run),
+        evaluation_section(run),
+        training_section(run),
+        f"<h2>Config</h2><pre class='config'>{escape(run.config)}</pre>" if run.config else "",
+    ]
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+# -- headline ----------------------------------------------------------------------------------------------------------
+
+
+def headline(run: RunRecord) -> str:
+    cards = [
+        card(one.label, one.change, f"over {one.steps[-1] - one.steps[0]} steps", "big")
+        for one in evaluation_curves(run)
+        if len(one.steps) > 1
+    ]
+    rewards = column(run.steps, "reward/mean")
+    if any(r is not None for r in rewards):
+        first, last = ends(rewards)
+        cards.append(card("train reward", f"{first:.2f} → {last:.2f}", "mean of the first and last tenth"))
+    rates = [r for r in column(run.steps, "rollout/tokens_per_s") if r is not None]
+    if rates:
+        cards.append(card("generation", f"{short(statistics.median(rates))} tokens/s", "median step"))
+    times = [t for t in column(run.steps, "time/step") if t is not None]
+    if times:
+        cards.append(card("time", clock(sum(times)), f"{len(times)} steps, median {statistics.median(times):.1f} s"))
+    return f"<div class='cards'>{''.join(cards)}</div>"
+
+
+def card(label: str, value: str, note: str, style: str = "") -> str:
+    return (
+        f"<div class='card {style}'><div class='label'>{escape(label)}</div>"
+        f"<div class='value'>{escape(value)}</div><div class='note'>{escape(note)}</div></div>"
+    )
+
+
+def ends(values: list[float | None]) -> tuple[float, float]:
+    """Return the means of the first and the last tenth of the values."""
+    present = [v for v in values if v is not None]
+    count = max(1, len(present) // 10)
+    return statistics.fmean(present[:count]), statistics.fmean(present[-count:])
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
+
+
+def reward_section(run: RunRecord) -> str:
+    series = curve(run.steps, "reward/mean")
+    legend = [("c0", "train reward of each step's batch")] if series else []
+    for number, one in enumerate(evaluation_curves(run), start=1):
+        color = f"c{number % 8}"
+        series.append(Series(x=one.steps, y=one.scores, style=f"line dashed {color}"))
+        series.append(Series(x=one.steps, y=one.scores, style=f"marker {color}", label=one.label))
+        legend.append((color, one.label))
+    if not series:
+        return ""
+    chart = line_chart(series, width=960, height=300, title="Reward by step", y_zero=True)
+    return f"<h2>Reward</h2><figure>{chart}{render_legend(legend)}</figure>"
+
+
+def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
+    """Return a metric as curves: a long one as faint values under their moving average."""
+    x, y = [line["step"] for line in steps], column(steps, key)
+    if not any(value is not None for value in y):
+        return []
+    if len(y) < 30:
+        return [Series(x=x, y=y)]
+    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y, 0.85))]
+
+
+def time_section(run: RunRecord) -> str:
+    """Stacked seconds per phase; long runs show the mean of neighbouring steps per bar."""
+    seconds = [phase_seconds(line) for line in run.steps]
+    totals = phases_by_size(seconds)
+    order, whole = list(totals), sum(totals.values())
+    if not whole:
+        return ""
+    per_bar = -(-len(run.steps) // 80)
+    bars, x = [], []
+    for start in range(0, len(run.steps), per_bar):
+        part = seconds[start : start + per_bar]
+        bars.append({name: sum(phases.get(name, 0.0) for phases in part) / len(part) for name in order})
+        x.append(run.steps[start]["step"])
+    legend = [
+        (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
+    ]
+    chart = stacked_bars(bars, x, order, width=960, height=240, title="Seconds per phase")
+    note = "" if per_bar == 1 else f", mean of {per_bar} steps per bar"
+    return (
+        f"<h2>Time <small>seconds per step by phase{note}</small></h2><figure>{chart}{render_legend(legend)}</figure>"
+    )
+
+
+def metric_section(run: RunRecord) -> str:
+    """One small chart per number that the run logged."""
+    hidden = {"step", "elapsed_s", "reward/mean"}
+    values: dict[str, set[float]] = {}
+    for line in run.steps:
+        for key, value in line.items():
+            if is_number(value) and key not in hidden and not key.startswith("time/"):
+                values.setdefault(key, set()).add(value)
+    constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
+    changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
+    figures = []
+    for key in changing:
+        chart, name = line_chart(curve(run.steps, key), title=key), escape(TITLES.get(key, key))
+        figures.append(f"<figure><figcaption>{name}</figcaption>{chart}</figure>")
+    unchanged = " · ".join(f"{key} {short(*values[key])}" for key in constant)
+    note = f"<p class='unchanged'>The same in every step: {escape(unchanged)}</p>" if constant else ""
+    body = f"<div class='grid-of-charts'>{''.join(figures)}</div>{note}"
+    return f"<h2>Metrics <small>by step</small></h2>{body}" if values else ""
+
+
+def render_legend(entries: list[tuple[str, str]]) -> str:
+    spans = "".join(f"<span><i class='{style}'></i>{escape(label)}</span>" for style, label in entries)
+    return f"<div class='legend'>{spans}</div>"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def evaluation_section(run: RunRecord) -> str:
+    """The replies of each evaluation's first and last round to the same prompts, side by side."""
+    parts = []
+    for name in dict.fromkeys(line["name"] for line in run.evaluations):
+        steps = sorted(step for split, step in run.samples if split == name)
+        if not steps:
+            continue
+        first, last = run.samples[name, steps[0]], run.samples[name, steps[-1]]
+        heading = escape(name.replace("_", "-"))
+        if len(steps) == 1:
+            head = ["prompt", "answer", f"reply after {steps[0]} steps"]
+            rows = [[text(s["prompt"]), text(s["answer"]), reply(s)] for s in first]
+        else:
+            head = ["prompt", "answer", f"after {steps[0]} steps", f"after {steps[-1]} steps"]
+            rows = [[text(b["prompt"]), text(b["answer"]), reply(b), reply(a)] for b, a in pair_by_prompt(first, last)]
+        parts.append(f"<h2>Replies <small>{heading}</small></h2>{table(head, rows)}")
+    return "".join(parts)
+
+
+def training_section(run: RunRecord) -> str:
+    steps = sorted(step for split, step in run.samples if split == "train")
+    parts = []
+    for step in dict.fromkeys(steps[:1] + steps[-1:]):
+        rows = [[text(s["prompt"]), text(s["answer"]), reply(s)] for s in run.samples["train", step]]
+        body = table(["prompt", "answer", "reply"], rows)
+        parts.append(f"<details><summary>Training samples of step {step}</summary>{body}</details>")
+    return "".join(parts)
+
+
+def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
+    """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`; the unmatched are left out."""
+    waiting: dict[str, list[Row]] = {}
+    for sample in reversed(last):
+        waiting.setdefault(sample["prompt"], []).append(sample)
+    return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Draw a table from cells that are HTML already; rows past the first few are folded."""
+    rest = rows[ROWS_SHOWN:]
+    folded = f"<details><summary>{len(rest)} more</summary>{rows_as_table(head, rest)}</details>" if rest else ""
+    return rows_as_table(head, rows[:ROWS_SHOWN]) + folded
+
+
+def rows_as_table(head: list[str], rows: list[list[str]]) -> str:
+    columns = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<div class='scroll'><table class='columns-{len(head)}'><thead><tr>{columns}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def text(value: str) -> str:
+    return f"<div class='text'>{escape(value)}</div>"
+
+
+def reply(sample: Row) -> str:
+    reward = sample["reward"]
+    style = "none" if reward is None else "good" if reward >= 0.999 else "bad" if reward <= 0.0 else "part"
+    number = "–" if reward is None else short(reward)
+    return f"<div class='reply'><span class='reward {style}'>{number}</span>{text(sample['reply'])}</div>"

@@ -1,0 +1,272 @@
+"""A run's files and its console lines. Rank 0 writes; on the other ranks every call does nothing.
+
+    metrics.jsonl   one object per step (`kind: step`) or evaluation (`kind: evaluation`, `name`), in order
+    samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name)
+    config.yaml     the experiment as it ran
+
+A line is flushed as a whole, so a killed process leaves at most one torn line, which `read_run` drops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
+COLUMNS = (
+    # heading, metric, format
+    ("reward", "reward/mean", ".3f"),
+    ("tokens/s", "rollout/tokens_per_s", ",.0f"),
+    ("loss", "policy/loss", ".4f"),
+    ("grad norm", "policy/grad_norm", ".3f"),
+    ("staleness", "rollout/staleness", ".2f"),
+    ("step time", "time/step", ".1f"),
+)
+"""What the console shows of a step; a metric that the step lacks is left blank."""
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One prompt and one reply to it, as text."""
+
+    prompt: str
+    reply: str
+    reward: float
+    answer: str = ""
+
+
+class RunLog:
+    """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
+
+    `first_step` > 0 continues the folder's log and forgets what it says about later steps, which will run again. At 0
+    an earlier run's files are renamed to `previous-*`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        total_steps: int,
+        is_main: bool = True,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.folder, self.total_steps, self.is_main = Path(folder), total_steps, is_main
+        self._rewards: list[float] = []
+        self._progress: Progress | None = None
+        if not is_main:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in (METRICS, SAMPLES):
+                make_room(self.folder / name, first_step)
+            self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
+            self._samples = (self.folder / SAMPLES).open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"run.folder = {str(folder)!r}: cannot be written ({error}); name another one.") from error
+        self._console = console or Console(highlight=False)
+        self._start = time.monotonic()
+        self._first_logged: tuple[int, float] | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("[cyan]{task.fields[curve]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=False),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("step", total=total_steps, completed=first_step, curve="")
+            self._progress.start()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def log_config(self, yaml: str) -> None:
+        """Write config.yaml."""
+        if self.is_main:
+            (self.folder / CONFIG).write_text(yaml, encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """Show one line on the console, above the progress bar; allowed after `close` too."""
+        if self.is_main:
+            self._show(escape(text))
+
+    def log_step(self, step: int, metrics: dict[str, Any], samples: list[Sample] | None = None) -> None:
+        """Record step `step` (from 0) and show one line for it."""
+        if not self.is_main:
+            return
+        self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
+        if "reward/mean" in metrics:
+            self._rewards.append(float(metrics["reward/mean"]))
+        self._show(self._step_line(step, metrics))
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step + 1, curve=sparkline(self._rewards[-24:]))
+
+    def log_evaluation(
+        self, step: int, name: str, metrics: dict[str, Any], samples: list[Sample] | None = None
+    ) -> None:
+        """Record an evaluation of the policy as it is after `step` steps; `name` is the data's, e.g. `held_out`."""
+        if not self.is_main:
+            return
+        self._write({"kind": "evaluation", "step": step, "name": name}, metrics, samples or [], split=name)
+        shown = "  ".join(f"{key} {plain(value)}" for key, value in metrics.items())
+        self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
+
+    def close(self) -> None:
+        """Finish the console display and close the files. A second call does nothing."""
+        if not self.is_main or self._metrics.closed:
+            return
+        if self._progress is not None:
+            self._progress.stop()
+        self._metrics.close()
+        self._samples.close()
+
+    def _write(self, head: dict[str, Any], metrics: dict[str, Any], samples: list[Sample], split: str) -> None:
+        elapsed = round(time.monotonic() - self._start, 3)
+        line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
+        # Samples first: a reader that sees a step's metrics then finds its samples too.
+        for number, sample in enumerate(samples):
+            row = {"step": head["step"], "split": split, "number": number} | asdict(sample)
+            self._samples.write(json.dumps(row | {"reward": as_json(sample.reward)}, ensure_ascii=False) + "\n")
+        self._samples.flush()
+        self._metrics.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._metrics.flush()
+
+    def _step_line(self, step: int, metrics: dict[str, Any]) -> str:
+        width = len(str(self.total_steps))
+        cells = [f"[bold]step {step + 1:>{width}}/{self.total_steps}[/]"]
+        for heading, key, form in COLUMNS:
+            if metrics.get(key) is not None:
+                unit = " s" if key.startswith("time/") else ""
+                cells.append(f"[dim]{heading}[/] {float(metrics[key]):{form}}{unit}")
+        if self._progress is None:  # the progress bar shows both
+            cells.append(f"elapsed {clock(time.monotonic() - self._start)}")
+            cells.append(f"left {clock(self._seconds_per_step(step) * (self.total_steps - step - 1))}")
+        return "  ".join(cells)
+
+    def _seconds_per_step(self, step: int) -> float:
+        """Mean of the steps after the first one, whose time has the start of the run in it."""
+        now = time.monotonic()
+        if self._first_logged is None:
+            self._first_logged = (step, now)
+            return now - self._start
+        first_step, first_time = self._first_logged
+        return (now - first_time) / max(step - first_step, 1)
+
+    def _show(self, line: str) -> None:
+        # soft_wrap keeps one line per step in a log file, however narrow rich thinks the terminal is.
+        self._console.print(line, soft_wrap=True)
+
+
+def make_room(path: Path, first_step: int) -> None:
+    """Set an earlier run's file aside, or cut it back to what happened before `first_step`."""
+    if not path.exists():
+        return
+    if first_step == 0:
+        path.rename(path.with_name(f"previous-{path.name}"))
+        return
+    kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
+    shorter = path.with_suffix(".unfinished")
+    shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+    os.replace(shorter, path)
+
+
+def happened_at(line: dict[str, Any], step: int) -> bool:
+    """True for an evaluation after exactly `step` steps, which a run resumed there need not repeat."""
+    is_evaluation = line.get("kind") == "evaluation" or line.get("split", "train") != "train"
+    return bool(is_evaluation and line["step"] == step)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a .jsonl file; a last line without its end is dropped. RuntimeError for other damage."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    complete = text[: text.rfind("\n") + 1]
+    rows = []
+    for number, line in enumerate(complete.split("\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise RuntimeError(
+                f"{path}, line {number}: not JSON ({error}); the file was damaged, remove that line."
+            ) from error
+    return rows
+
+
+@dataclass
+class RunRecord:
+    """A run's folder as data: `steps` and `evaluations` in order, `samples` by (split, step)."""
+
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    samples: dict[tuple[str, int], list[dict[str, Any]]]
+    config: str
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read a run's folder, finished or not; where a step was logged twice the later line counts."""
+    folder = Path(folder)
+    if not (folder / METRICS).is_file():
+        raise ValueError(f"folder = {str(folder)!r}: has no {METRICS}; give the run.folder of a run that has begun.")
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in read_lines(folder / METRICS):
+        if line["kind"] == "step":
+            steps[line["step"]] = line
+        else:
+            evaluations[line["name"], line["step"]] = line
+    samples: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    if (folder / SAMPLES).is_file():
+        for row in read_lines(folder / SAMPLES):
+            samples.setdefault((row["split"], row["step"]), {})[row["number"]] = row
+    config = folder / CONFIG
+    return RunRecord(
+        steps=[steps[step] for step in sorted(steps)],
+        evaluations=sorted(evaluations.values(), key=lambda line: line["step"]),
+        samples={key: [rows[number] for number in sorted(rows)] for key, rows in samples.items()},
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+    )
+
+
+def as_json(value: Any) -> Any:
+    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf)."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else f"{float(value):.3f}"
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def sparkline(values: list[float]) -> str:
+    """Return one block character per value, the lowest value lowest."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((v - low) / span * (len(BARS) - 1))] if math.isfinite(v) else "×" for v in values)

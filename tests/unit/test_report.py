@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.telemetry.charts import Series, line_chart, short, smooth, tick_label, ticks, whole_ticks
+from megatron_rl.telemetry.report import write_report
+from megatron_rl.telemetry.run_log import RunLog, Sample, read_run
+from megatron_rl.telemetry.summary import evaluation_curves
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td>'
+
+
+class Page(HTMLParser):
+    """Collects what a browser would see: tags, attributes and text; fails on tags that do not nest."""
+
+    VOID = {"meta", "line", "br"}
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text, self._open = [], [], "", []
+        self.feed(source)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def write_run(folder, steps=12, reply="7", evaluations=(0, 12)):
+    with RunLog(folder, steps, console=Console(file=io.StringIO())) as log:
+        log.log_config("run:\n  name: <b>bold</b>\n")
+        for step in range(steps):
+            if step in evaluations:
+                log_evaluation(log, step, 0.25, "10")
+            metrics = {"reward/mean": step / steps, "policy/loss": None if step == 3 else 0.1 * step}
+            log.log_step(
+                step,
+                metrics
+                | {"time/rollout": 3.0, "time/update": 5.0, "time/step": 10.0, "odd/metric": step, "odd/constant": 7},
+            )
+        if steps in evaluations:
+            log_evaluation(log, steps, 0.75, reply)
+
+
+def log_evaluation(log, step, accuracy, reply):
+    samples = [Sample(prompt=f"3+{i}=", reply=reply, reward=float(i % 2), answer=str(3 + i)) for i in range(20)]
+    log.log_evaluation(step, "held_out", {"accuracy": accuracy}, samples)
+
+
+def report(folder) -> tuple[Page, str]:
+    source = write_report(folder).read_text(encoding="utf-8")
+    return Page(source), source
+
+
+def test_headline_says_accuracy_before_and_after(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    assert "held-out accuracy25% → 75%over 12 steps" in page.text
+    assert "2:00" in page.text  # 12 steps of 10 s
+
+
+def test_time_of_each_phase_and_the_rest_is_listed(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    for line in ("update 50% (60.0 s)", "rollout 30% (36.0 s)", "outside the phases 20% (24.0 s)"):
+        assert line in page.text
+
+
+def test_replies_before_and_after_are_side_by_side(tmp_path):
+    write_run(tmp_path, reply="after!")
+    page, _ = report(tmp_path)
+    assert "after 0 steps" in page.text and "after 12 steps" in page.text
+    row = page.text[page.text.index("3+1=") :]
+    assert row.startswith("3+1=4110" + "1after!")  # prompt, answer, reward and reply before, reward and reply after
+    assert "8 more" in page.text  # of 20 rows 12 are shown
+
+
+def test_text_of_a_model_is_shown_and_never_becomes_markup(tmp_path):
+    write_run(tmp_path, reply=HOSTILE)
+    page, source = report(tmp_path)
+    assert HOSTILE in page.text and "<b>bold</b>" in page.text
+    assert not {"script", "img", "b"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "<script" not in source
+
+
+def test_page_asks_no_network(tmp_path):
+    write_run(tmp_path)
+    page, source = report(tmp_path)
+    assert not {name for name, _ in page.attributes} & {"src", "href"}
+    assert not re.search(r"https?://|@import|url\(", source)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "label", "change"),
+    [((0.0, 1.0), "held-out accuracy", "50% → 75%"), ((0.25, 0.75), "held-out reward", "0.50 → 0.75")],
+)
+def test_mean_reward_is_called_accuracy_only_where_replies_are_right_or_wrong(tmp_path, rewards, label, change):
+    with RunLog(tmp_path, 1, console=Console(file=io.StringIO())) as log:
+        for step, mean in ((0, 0.5), (1, 0.75)):
+            samples = [Sample(prompt=str(i), reply="r", reward=r) for i, r in enumerate(rewards)]
+            log.log_evaluation(step, "held_out", {"reward/mean": mean}, samples)
+    (curve,) = evaluation_curves(read_run(tmp_path))
+    assert (curve.label, curve.change) == (label, change)
+
+
+def test_metric_that_never_changes_is_a_line_and_not_a_chart(tmp_path):
+    write_run(tmp_path)
+    page, source = report(tmp_path)
+    assert "The same in every step: odd/constant 7" in page.text
+    assert 'aria-label="odd/constant"' not in source
+
+
+def test_metric_unknown_to_the_report_gets_a_chart(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    assert "odd/metric" in page.text
+
+
+@pytest.mark.parametrize(("steps", "evaluations"), [(1, ()), (1, (0, 1)), (5, (0,)), (500, (0, 100, 500))])
+def test_short_long_and_unfinished_runs_have_a_report(tmp_path, steps, evaluations):
+    write_run(tmp_path, steps=steps, evaluations=evaluations)
+    page, source = report(tmp_path)
+    assert "nan" not in source
+    assert page.tags.count("svg") >= 3
+
+
+def test_run_that_has_logged_nothing_has_an_empty_report(tmp_path):
+    RunLog(tmp_path, 5, console=Console(file=io.StringIO())).close()
+    page, _ = report(tmp_path)
+    assert "svg" not in page.tags
+
+
+def test_picture_is_written_beside_the_page(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra megatron-rl[tasks] brings it)")
+    write_run(tmp_path)
+    write_report(tmp_path)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curve_goes_through_its_points_and_a_gap_lifts_the_pen():
+    chart = line_chart([Series(x=[0, 1, 2, 3], y=[0.0, 1.0, None, 1.0])], width=166, height=134, title="t")
+    # Margins 54 left, 12 right, 10 top, 24 bottom leave 100 x 100 pixels for x in [0, 3] and y in [0, 1].
+    assert 'd="M54.0 110.0 L87.3 10.0 M154.0 10.0"' in chart
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (-3.0, 9.0, [-5.0, 0.0, 5.0, 10.0]),
+        (0.0, 0.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (2.0, 2.0, [0.0, 0.5, 1.0, 1.5, 2.0]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low, high, expected):
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_step_axis_has_whole_numbers_only():
+    assert whole_ticks(0, 12) == [0, 2, 4, 6, 8, 10, 12]
+    assert whole_ticks(0, 1) == [0, 1]
+    assert whole_ticks(7, 7) == [7]
+
+
+def test_numbers_are_written_short_and_neighbouring_ticks_differ():
+    assert [short(v) for v in (0, 0.25, 12.0, 3559.4, 12345, 2.5e9, 1e-5)] == [
+        "0",
+        "0.25",
+        "12",
+        "3559",
+        "12.3k",
+        "2.5G",
+        "1e-05",
+    ]
+    assert [tick_label(v, 2e-5) for v in (0.99998, 1.0)] == ["0.99998", "1.00000"]
+
+
+def test_moving_average_has_no_bias_at_its_start():
+    assert smooth([2.0, 2.0, None, 2.0], 0.9) == pytest.approx([2.0, 2.0, None, 2.0])
+    assert smooth([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
