@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.rollout import tasks
+from megatron_rl.rollout.prompts import PromptIterator, load_prompts
+
+COUNT = "megatron_rl.rollout.tasks:count_ones"
+
+
+def numbered(count: int) -> list[dict]:
+    return [{"prompt": f"{i}?", "answer": str(i)} for i in range(count)]
+
+
+def test_jsonl_lines_become_prompts_and_blank_lines_are_skipped(tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = [
+        {"prompt": "1+1=", "answer": "2"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"input_ids": [5, 6], "level": 3},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    assert load_prompts(str(path), key="data.train") == lines
+
+
+def test_function_is_called_with_its_arguments():
+    prompts = load_prompts(COUNT, {"split": "held_out", "digits": 4, "held_out": 3}, key="data.train")
+    assert len(prompts) == 3
+    assert all(p["answer"] == str(p["prompt"].count("1")) and len(p["prompt"]) == 5 for p in prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "data.train = .*holds no prompts; give a source with at least one"),
+        ('{"prompt": "a"}\n{oops\n', "data.train = .*line 2: not JSON.*write one JSON object per line"),
+        ('{"answer": "4"}\n', "prompt 1: has only answer; must have exactly one of input_ids, prompt, messages"),
+        ('{"prompt": "a", "messages": [1]}\n', "prompt 1: has prompt and messages; must have exactly one"),
+        ('{"prompt": ""}\n', "prompt 1: prompt is empty; a server needs at least one token"),
+        ('["a"]\n', "prompt 1: is list; must be an object"),
+        ('{"prompt": "a", "epoch": 3}\n', "prompt 1: has 'epoch', which the iterator writes; rename it"),
+    ],
+)
+def test_bad_file_is_refused_with_the_way_out(tmp_path, text, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path), key="data.train")
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "message"),
+    [
+        ("absent.jsonl", {}, "data.train = 'absent.jsonl': cannot be read .*give a UTF-8 file"),
+        ("absent.jsonl", {"split": "train"}, "data.train_args = .*is a file, which takes no arguments; remove them"),
+        ("no_colon", {}, "data.train = 'no_colon': must be .*import path package.module:"),
+        ("no_such_module:f", {}, "data.train = 'no_such_module:f': .*No module named"),
+        ("megatron_rl.rollout.tasks:nothing", {}, "has no 'nothing'; check the name after the colon"),
+        (
+            COUNT,
+            {"digit": 8},
+            r"data.train_args = .*unexpected keyword argument 'digit'; the signature is .*count_ones\(",
+        ),
+        ("json:dumps", {"obj": 1}, "data.train = 'json:dumps': returned str; must return a list of dicts"),
+        ("megatron_rl.rollout.tasks:SPLITS", {}, "is not a callable object; name a Python function"),
+    ],
+)
+def test_bad_source_is_refused_with_the_way_out(source, args, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(source, args, key="data.train")
+
+
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    iterator = PromptIterator(numbered(10), seed=3)
+    epochs = [iterator.next_batch(10) for _ in range(3)]
+    orders = [[p["prompt_index"] for p in epoch] for epoch in epochs]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert [{p["epoch"] for p in epoch} for epoch in epochs] == [{0}, {1}, {2}]
+    assert epochs[0][0]["answer"] == str(orders[0][0])
+
+
+def test_order_depends_on_the_seed_only():
+    first, again, other = (PromptIterator(numbered(20), seed=s).next_batch(50) for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_without_shuffle_prompts_come_in_the_given_order():
+    batch = PromptIterator(numbered(3), shuffle=False).next_batch(5)
+    assert [p["prompt_index"] for p in batch] == [0, 1, 2, 0, 1]
+
+
+def test_iteration_leaves_the_source_untouched():
+    prompts = numbered(2)
+    PromptIterator(prompts).next_batch(4)
+    assert prompts == numbered(2)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 9, 10, 11, 25])  # start, middle, epoch's end and just past it, third epoch
+def test_resumed_iteration_continues_with_the_next_prompt(taken):
+    whole = PromptIterator(numbered(10), seed=7)
+    whole.next_batch(taken)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = PromptIterator(numbered(10), seed=7)
+    resumed.load_state_dict(state)
+    assert resumed.next_batch(15) == whole.next_batch(15)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (PromptIterator(numbered(9), seed=7), "count = 10, this run 9"),
+        (PromptIterator(numbered(10), seed=8), "seed = 7, this run 8"),
+        (PromptIterator(numbered(10), seed=7, shuffle=False), "shuffle = True, this run False"),
+    ],
+)
+def test_state_of_other_prompts_is_refused(other, message):
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(PromptIterator(numbered(10), seed=7).state_dict())
+
+
+def test_iterator_without_prompts_is_refused():
+    with pytest.raises(ValueError, match="needs at least one prompt"):
+        PromptIterator([])
+
+
+@pytest.mark.parametrize("task", [tasks.addition, tasks.count_ones, tasks.sort_digits])
+def test_held_out_problems_are_disjoint_from_training_for_every_seed(task):
+    held_out = {p["prompt"] for p in task("held_out", seed=5)}
+    for seed in range(3):
+        assert {p["prompt"] for p in task("held_out", seed=seed)} == held_out
+        assert not held_out & {p["prompt"] for p in task("train", seed=seed)}
+
+
+def test_addition_shows_two_examples_and_never_asks_for_them():
+    prompts = tasks.addition("train") + tasks.addition("held_out")
+    assert len(prompts) == 98 and len({p["prompt"] for p in prompts}) == 98
+    assert len(tasks.addition("held_out")) == 32
+    by_prompt = {p["prompt"]: p["answer"] for p in prompts}
+    assert by_prompt["2+3=5\n8+1=9\n7+5="] == "12"
+    assert "2+3=5\n8+1=9\n2+3=" not in by_prompt
+
+
+def test_answers_of_the_digit_tasks():
+    counts = {p["prompt"]: p["answer"] for split in tasks.SPLITS for p in tasks.count_ones(split)}
+    assert len(counts) == 256 and counts["01101001?"] == "4" and counts["00000000?"] == "0"
+    sort = tasks.sort_digits("train", seed=1, count=50)
+    assert len(sort) == 50
+    assert all(p["answer"] == "".join(sorted(p["prompt"][:-1])) and p["prompt"][-1] == ">" for p in sort)
+
+
+def test_large_task_is_not_enumerated():
+    prompts = tasks.count_ones("train", count=3, digits=60)
+    assert len(prompts) == 3 and all(len(p["prompt"]) == 61 for p in prompts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "test"}, "split = 'test': must be one of train, held_out"),
+        ({"count": 67}, "count = 67: the train part of addition has 66 problems; ask for 1 to 66"),
+        ({"count": 0}, "count = 0"),
+        ({"held_out": 98}, "held_out = 98: addition has 98 problems"),
+    ],
+)
+def test_addition_refuses_what_it_does_not_have(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.addition(**arguments)
+
+
+def test_reasoning_gym_items_become_messages_with_an_instruction():
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning-gym is not installed (the extra megatron-rl[tasks] brings it)"
+    )
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    first, *rest = tasks.reasoning_gym("chain_sum", seed=1, count=3, **options)
+    assert len(rest) == 2
+    (message,) = first["messages"]
+    assert message["role"] == "user" and message["content"].endswith(tasks.TAG_INSTRUCTION)
+    x, y = message["content"].split("problem: ")[1].split(" =")[0].replace("- ", "+ -").split(" + ")
+    assert int(first["answer"]) == int(x) + int(y)
+    plain = tasks.reasoning_gym("chain_sum", seed=1, count=1, messages=False, answer_in="last_number", **options)[0]
+    assert plain["prompt"].endswith(f"{tasks.NUMBER_INSTRUCTION}\n") and plain["answer"] == first["answer"]
+    with pytest.raises(ValueError, match="reasoning_gym name = 'chain_sums'"):
+        tasks.reasoning_gym("chain_sums")
+    with pytest.raises(ValueError, match="reasoning_gym name = 'chain_sum' with {'max_term': 3}"):
+        tasks.reasoning_gym("chain_sum", max_term=3)
