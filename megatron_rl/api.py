@@ -88,6 +88,9 @@ class WeightReceiver(Protocol):
     @property
     def server_count(self) -> int: ...
 
+    def trainer_address(self) -> str:
+        """The trainer's host as the servers reach it."""
+
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
         """Ask the servers to join a group of `1 + server_count` ranks; the trainer is rank 0."""
 

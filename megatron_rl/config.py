@@ -256,6 +256,8 @@ class WarmStartConfig:
     stop_at_reward: float = 1.0
     """End early once the mean reward of sampled replies to held-out prompts reaches this."""
     check_every_updates: int = 20
+    folder: str = ""
+    """Keep the result here as a HF folder and start from it when the same warm start is asked for again; empty repeats it."""
 
     def __post_init__(self) -> None:
         check(

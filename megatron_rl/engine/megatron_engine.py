@@ -242,6 +242,12 @@ class MegatronEngine(TrainEngine):
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return stream_hf_tensors(self.policy, self.arch, self.groups)
 
+    @torch.no_grad()
+    def copy_weights(self, other: MegatronEngine) -> None:
+        """Take over the weights of an engine of the same architecture and layout; no rank asks another."""
+        for mine, theirs in zip(self.policy.parameters(), other.policy.parameters(), strict=True):
+            mine.copy_(theirs)
+
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
             self.publisher = WeightPublisher(receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend())

@@ -68,31 +68,32 @@ class VocabParallelLogits(Tensor):
 
 
 class _LogprobsEntropy(torch.autograd.Function):
-    """log p and entropy from one read of the logits; the backward forms the gradient from the logits and log Z."""
+    """log p and entropy from one read of the logits; the backward forms the gradient from the logits again."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float):
-        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         kept = labels >= 0
         local = labels - shard.start
         mine = kept & (local >= 0) & (local < logits.shape[1])
-        peak = scaled.amax(-1)
+        shifted = logits.float() if temperature == 1.0 else logits.float() / temperature
+        peak = shifted.amax(-1)
         _all_reduce(peak, shard, dist.ReduceOp.MAX)
-        weights = (scaled - peak[:, None]).exp_()
-        chosen = scaled.gather(-1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        sums = torch.stack([weights.sum(-1), (weights * scaled).sum(-1), chosen.masked_fill(~mine, 0.0)])
+        shifted = shifted - peak[:, None]  # everything relative to the peak: large logits must not cancel digits
+        weights = shifted.exp()
+        chosen = shifted.gather(-1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), chosen.masked_fill(~mine, 0.0)])
         _all_reduce(sums, shard, dist.ReduceOp.SUM)
-        log_z = peak + sums[0].log()
-        logprobs = (sums[2] - log_z).masked_fill(~kept, 0.0)
-        entropy = (log_z - sums[1] / sums[0]).masked_fill(~kept, 0.0)
-        ctx.save_for_backward(logits, log_z, entropy, local, mine, kept)
+        log_sum = sums[0].log()
+        logprobs = (sums[2] - log_sum).masked_fill(~kept, 0.0)
+        entropy = (log_sum - sums[1] / sums[0]).masked_fill(~kept, 0.0)
+        ctx.save_for_backward(logits, peak, log_sum, entropy, local, mine, kept)
         ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
-        logits, log_z, entropy, local, mine, kept = ctx.saved_tensors
-        log_p = logits.float().div(ctx.temperature).sub_(log_z[:, None])
+        logits, peak, log_sum, entropy, local, mine, kept = ctx.saved_tensors
+        log_p = logits.float().div(ctx.temperature).sub_(peak[:, None]).sub_(log_sum[:, None])
         p = log_p.exp()
         # d log p(y) / dx = 1[y] - p;  dH / dx = -p (log p + H)
         scale = (grad_logprobs.masked_fill(~kept, 0.0))[:, None]

@@ -1,0 +1,371 @@
+"""Builds the parts of a run from its config, checks them before anything is started, and holds them for the loop.
+
+The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl import parallel
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.batch import exchange
+from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.launch import watch
+from megatron_rl.rollout.import_path import resolve
+from megatron_rl.rollout.prompts import PromptIterator, load_prompts
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.workflows.scoring import prompt_ids
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.sft import warm_start
+from megatron_rl.telemetry.report import write_report
+from megatron_rl.telemetry.run_log import RunLog, Sample
+from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.hf_files import HFFolder
+from megatron_rl.weights.mapping import hf_shapes
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "held_out"
+WARM_START_SETTINGS = "warm_start.json"
+SAMPLES_LOGGED = 8
+"""Trajectories of a training step that go to samples.jsonl."""
+
+
+def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
+
+    Returns the tokenizer, the training prompts and the held-out prompts.
+    """
+    arch = read_architecture(config.model.path)
+    if config.model.init == "hf":
+        HFFolder(config.model.path, hf_shapes(arch))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.path = {config.model.path!r}: no usable tokenizer there ({error}); copy the model's.") from error
+    resolve(config.rollout.reward, key="rollout.reward")
+    make_workflow(config, tokenizer, config.generation)
+    train = load_prompts(config.data.train, config.data.train_args, key="data.train")
+    held_out = []
+    if config.data.evaluation:
+        held_out = load_prompts(config.data.evaluation, config.data.evaluation_args, key="data.evaluation")
+    for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
+        for number, prompt in enumerate(prompts, start=1):
+            refuse_too_long(key, number, len(prompt_ids(tokenizer, prompt)), config.generation, arch)
+    return tokenizer, train, held_out
+
+
+def refuse_too_long(key: str, number: int, prompt_tokens: int, generation: GenerationConfig, arch: Architecture) -> None:
+    """Raise ValueError where a prompt and its longest reply do not fit into the model's context."""
+    if prompt_tokens + generation.max_new_tokens > arch.max_positions:
+        raise ValueError(
+            f"{key}, prompt {number}: has {prompt_tokens} tokens, and with generation.max_new_tokens = "
+            f"{generation.max_new_tokens} more than the model's context of {arch.max_positions}; shorten it or lower the other."
+        )
+
+
+def make_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconfig: GenerationConfig) -> RolloutWorkflow:
+    """Build the configured workflow; ValueError where its constructor does not take the arguments."""
+    options = config.rollout
+    factory = resolve(options.workflow, key="rollout.workflow")
+    arguments = {"reward_fn": resolve(options.reward, key="rollout.reward"), "gconfig": gconfig, "tokenizer": tokenizer}
+    try:
+        inspect.signature(factory).bind(**arguments, **options.workflow_args)
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it is called "
+            f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
+        ) from error
+    return factory(**arguments, **options.workflow_args)
+
+
+class Experiment:
+    """All parts of one run on this rank: a context manager that starts them and always stops them."""
+
+    def __init__(self, config: TrainConfig, *, needs_servers: bool = True) -> None:
+        self.config, self.needs_servers = config, needs_servers
+        self.timers = PhaseTimers()
+        self.supervisor: Supervisor | None = None
+        self.rollout: RemoteSGLangEngine | None = None
+        self.held_out_scores: list[float] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Experiment:
+        config = self.config
+        self.tokenizer, train_prompts, self.held_out = check(config)
+        self.folder = Path(config.run.folder)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.cores = max(1, (os.cpu_count() or 1) // local_ranks)
+        torch.set_num_threads(config.run.threads_per_rank or self.cores)
+        torch.manual_seed(config.run.seed)
+        self.groups = parallel.start(config.parallel, seed=config.run.seed)
+        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
+        self.log_file.log_config(config.to_yaml())
+        self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        try:
+            if self.needs_servers:
+                self._start_servers()
+            self._start_engines()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log_file.close()
+        if self.rollout is not None:
+            self.rollout.destroy()
+        if self.supervisor is not None:
+            self.supervisor.stop()
+        parallel.stop()
+
+    def _start_servers(self) -> None:
+        """Rank 0 starts the servers, or takes those of the config; every data head connects to all of them."""
+        config = self.config
+        urls: list[Any] = [list(config.rollout.servers)]
+        if self.groups.is_main and not urls[0]:
+            arch = read_architecture(config.model.path)
+            self.supervisor = Supervisor(
+                config.rollout,
+                config.model.path,
+                self.folder / "servers",
+                dtype=config.model.dtype,
+                context_length=arch.max_positions,
+                dummy_weights=True,  # version 0 is published before the first request
+                threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
+                on_death=watch.stop,
+            )
+            self.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
+            urls = [self.supervisor.start()]
+        dist.broadcast_object_list(urls, src=0, group=self.groups.control)
+        if self.groups.is_data_head:
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
+            self.rollout.initialize(urls[0])
+            self.workflow = make_workflow(config, self.tokenizer, config.generation)
+            greedy = config.generation.new(greedy=True, n_samples=1)
+            self.evaluation_workflow = make_workflow(config, self.tokenizer, greedy)
+
+    def _start_engines(self) -> None:
+        config = self.config
+        self.engine = MegatronEngine(config.actor, groups=self.groups, megatron=config.megatron)
+        self.engine.initialize(None, FinetuneSpec(total_updates=self._total_updates))
+        reference = None
+        if config.algo.kl_coefficient > 0:
+            reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, megatron=config.megatron)
+            reference.initialize()
+        self.reference = reference
+        self.actor = PolicyActor(
+            self.engine, config.algo, temperature=config.generation.temperature, reference=reference
+        )
+        parameters = sum(p.numel() for p in self.engine.policy.parameters())
+        self.say(f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}")
+
+    @property
+    def _total_updates(self) -> int:
+        return self.config.run.steps * self.config.batch.updates_per_step
+
+    def say(self, text: str) -> None:
+        """Print one line on the main rank."""
+        self.log_file.say(text)
+
+    # -- the loop's parts ---------------------------------------------------------------------------------------------
+
+    def warm_start(self) -> None:
+        """Train on the prompts' answers where the config asks for it, then start RL's optimizer afresh."""
+        options = self.config.warm_start
+        if options.updates == 0:
+            return
+        if self._is_warm_start_kept():
+            self.engine.load(options.folder)
+            self.say(f"warm start: loaded {options.folder}, which an earlier run made with the same settings")
+        else:
+            self._train_warm_start()
+            if options.folder:
+                self.engine.save(options.folder)
+                if self.groups.is_main:
+                    (Path(options.folder) / WARM_START_SETTINGS).write_text(self._warm_start_settings())
+        self.engine.reset_optimizer(self._total_updates)
+        self.engine.set_version(0)
+        if self.reference is not None:
+            self.reference.copy_weights(self.engine)
+
+    def _train_warm_start(self) -> None:
+        options = self.config.warm_start
+        self.engine.reset_optimizer(options.updates, lr=options.lr)
+        prompts = PromptIterator(self.prompts.prompts, seed=self.config.run.seed, shuffle=True)
+
+        def share(batch: TrajectoryBatch, update: int) -> TrajectoryBatch:
+            return exchange.update_shares(batch, 1, self.groups, seed=update)[0]
+
+        stats: list[StepStats] = []
+        updates = warm_start(
+            self.engine,
+            prompts,
+            self.encode_example,
+            options,
+            share,
+            on_update=lambda _, update_stats: stats.append(update_stats),
+            sampled_reward=self._sampled_reward if self.needs_servers and self.held_out else None,
+        )
+        self.say(f"warm start: {updates} supervised updates, loss {stats[0].loss:.3f} -> {stats[-1].loss:.3f}")
+
+    def _warm_start_settings(self) -> str:
+        """Everything a warm start's result depends on but the layout, which changes no more than rounding."""
+        config = self.config
+        parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
+        parts |= {"optimizer": config.optimizer, "generation": config.generation}
+        settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+        for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # RL's alone, or no matter
+            del settings["optimizer"][key]
+        settings["reward"] = config.rollout.reward
+        return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
+
+    def _is_warm_start_kept(self) -> bool:
+        kept = [False]
+        if self.groups.is_main and self.config.warm_start.folder:
+            path = Path(self.config.warm_start.folder) / WARM_START_SETTINGS
+            kept = [path.is_file() and path.read_text() == self._warm_start_settings()]
+        dist.broadcast_object_list(kept, src=0, group=self.groups.control)
+        return kept[0]
+
+    def encode_example(self, prompt: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt and of its answer with an end-of-sequence token."""
+        if "answer" not in prompt:
+            raise ValueError(f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one.")
+        answer = self.tokenizer(prompt["answer"], add_special_tokens=False)["input_ids"]
+        return prompt_ids(self.tokenizer, prompt), [*answer, self.tokenizer.eos_token_id]
+
+    def _sampled_reward(self) -> float:
+        """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
+        self.publish()
+        reward = [0.0]
+        if self.groups.is_main:
+            workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
+            reward = [float(self.rollout.rollout_batch(self.held_out, workflow)["rewards"].mean())]
+        dist.broadcast_object_list(reward, src=0, group=self.groups.control)
+        return reward[0]
+
+    def publish(self) -> None:
+        """Bring all servers to the engine's weights and version."""
+        version = self.engine.get_version()
+        self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
+        dist.barrier(group=self.groups.control)  # no head may ask for a reply before the servers have the version
+        if self.rollout is not None:
+            self.rollout.set_version(version)
+
+    def rollout_batch(self) -> TrajectoryBatch | None:
+        """Generate this data head's part of the step's groups; None on ranks that drive no rollouts."""
+        prompts = self.prompts.next_batch(self.config.batch.prompts_per_step)
+        if self.rollout is None:
+            return None
+        data = self.groups.data
+        mine = prompts[data.rank * len(prompts) // data.size : (data.rank + 1) * len(prompts) // data.size]
+        return self.rollout.rollout_batch(mine, self.workflow)
+
+    def exchange(self, batch: TrajectoryBatch | None) -> TrajectoryBatch:
+        """Return the whole step's trajectories on every rank."""
+        return exchange.gather(batch, self.groups)
+
+    def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
+        """Return this data-parallel rank's share of each update of the step."""
+        seed = self.config.run.seed * 1_000_003 + step
+        return exchange.update_shares(batch, self.config.batch.updates_per_step, self.groups, seed=seed)
+
+    def evaluate(self, *, step: int) -> None:
+        """Answer the held-out prompts greedily where it is time to: before the first step, after the last, and between."""
+        every, last = self.config.run.evaluate_every_steps, self.config.run.steps
+        is_due = step in (0, last) or (every > 0 and step % every == 0)
+        if not (self.held_out and is_due):
+            return
+        with self.timers("evaluate"):
+            if self.groups.is_main:
+                batch = self.rollout.rollout_batch(self.held_out, self.evaluation_workflow)
+                rewards = batch["rewards"]
+                self.held_out_scores.append(float(rewards.mean()))
+                is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
+                name = "accuracy" if is_right_or_wrong else "reward/mean"
+                metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
+                samples = self.samples(batch, len(batch), self.held_out)
+                self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+                self.rollout.metrics()  # evaluation does not count as rollout
+            dist.barrier(group=self.groups.control)
+
+    def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats]) -> None:
+        """Write the step's metrics. Means over the step's updates weigh trained tokens."""
+        weight = sum(s.weight for s in stats)
+        rewards = batch["rewards"]
+        groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
+        metrics: dict[str, Any] = {
+            "reward/mean": float(rewards.mean()),
+            "reward/groups_without_variance": float((groups == 0).float().mean()),
+            "policy/loss": sum(s.loss * s.weight for s in stats) / weight,
+            "policy/first_loss": stats[0].loss,
+            "policy/first_grad_norm": stats[0].grad_norm,
+            "policy/grad_norm": max(s.grad_norm for s in stats),
+            "policy/skipped_updates": sum(not s.applied for s in stats),
+            "policy/lr": stats[-1].lr,
+            "policy/version": self.engine.get_version(),
+            "batch/trajectories": len(batch),
+            "batch/trained_tokens": weight,
+            "batch/sequence_tokens": float(batch.lengths.float().mean()),
+        }
+        metrics |= {f"policy/{key}": sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
+        if "ratio_deviation" in stats[0].sums:
+            metrics["policy/first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+        if self.groups.is_main:
+            metrics |= self.rollout.metrics()
+        metrics |= self.timers.snapshot()
+        self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
+
+    def samples(self, batch: TrajectoryBatch, count: int, prompts: list[dict[str, Any]] | None = None) -> list[Sample]:
+        """Decode the first `count` trajectories; `prompts` gives the answers where one trajectory belongs to each."""
+        if not self.groups.is_main:
+            return []
+        bounds, result = batch.cu_seqlens.tolist(), []
+        for number in range(min(count, len(batch))):
+            ids, mask = (batch[key][bounds[number] : bounds[number + 1]] for key in ("input_ids", "loss_mask"))
+            group = int(batch["group"][number])
+            answer = prompts[group].get("answer", "") if prompts and len(prompts) > group else ""
+            result.append(
+                Sample(
+                    prompt=self.tokenizer.decode(ids[~mask]),
+                    reply=self.tokenizer.decode(ids[mask]),
+                    reward=float(batch["rewards"][number]),
+                    answer=str(answer),
+                )
+            )
+        return result
+
+    def save(self, *, step: int) -> None:
+        """Write HF weights where it is time to."""
+        options = self.config.run
+        is_last = step == options.steps
+        if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
+            with self.timers("save"):
+                self.engine.save(self.folder / ("final" if is_last else f"step-{step}"))
+
+    def finish(self) -> None:
+        """Write the report and say what the run achieved."""
+        self.log_file.close()
+        if self.groups.is_main:
+            report = write_report(self.folder)
+            if self.held_out_scores:
+                before, after = self.held_out_scores[0], self.held_out_scores[-1]
+                self.say(f"held-out accuracy {before:.2f} -> {after:.2f} after {self.config.run.steps} steps")
+            self.say(f"report: {report}")

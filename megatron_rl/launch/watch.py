@@ -1,0 +1,46 @@
+"""Ends this process when one it depends on is gone, so that a SIGKILL anywhere leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+
+def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> None:
+    """Watch process `pid` from a thread and exit when it ends, with one line where `says_so`."""
+
+    def watch() -> None:
+        while is_alive(pid):
+            time.sleep(interval_s)
+        stop(f"process {pid}, which started this run, died; stopping." if says_so else "")
+
+    threading.Thread(target=watch, name=f"exit-with-{pid}", daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    """True while `pid` runs; a zombie whose parent has not yet waited counts as dead."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """True where a collective failed because another rank is gone (gloo's words)."""
+    return any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+
+
+def wait_to_be_stopped(rank: int, *, patience_s: float = 10.0) -> None:
+    """After another rank's death: let the launcher name it and stop this one, instead of adding a traceback."""
+    time.sleep(patience_s)
+    stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
+
+
+def stop(message: str) -> None:
+    """Print the message, if any, and end the process at once, whatever its other threads wait for. Children watch their parent."""
+    if message:
+        print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,85 @@
+"""A tiny model really learns, in every layout the same way, and a run says what it did."""
+
+import pytest
+from runs import COUNT, evaluations_of, mean, steps_of, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def warm(folder):
+    """The kept warm start: one run makes it, all others start from its bits."""
+    arguments = (f"warm_start.folder={folder}/warm",)
+    train(COUNT, *arguments, "run.steps=2", f"run.folder={folder}/one")
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder, warm):
+    return train(COUNT, *warm, "parallel.tensor=2", "parallel.pipeline=2", f"run.folder={folder}/four", ranks=4)
+
+
+def test_count_task_is_learned_on_four_ranks_with_two_servers(four_ranks, folder):
+    rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
+    assert len(rewards) == 100
+    assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25
+    scores = [line["accuracy"] for line in evaluations_of(folder / "four")]
+    assert scores[-1] >= scores[0] and "held-out accuracy" in four_ranks
+    assert (folder / "four" / "report.html").stat().st_size > 10_000 and (folder / "four" / "report.png").exists()
+    assert (folder / "four" / "final" / "model.safetensors").exists()
+
+
+def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
+    one, four = steps_of(folder / "one")[0], steps_of(folder / "four")[0]
+    assert one["reward/mean"] == four["reward/mean"], "both sampled the same replies"
+    assert four["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
+    assert four["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
+
+
+def test_first_update_of_every_step_has_ratio_one(four_ranks, folder):
+    # Two updates per step: the proximal log-probs of the first come from a forward pass of their own.
+    for step in steps_of(folder / "four"):
+        assert step["policy/first_ratio_deviation"] < 1e-5
+    assert max(step["policy/ratio_deviation"] for step in steps_of(folder / "four")) > 1e-3, "the second one moves"
+
+
+def test_servers_sample_from_the_published_policy(four_ranks, folder):
+    for step in steps_of(folder / "four"):
+        # Per token, on average: what the trainer computes and what the server reported.
+        assert step["policy/behavior_mismatch"] < 1e-4
+        assert step["rollout/staleness"] == 0
+
+
+@pytest.mark.parametrize("name", ["count_ppo_kl", "count_remax", "count_reinforce"])
+def test_other_algorithms_learn_too(name, folder, warm):
+    target = folder / name
+    # Without n_samples the kept warm start would be another one.
+    train(f"configs/{name}.yaml", f"warm_start.folder={folder}/{name}-warm", "run.steps=40", f"run.folder={target}")
+    steps = steps_of(target)
+    assert mean(s["reward/mean"] for s in steps[-8:]) >= mean(s["reward/mean"] for s in steps[:8]) + 0.1
+    if name == "count_ppo_kl":
+        assert all(step["policy/reference_kl"] > 1e-3 for step in steps[-8:]), "the policy left its reference"
+
+
+def test_demo_config_passes_its_checks_where_the_model_is(folder, warm):
+    # The demo's own model may not be there; everything else of its config is checked against the kept warm start.
+    out = train("configs/demo.yaml", f"model.path={folder}/warm", "generation.max_new_tokens=4", "--dry-run")
+    assert "prompts_per_step: 8" in out and "path:" in out
+
+
+def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, warm):
+    train(
+        COUNT,
+        "warm_start.updates=0",
+        f"model.path={folder}/warm",
+        "model.init=hf",
+        "run.steps=1",
+        f"run.folder={folder}/again",
+    )
+    first = evaluations_of(folder / "again")[0]["accuracy"]
+    assert first == evaluations_of(folder / "one")[0]["accuracy"]

@@ -1,0 +1,103 @@
+"""Advantages, KL estimators and losses against values worked out by hand."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from megatron_rl.algo import advantage, kl, loss
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.types import TrajectoryBatch
+
+
+def test_group_norm_by_hand():
+    rewards, group = torch.tensor([1.0, 5.0, 3.0, 2.0]), torch.tensor([7, 4, 7, 4])
+    # group 7: mean 2, sample std sqrt(2); group 4: mean 3.5, sample std sqrt(4.5)
+    expected = torch.tensor([-1 / 2**0.5, 1.5 / 4.5**0.5, 1 / 2**0.5, -1.5 / 4.5**0.5])
+    torch.testing.assert_close(advantage.group_norm(rewards, group, normalize_std=True, eps=0.0), expected)
+    plain = advantage.group_norm(rewards, group, normalize_std=False)
+    torch.testing.assert_close(plain, torch.tensor([-1.0, 1.5, 1.0, -1.5]))
+
+
+def test_groups_without_variance_or_of_one_have_no_advantage():
+    rewards, group = torch.tensor([1.0, 1.0, 0.7]), torch.tensor([0, 0, 1])
+    assert advantage.group_norm(rewards, group, normalize_std=True).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_advantage_reaches_every_token_of_its_trajectory():
+    batch = TrajectoryBatch(
+        {"input_ids": torch.arange(5)},
+        {"rewards": torch.tensor([1.0, 0.25]), "greedy_reward": torch.tensor([0.5, 0.5]), "group": torch.tensor([0, 1])},
+        torch.tensor([0, 2, 5]),
+    )
+    advantage.compute("remax", batch, normalize_std=True)
+    assert batch["advantages"].tolist() == [0.5, 0.5, -0.25, -0.25, -0.25]
+    advantage.compute("reinforce", batch, normalize_std=True)
+    assert batch["advantages"].tolist() == [1.0, 1.0, 0.25, 0.25, 0.25]
+
+
+def test_remax_without_greedy_reward_names_the_workflow():
+    batch = TrajectoryBatch({"input_ids": torch.arange(2)}, {"rewards": torch.ones(1)}, torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="no greedy_reward.*ReMaxWorkflow"):
+        advantage.compute("remax", batch, normalize_std=True)
+
+
+def test_kl_estimators_are_right_in_expectation():
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
+    exact = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * kl.k1(p.log(), q.log())).sum(), exact)
+    torch.testing.assert_close((p * kl.k3(p.log(), q.log())).sum(), exact)
+    torch.testing.assert_close(kl.k2(torch.tensor(0.5), torch.tensor(-0.5)), torch.tensor(0.5))
+    assert (kl.k3(p.log(), q.log()) >= 0).all()
+
+
+def test_clip_removes_the_gradient_only_past_the_clip():
+    logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
+    advantages, trained = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4, dtype=torch.bool)
+    total, sums = loss.ppo_clip(logprobs, torch.zeros(4), advantages, trained, clip_low=0.2, clip_high=0.3)
+    total.backward()
+    # A > 0: ratio 1.5 stops at 1.3, ratio 0.5 pulls up; A < 0: ratio 1.5 pulls down, ratio 0.5 stops at 0.8.
+    torch.testing.assert_close(total.detach(), torch.tensor(-1.3 - 0.5 + 1.5 + 0.8))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -0.5, 1.5, 0.0]))
+    assert sums["clipped_tokens"] == 2
+
+
+def test_masked_rows_cannot_overflow_into_the_gradient():
+    logprobs = torch.tensor([0.0, 500.0]).requires_grad_()
+    total, _ = loss.ppo_clip(
+        logprobs, torch.zeros(2), torch.ones(2), torch.tensor([True, False]), clip_low=0.2, clip_high=0.2
+    )
+    total.backward()
+    assert logprobs.grad.tolist() == [-1.0, 0.0] and total == -1.0
+
+
+def rows(**more):
+    base = {
+        "labels": torch.tensor([4, -100, 2]),
+        "advantages": torch.tensor([2.0, 9.0, -1.0]),
+        "logprobs": torch.tensor([-1.0, 0.0, -2.0]),
+    }
+    return TensorDict(base | more)
+
+
+def test_policy_loss_without_proximal_logprobs_has_ratio_one():
+    logprobs = torch.tensor([-1.1, 0.0, -1.8]).requires_grad_()
+    total, sums = loss.PolicyLoss(AlgorithmConfig())(logprobs, torch.zeros(3), rows())
+    total.backward()
+    assert total == -(2.0 - 1.0) and sums["ratio_deviation"] == 0
+    assert logprobs.grad.tolist() == [-2.0, 0.0, 1.0]
+    torch.testing.assert_close(sums["behavior_mismatch"], torch.tensor(0.3))
+
+
+def test_policy_loss_adds_kl_and_entropy_terms():
+    options = AlgorithmConfig(loss="reinforce", kl_coefficient=0.1, kl_estimator="k1", entropy_coefficient=0.01)
+    logprobs, entropy = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([3.0, 0.0, 5.0])
+    data = rows(ref_logprobs=torch.tensor([-1.5, -7.0, -2.25]))
+    total, sums = loss.PolicyLoss(options)(logprobs, entropy, data)
+    torch.testing.assert_close(total, torch.tensor((2.0 - 2.0) + 0.1 * (0.5 + 0.25) - 0.01 * 8.0))
+    torch.testing.assert_close(sums["reference_kl"], torch.tensor(0.75))
+
+
+def test_kl_without_a_reference_is_refused():
+    with pytest.raises(ValueError, match="kl_coefficient = 0.1.*reference engine"):
+        PolicyActor(None, AlgorithmConfig(kl_coefficient=0.1), temperature=1.0)

@@ -1,0 +1,291 @@
+"""Every option, and what a wrong one says: the dotted key, the value found, the rule and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, TrainConfig, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+OUR_KEYS = {
+    "model": ["path", "init", "dtype"],
+    "parallel": ["tensor", "pipeline", "sequence"],
+    "optimizer": [
+        "lr",
+        "min_lr",
+        "schedule",
+        "warmup_updates",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "eps",
+        "clip_grad",
+        "distributed",
+    ],
+    "batch": ["prompts_per_step", "updates_per_step", "tokens_per_microbatch"],
+    "generation": [
+        "n_samples",
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "greedy",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    ],
+    "algo": [
+        "advantage",
+        "normalize_std",
+        "loss",
+        "clip_low",
+        "clip_high",
+        "kl_coefficient",
+        "kl_estimator",
+        "entropy_coefficient",
+    ],
+    "rollout": [
+        "workflow",
+        "workflow_args",
+        "reward",
+        "servers",
+        "backend",
+        "server_count",
+        "server_args",
+        "api_key",
+        "max_concurrent_episodes",
+        "max_staleness",
+        "request_timeout_s",
+        "start_timeout_s",
+        "episode_attempts",
+    ],
+    "data": ["train", "train_args", "evaluation", "evaluation_args", "shuffle"],
+    "warm_start": ["updates", "prompts_per_update", "lr", "stop_at_reward", "check_every_updates", "folder"],
+    "run": [
+        "folder",
+        "seed",
+        "steps",
+        "evaluate_every_steps",
+        "save_every_steps",
+        "save_at_end",
+        "threads_per_rank",
+    ],
+}
+"""A new option is a decision: add it here too, and say in the change which two experiments need different values."""
+
+SMALLEST = "model: {path: some/model}\ndata: {train: prompts.jsonl}\ngeneration: {n_samples: 8}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "experiment.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def load(write):
+    """Load the smallest valid experiment with overrides."""
+    return lambda *overrides: load_config(write(SMALLEST), list(overrides))
+
+
+def test_options_are_the_listed_ones():
+    found = {name: [f.name for f in dataclasses.fields(section)] for name, section in SECTIONS.items()}
+    assert found == OUR_KEYS
+    assert [f.name for f in dataclasses.fields(TrainConfig)] == [*OUR_KEYS, "megatron"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_experiment_in_the_repository_is_valid(path):
+    config = load_config(path)
+    assert config.run.folder == f"runs/{path.stem}"
+    assert config.data.evaluation, "an experiment that ships with the repository measures held-out prompts"
+
+
+def test_smallest_experiment_and_overrides_with_their_types(load):
+    config = load("batch.prompts_per_step=4", "optimizer.lr=1e-5", 'generation.stop=["\\n"]', "parallel.sequence=null")
+    assert config.model.path == "some/model" and config.batch.prompts_per_step == 4
+    assert config.optimizer.lr == 1e-5 and config.generation.stop == ["\n"] and config.parallel.sequence is None
+    assert isinstance(config, TrainConfig) and isinstance(config.generation, GenerationConfig)
+
+
+def test_override_wins_over_the_file_and_the_last_override_over_the_first(write):
+    path = write(SMALLEST + "run: {steps: 5}\n")
+    assert load_config(path).run.steps == 5
+    assert load_config(path, ["run.steps=6", "run.steps=7"]).run.steps == 7
+
+
+def test_config_survives_being_written_and_read(load, write):
+    config = load("megatron.num_layers_at_start_in_bf16=1", "data.train_args.split=train")
+    assert load_config(write(config.to_yaml())) == config
+
+
+def test_megatron_section_is_passed_through(load):
+    assert load("megatron.some_new_field=3").megatron == {"some_new_field": 3}
+
+
+def test_engine_config_is_cut_out_of_the_experiment(load):
+    config = load("parallel.tensor=2", "batch.tokens_per_microbatch=512", "run.seed=9")
+    assert config.actor.model is config.model and config.actor.parallel.tensor == 2
+    assert (config.actor.tokens_per_microbatch, config.actor.seed) == (512, 9)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # The key is unknown.
+        ("batch.prompt_per_step=4", r"batch.prompt_per_step = 4: unknown key; did you mean batch.prompts_per_step\?"),
+        ("algo.clip=0.2", "algo.clip = 0.2: unknown key; did you mean algo.clip_"),
+        ("optimiser.lr=1", r"optimiser = .*: unknown key; did you mean optimizer\?"),
+        ("run.zzz=1", "run.zzz = 1: unknown key; the keys here are folder, seed, steps"),
+        ("run=3", "run = 3: must be a section with keys folder, seed"),
+        ("run.steps", "override 'run.steps': must be key=value"),
+        # The type is wrong.
+        ("batch.prompts_per_step=many", "batch.prompts_per_step = 'many': .*many.*; correct it in"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': "),
+        ("run.save_at_end=7.5", "run.save_at_end = 7.5: "),
+        ("generation.stop=3", "generation.stop = 3: "),
+        # The value is out of range.
+        ("model.init=zeros", "model.init = 'zeros': must be hf or random"),
+        ("model.dtype=float16", "model.dtype = 'float16': must be float32 or bfloat16"),
+        ("parallel.tensor=0", "parallel.tensor = 0: must be at least 1; 1 leaves the axis out"),
+        ("parallel.pipeline=-1", "parallel.pipeline = -1: must be at least 1"),
+        ("parallel.sequence=true", "parallel.sequence = True: needs parallel.tensor > 1"),
+        ("optimizer.lr=0", r"optimizer.lr = 0.0: must be above 0; RL of a language model starts near 1e-6"),
+        ("optimizer.min_lr=1", r"optimizer.min_lr = 1.0: must be in \[0, optimizer.lr = 1e-06\]"),
+        ("optimizer.schedule=step", "optimizer.schedule = 'step': must be constant, linear or cosine"),
+        ("optimizer.warmup_updates=-1", "optimizer.warmup_updates = -1: must be at least 0"),
+        ("optimizer.weight_decay=-0.1", "optimizer.weight_decay = -0.1: must be at least 0"),
+        ("optimizer.beta1=1", r"optimizer.beta1 = 1.0: must be in \[0, 1\)"),
+        ("optimizer.beta2=-1", r"optimizer.beta2 = -1.0: must be in \[0, 1\)"),
+        ("optimizer.eps=0", "optimizer.eps = 0.0: must be above 0"),
+        ("optimizer.clip_grad=-1", "optimizer.clip_grad = -1.0: must be at least 0; 0 turns clipping off"),
+        ("batch.prompts_per_step=0", "batch.prompts_per_step = 0: must be at least 1"),
+        ("batch.updates_per_step=0", "batch.updates_per_step = 0: must be at least 1"),
+        ("batch.tokens_per_microbatch=0", "batch.tokens_per_microbatch = 0: must be at least 1"),
+        ("generation.n_samples=0", "generation.n_samples = 0: must be at least 1; ask for one reply or more"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens = 0: must be at least 1"),
+        ("generation.min_new_tokens=999", r"generation.min_new_tokens = 999: must be in \[0, max_new_tokens = 128\]"),
+        (
+            "generation.temperature=0",
+            "generation.temperature = 0.0: must be above 0; for greedy decoding set greedy: true",
+        ),
+        ("generation.top_p=0", r"generation.top_p = 0.0: must be in \(0, 1\]; 1.0 keeps all tokens"),
+        ("generation.top_k=0", "generation.top_k = 0: must be -1 or at least 1; -1 keeps all tokens"),
+        ("algo.advantage=gae", "algo.advantage = 'gae': must be one of group_norm, reinforce, remax"),
+        ("algo.loss=dpo", "algo.loss = 'dpo': must be one of ppo_clip, reinforce"),
+        ("algo.clip_low=1", r"algo.clip_low = 1.0: must be in \(0, 1\); PPO's is 0.2"),
+        ("algo.clip_high=0.1", "algo.clip_high = 0.1: must be at least clip_low = 0.2"),
+        ("algo.kl_coefficient=-1", "algo.kl_coefficient = -1.0: must be at least 0"),
+        ("algo.kl_estimator=k4", "algo.kl_estimator = 'k4': must be k1, k2 or k3"),
+        ("algo.entropy_coefficient=-1", "algo.entropy_coefficient = -1.0: must be at least 0"),
+        ("rollout.workflow=RLVR", "rollout.workflow = 'RLVR': must be an import path package.module:name"),
+        ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
+        ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
+        ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
+        ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
+        ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
+        ("rollout.request_timeout_s=0", "rollout.request_timeout_s = 0.0: must be above 0 seconds"),
+        ("rollout.start_timeout_s=0", "rollout.start_timeout_s = 0.0: must be above 0 seconds"),
+        ("rollout.episode_attempts=0", "rollout.episode_attempts = 0: must be at least 1"),
+        ("warm_start.updates=-1", "warm_start.updates = -1: must be at least 0; 0 leaves the warm start out"),
+        ("warm_start.prompts_per_update=0", "warm_start.prompts_per_update = 0: must be at least 1"),
+        ("warm_start.lr=0", "warm_start.lr = 0.0: must be above 0"),
+        ("warm_start.stop_at_reward=0", r"warm_start.stop_at_reward = 0.0: must be in \(0, 1\]"),
+        ("warm_start.check_every_updates=0", "warm_start.check_every_updates = 0: must be at least 1"),
+        ("run.steps=0", "run.steps = 0: must be at least 1"),
+        ("run.evaluate_every_steps=-1", "run.evaluate_every_steps = -1: must be at least 0"),
+        ("run.save_every_steps=-1", "run.save_every_steps = -1: must be at least 0"),
+        ("run.threads_per_rank=-1", "run.threads_per_rank = -1: must be at least 0"),
+    ],
+)
+def test_wrong_option_is_refused_with_the_way_out(load, override, message):
+    with pytest.raises(ValueError, match=message):
+        load(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["batch.prompts_per_step=2", "batch.updates_per_step=17"],
+            "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
+        ),
+        (
+            ["generation.n_samples=1"],
+            "generation.n_samples = 1: algo.advantage = group_norm .* raise it, or set algo.advantage=reinforce",
+        ),
+        (
+            ["algo.advantage=remax"],
+            "rollout.workflow = .*RLVRWorkflow': .* use megatron_rl.rollout.workflows:ReMaxWorkflow",
+        ),
+        (
+            ["run.steps=3", "optimizer.warmup_updates=4"],
+            "optimizer.warmup_updates = 4: the run has only run.steps x batch.updates_per_step = 3 updates; lower it",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(load, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(*overrides)
+
+
+def test_boundaries_are_allowed(load):
+    load("batch.prompts_per_step=2", "batch.updates_per_step=16")
+    load("generation.n_samples=2")
+    load("run.steps=4", "optimizer.warmup_updates=4")
+    load("parallel.tensor=2", "parallel.sequence=true")
+    load(
+        "generation.n_samples=1", "algo.advantage=remax", "rollout.workflow=megatron_rl.rollout.workflows:ReMaxWorkflow"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {train: p.jsonl}\n", "model.path: has no value; set it in .* or as model.path=... on the command line"),
+        ("model: {path: m}\n", "data.train: has no value"),
+        ("- a\n- b\n", "must hold sections such as model:, batch: and run:, not a list"),
+    ],
+)
+def test_incomplete_file_is_refused(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(write(text + "generation: {n_samples: 2}\n" if text.startswith(("data", "model")) else text))
+
+
+def test_file_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"config = 'configs/nothing.yaml': no such file; give an experiment file"):
+        load_config("configs/nothing.yaml")
+
+
+def test_layout_must_divide_the_world():
+    ParallelConfig(tensor=2, pipeline=2).check_world_size(8)
+    with pytest.raises(ValueError) as error:
+        ParallelConfig(tensor=2, pipeline=3).check_world_size(4)
+    assert str(error.value) == (
+        "parallel: tensor(2) x pipeline(3) = 6 ranks per replica, which does not divide the world size 4. Lower one of "
+        "the two, or start a multiple of 6 ranks, e.g. torchrun --nproc-per-node 6."
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "expected"), [(1, None, False), (2, None, True), (2, False, False), (2, True, True)]
+)
+def test_sequence_parallelism_follows_the_tensor_axis(tensor, sequence, expected):
+    assert ParallelConfig(tensor=tensor, sequence=sequence).sequence_parallel is expected
+
+
+def test_changed_copy_is_checked_and_leaves_the_original():
+    sampled = GenerationConfig(n_samples=4)
+    assert sampled.new(greedy=True, n_samples=1).greedy and not sampled.greedy and sampled.n_samples == 4
+    with pytest.raises(ValueError, match="generation.top_p = 2.0"):
+        sampled.new(top_p=2.0)

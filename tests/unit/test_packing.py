@@ -1,0 +1,75 @@
+"""Packing shifts once, loses nothing and keeps to the budget."""
+
+import pytest
+import torch
+
+from megatron_rl.batch import packing
+from megatron_rl.types import TrajectoryBatch
+
+
+def batch_of(*lengths):
+    count = sum(lengths)
+    tokens = {
+        "input_ids": torch.arange(count) + 100,
+        "loss_mask": torch.cat([torch.arange(n) >= 1 for n in lengths]),
+        "logprobs": torch.arange(count).float(),
+        "versions": torch.arange(count),
+    }
+    return TrajectoryBatch(tokens, {"rewards": torch.tensor([float(n) for n in lengths])}, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def test_row_describes_the_next_token_of_its_own_sequence():
+    batch = batch_of(3, 2)
+    batch.tokens["loss_mask"][1] = False
+    rows = packing.to_microbatch(batch, [1, 0]).rows  # sequence 1 comes first
+    assert rows["input_ids"].tolist() == [103, 104, 100, 101, 102]
+    assert rows["labels"].tolist() == [104, -100, -100, 102, -100]
+    assert rows["loss_mask"].tolist() == [True, False, False, True, False]
+    assert rows["logprobs"].tolist() == [4.0, 0.0, 1.0, 2.0, 0.0]
+    assert rows["cu_seqlens"].tolist() == [0, 2, 5] and rows["cu_seqlens"].dtype == torch.int32
+    assert rows["rewards"].tolist() == [2.0, 3.0]
+
+
+def test_rolled_input_ids_are_the_labels_of_trained_rows():
+    microbatch = packing.to_microbatch(batch_of(4, 3, 5), [2, 0, 1])
+    rows = microbatch.rows
+    rolled = torch.roll(rows["input_ids"], -1)
+    assert torch.equal(rolled[rows["loss_mask"]], rows["labels"][rows["loss_mask"]])
+    assert microbatch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2] and microbatch.max_seqlen == 5
+
+
+def test_scattered_rows_return_to_their_tokens():
+    batch = batch_of(3, 2, 4)
+    microbatches = [packing.to_microbatch(batch, [2]), packing.to_microbatch(batch, [1, 0]), packing.to_microbatch(batch, [])]
+    rows = [m.rows["logprobs"] for m in microbatches]
+    back = packing.scatter_rows(microbatches, rows, 9)
+    first = torch.tensor([True, False, False, True, False, True, False, False, False])
+    assert torch.equal(back, batch["logprobs"].masked_fill(first, 0.0))
+
+
+# lengths: equal, ragged, one above the budget, a single one
+@pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (1, 9, 3, 7, 2, 8, 5), (3, 40, 2, 2), (6,)])
+@pytest.mark.parametrize("spare", [0, 2])
+def test_every_sequence_is_packed_once_within_the_budget(lengths, spare):
+    batch, budget = batch_of(*lengths), 10
+    count = packing.least_microbatches(list(lengths), budget) + spare
+    microbatches = packing.pack(batch, tokens_per_microbatch=budget, count=count)
+    assert len(microbatches) == count
+    for microbatch in microbatches:
+        assert microbatch.tokens <= budget or len(microbatch.rows["cu_seqlens"]) == 2
+    trained = sum(int((m.rows["labels"] >= 0).sum()) for m in microbatches)
+    assert trained == int(batch["loss_mask"].sum())
+    seen = torch.cat([m.source[m.source >= 0] for m in microbatches]).sort().values
+    assert seen.tolist() == [t for t in range(sum(lengths)) if t not in batch.cu_seqlens[:-1].tolist()]
+
+
+def test_idle_microbatch_trains_nothing():
+    rows = packing.to_microbatch(batch_of(3), []).rows
+    assert rows["labels"].tolist() == [-100] and rows["cu_seqlens"].tolist() == [0, 1]
+
+
+def test_parts_are_balanced_by_cost():
+    parts = packing.split_evenly([5.0, 4.0, 3.0, 3.0, 3.0], 2)
+    assert parts == [[0, 3], [1, 2, 4]] or parts == [[0, 3, 4], [1, 2]] or sorted(map(len, parts)) == [2, 3]
+    costs = [sum([5.0, 4.0, 3.0, 3.0, 3.0][i] for i in part) for part in parts]
+    assert max(costs) - min(costs) <= 2.0
