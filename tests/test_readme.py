@@ -1,0 +1,137 @@
+"""What the README says must be there: its commands, its paths, and the names in its examples."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/")
+
+
+def commands() -> list[str]:
+    """Return the lines of shell blocks and the inline code that starts like a command."""
+    blocks = [line for language, body in CODE if language == "bash" for line in body.splitlines()]
+    inline = [code for code in re.findall(r"`([^`\n]+)`", README) if code.startswith(("make ", "python ", ".venv/"))]
+    return [line.split("#")[0].strip() for line in blocks + inline if line.strip()]
+
+
+def example(word: str) -> str:
+    """Return the Python block that mentions `word`."""
+    (body,) = [body for language, body in CODE if language == "python" and word in body]
+    return body
+
+
+def test_first_command_is_near_the_top_and_the_whole_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    first = next(i for i, line in enumerate(lines, start=1) if line.startswith("make "))
+    assert first <= 40
+
+
+def test_opening_is_two_sentences():
+    opening = README.split("\n\n")[1]
+    assert len(re.findall(r"[.!?](?:\s|$)", opening)) == 2, opening
+
+
+def test_every_make_target_exists():
+    targets = {word for line in commands() if line.startswith("make ") for word in line.split()[1:] if "=" not in word}
+    assert {"demo", "test"} <= targets
+    declared = set((ROOT / "Makefile").read_text().split(".PHONY:")[1].splitlines()[0].split())
+    assert targets <= declared
+
+
+@pytest.mark.parametrize(
+    "target", ["demo", "demo SERVER=sglang", "demo-tiny", "test", "test-fast", "lint", "format", "clean"]
+)
+def test_make_knows_how_to_build_each_target(target):
+    if "SERVER=sglang" in target or target == "test":
+        if not (ROOT / "scripts" / "install_sglang_cpu.sh").is_file():
+            pytest.fail("scripts/install_sglang_cpu.sh is missing, which the Makefile calls")
+    done = subprocess.run(["make", "--dry-run", *target.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_path_exists():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    named = re.findall(r"[\w./-]+/[\w./-]+\.(?:py|yaml|md|html|json|jsonl|sh)", README)
+    missing = [p for p in {*links, *named} if not p.startswith(WRITTEN_BY_RUNS) and not (ROOT / p).exists()]
+    assert not missing, missing
+
+
+def test_every_module_that_a_command_runs_exists():
+    modules = [m for line in commands() for m in re.findall(r"-m (megatron_rl[\w.]*)", line)]
+    assert "megatron_rl.train" in modules
+    for module in modules:
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+def test_overrides_in_commands_are_options():
+    from megatron_rl.config import load_config
+
+    for line in commands():
+        words = line.split()
+        config = [w for w in words if w.startswith("configs/")]
+        if config:
+            load_config(ROOT / config[0], [w for w in words if "=" in w and not w.startswith("-")])
+
+
+def test_workflow_example_generates_the_trajectories_it_promises():
+    from megatron_rl import GenerationConfig, LLMResponse, RolloutWorkflow
+
+    class Tokenizer:
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+    class Engine:
+        texts = iter(["4", "44"])
+
+        async def agenerate(self, request):
+            text = next(self.texts)
+            size = len(text)
+            return LLMResponse(
+                input_tokens=request.input_ids,
+                output_tokens=[7] * size,
+                output_logprobs=[-1.0] * size,
+                output_versions=[0] * size,
+                stop_reason="stop",
+                text=text,
+            )
+
+    names = {}
+    exec(compile(example("RolloutWorkflow"), "README.md", "exec"), names)
+    workflow = names["ShortAnswers"](None, GenerationConfig(n_samples=2), Tokenizer())
+    assert isinstance(workflow, RolloutWorkflow)
+    first, second = asyncio.run(workflow.arun_episode(Engine(), {"prompt": "ab", "answer": "4"}))
+    assert first.input_ids.tolist() == [97, 98, 7]
+    assert (first.reward, second.reward) == pytest.approx((0.99, -0.02))
+
+
+def test_loss_example_is_the_mean_over_trained_tokens():
+    pytest.importorskip("megatron", reason="megatron-core is not installed")
+    check = """
+import torch
+logits = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, -3.0]])
+rows = {"labels": torch.tensor([0, 1, -100]), "loss_mask": torch.tensor([True, True, False])}
+rows["advantages"] = torch.tensor([1.0, 3.0, 9.0])
+loss = reinforce_loss(logits, rows)
+torch.testing.assert_close(loss, torch.tensor(2.0).mul(torch.tensor(2.0).log()))  # (1 + 3) log 2 over two tokens
+assert issubclass(MyActor, MegatronEngine)
+"""
+    # A process of its own: the engine must prepare megatron.core before anything else imports it.
+    code = example("MegatronEngine") + check
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_configs_are_listed():
+    for path in (ROOT / "configs").glob("*.yaml"):
+        assert f"configs/{path.name}" in README
