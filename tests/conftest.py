@@ -9,6 +9,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+pytest_plugins = ["tests.servers.fixtures"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
