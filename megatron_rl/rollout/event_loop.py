@@ -1,0 +1,50 @@
+"""A thread that runs an event loop, so that a synchronous trainer can use asynchronous HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """Owns one loop and its daemon thread. `run` and `submit` are for all other threads."""
+
+    def __init__(self, name: str) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine on the loop and return its result, or raise what it raised."""
+        assert not self.is_current(), "would wait for itself"
+        return self.submit(coroutine).result()
+
+    def stop(self) -> None:
+        """Cancel what still runs, wait for it to end, and end the thread."""
+        self.run(self._cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,28 @@
+"""Objects named in a config by import path, `package.module:name`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def resolve(path: str, *, key: str) -> Any:
+    """Return the object that `path` names. ValueError names `key` (where the path was configured), the path and why."""
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ValueError(
+            f"{key} = {path!r}: must be an import path package.module:name, "
+            "e.g. megatron_rl.rollout.rewards:exact_match."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{key} = {path!r}: module {module_name} cannot be imported ({error}); check the path, and that its folder "
+            "is on PYTHONPATH or its package installed."
+        ) from error
+    # vars() and not getattr: a misspelt name must not find a submodule by accident of what was imported before.
+    names = vars(module)
+    if name in names:
+        return names[name]
+    raise ValueError(f"{key} = {path!r}: module {module_name} has no {name!r}; check the name after the colon.")

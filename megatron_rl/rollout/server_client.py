@@ -1,0 +1,284 @@
+"""One rollout server over HTTP, in SGLang's protocol (0.5.6 to 0.5.23; older ones without pause modes).
+
+An HTTP 200 is not trusted: a reply is checked token by token before it is returned. What can be tried again raises
+ServerError, what the server will always refuse RequestRefused; both name URL, endpoint and the server's message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from megatron_rl.config import GenerationConfig
+
+SESSIONS_SINCE = (0, 5, 21)
+PAUSE_MODES_SINCE = (0, 5, 6)
+FLUSH_POLL_S = 0.05
+
+
+class ServerError(RuntimeError):
+    """The server is down, overloaded or answered rubbish; another try may succeed."""
+
+
+class RequestRefused(ValueError):
+    """The server understood the request and refused it (4xx); sending it again would be refused again."""
+
+
+class NotFound(RequestRefused):
+    """The server has no such endpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What a server says of itself. None where it does not say."""
+
+    version: tuple[int, ...]
+    ranks: int
+    """Ranks that it brings to a weight-update group: its tensor-parallel size."""
+    replicas: int
+    """Its data-parallel size; weight updates need 1."""
+    vocab_size: int | None
+    context_length: int | None
+
+    @property
+    def has_sessions(self) -> bool:
+        return self.version >= SESSIONS_SINCE
+
+    @property
+    def has_pause_modes(self) -> bool:
+        return self.version >= PAUSE_MODES_SINCE
+
+
+@dataclass(kw_only=True)
+class ReplyPart:
+    """What one HTTP call generated; a reply has several parts where it was interrupted."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
+    """stop, length or abort."""
+    text: str
+
+
+class ServerClient:
+    """Calls one server. All coroutines run on the loop that `session` belongs to."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url.rstrip("/")
+        self.in_flight = 0
+        """Generation requests of this client."""
+        self.info: ServerInfo | None = None
+        self._session = session
+
+    async def call(
+        self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
+    ) -> bytes:
+        """Return the body of an answer below 400; raise ServerError or RequestRefused for others."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        data = None if body is None else orjson.dumps(body)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with self._session.request(
+                method, self.url + endpoint, data=data, headers=headers, timeout=timeout
+            ) as answer:
+                status, content = answer.status, await answer.read()
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
+        if status >= 500:
+            raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
+        if status >= 400:
+            kind = NotFound if status == 404 else RequestRefused
+            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
+        return content
+
+    async def call_json(
+        self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
+    ) -> dict[str, Any]:
+        content = await self.call(method, endpoint, body, timeout_s=timeout_s)
+        try:
+            answer = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}, which is not JSON.") from error
+        if not isinstance(answer, dict):
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
+        return answer
+
+    async def command(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        """POST a control request; raise ServerError if refused. `success: false` is a refusal whatever the status."""
+        try:
+            content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
+        except RequestRefused as refusal:  # nothing that a user wrote is in it
+            raise ServerError(str(refusal)) from refusal
+        try:
+            answer = orjson.loads(content) if content else {}
+        except orjson.JSONDecodeError:
+            return  # some control endpoints answer with a line of text
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise ServerError(f"{self.url}{endpoint}: refused: {message_of(content)}")
+
+    async def probe(self, *, timeout_s: float) -> ServerInfo:
+        """Ask for health and facts; the answer is kept in `info`."""
+        await self.call("GET", "/health", timeout_s=timeout_s)
+        try:
+            server = await self.call_json("GET", "/server_info", timeout_s=timeout_s)
+        except NotFound:  # before 0.5.6
+            server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+        try:
+            model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
+        except NotFound:
+            model = await self.call_json("GET", "/get_model_info", timeout_s=timeout_s)
+        vocab_size, longest = model_limits(model.get("model_path"))
+        self.info = ServerInfo(
+            version=parse_version(str(server.get("version", "")), self.url),
+            ranks=int(server.get("tp_size") or 1),
+            replicas=int(server.get("dp_size") or 1),
+            vocab_size=server.get("vocab_size") or model.get("vocab_size") or vocab_size,
+            context_length=server.get("context_length") or longest,
+        )
+        return self.info
+
+    async def generate(
+        self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int
+    ) -> ReplyPart:
+        """Generate once, however long it takes: the deadline of a reply is the caller's.
+
+        `version` counts for tokens whose version the server does not report.
+        """
+        body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        answer = await self.call_json("POST", "/generate", body, timeout_s=None)
+        try:
+            return parse_reply(answer, version=version, vocab_size=self.info.vocab_size if self.info else None)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ServerError(
+                f"{self.url}/generate: the reply cannot be used: {type(error).__name__}: {error}"
+            ) from error
+
+    async def pause(self, *, timeout_s: float) -> None:
+        """Stop generating and drop the prefix cache, whose entries the next weights make wrong.
+
+        Servers with modes put running requests back into the queue until `resume`; older ones abort them.
+        """
+        assert self.info is not None
+        body = {"mode": "retract"} if self.info.has_pause_modes else {}
+        await self.command("/pause_generation", body, timeout_s=timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
+                return
+            except RequestRefused as error:  # still putting requests away
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ServerError(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
+            await asyncio.sleep(FLUSH_POLL_S)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        await self.command("/continue_generation", {}, timeout_s=timeout_s)
+
+
+def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
+    """Translate into SGLang's fields for a reply that already has `generated` tokens."""
+    params: dict[str, Any] = {
+        # Temperature 0 is SGLang's greedy; it reports log-probabilities at temperature 1 then.
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
+        "top_k": 1 if gconfig.greedy else gconfig.top_k,
+        "max_new_tokens": gconfig.max_new_tokens - generated,
+        "min_new_tokens": max(0, gconfig.min_new_tokens - generated),
+        "ignore_eos": gconfig.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if gconfig.stop:
+        params["stop"] = list(gconfig.stop)
+    if gconfig.stop_token_ids:
+        params["stop_token_ids"] = list(gconfig.stop_token_ids)
+    if seed is not None and not gconfig.greedy:
+        params["sampling_seed"] = seed
+    return params
+
+
+def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None) -> ReplyPart:
+    """Check a /generate answer and take it apart. Raises ValueError, KeyError, TypeError or IndexError for rubbish."""
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    kind = finish["type"]
+    if kind not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason = {finish}: must be of type stop, length or abort")
+    if finish.get("matched") == "NaN happened":
+        raise ValueError("finish_reason = 'NaN happened': the model gave logits that are not numbers")
+    # Requests aborted in the queue have no log-probabilities and may lack keys.
+    entries = meta.get("output_token_logprobs") or []
+    if len(entries) != meta.get("completion_tokens", len(entries)):
+        raise ValueError(f"{len(entries)} output_token_logprobs for {meta['completion_tokens']} completion_tokens")
+    if not entries and kind != "abort":
+        raise ValueError(f"no tokens, but finish_reason = {finish}")
+    tokens = [int(entry[1]) for entry in entries]
+    logprobs = [float(entry[0]) for entry in entries]
+    for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise ValueError(f"token {token} at position {position} is outside the vocabulary of {vocab_size}")
+        if logprob > 1e-3:  # a kernel may round log 1 to a little above 0
+            raise ValueError(f"log-probability {logprob} at position {position} is not one")
+    return ReplyPart(
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=token_versions(meta.get("weight_versions"), len(tokens), version),
+        stop_reason=kind,
+        text=answer.get("text") or "",
+    )
+
+
+def token_versions(spans: list[dict[str, Any]] | None, count: int, pinned: int) -> list[int]:
+    """Return the version of each of `count` tokens from the server's spans.
+
+    Without spans, and under a name that is no number, it is `pinned`: the version when the request was sent, the oldest
+    that can have sampled the token.
+    """
+    versions = [pinned] * count
+    for span in spans or []:
+        name = str(span["version"])
+        if re.fullmatch(r"-?\d+", name):
+            for position in range(max(0, int(span["start"])), min(count, int(span["end"]))):
+                versions[position] = int(name)
+    return versions
+
+
+def parse_version(text: str, url: str) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
+        raise ServerError(
+            f"{url}/server_info: version = {text!r}: must be SGLang's, such as 0.5.21; is this an SGLang server?"
+        )
+    return tuple(int(number) for number in match.groups())
+
+
+def model_limits(model_path: Any) -> tuple[int | None, int | None]:
+    """Return (vocabulary size, positions) from the config.json of a model folder that this host can read."""
+    config = Path(str(model_path)) / "config.json"
+    if not config.is_file():
+        return None, None
+    raw = json.loads(config.read_text())
+    return raw.get("vocab_size"), raw.get("max_position_embeddings")
+
+
+def message_of(content: bytes) -> str:
+    """Return the message of an error answer, in whichever of SGLang's shapes it comes."""
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content[:300].decode(errors="replace").strip() or "(empty answer)"
+    if isinstance(answer, dict):
+        error = answer.get("error", answer.get("message", answer))
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        return str(error)
+    return str(answer)

@@ -1,0 +1,73 @@
+"""Counts of what the rollout did since they were last taken."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+
+
+class Tally:
+    """Sums by name, from any thread. `generating` of them is the time with at least one request in flight."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = defaultdict(float)
+        self._most: dict[str, float] = {}
+        self._in_flight = 0
+        self._busy_since = 0.0
+
+    def add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
+
+    def at_least(self, **values: float) -> None:
+        """Keep the largest value of each name."""
+        with self._lock:
+            for name, value in values.items():
+                self._most[name] = max(value, self._most.get(name, value))
+
+    def enter(self) -> None:
+        """A request goes out."""
+        with self._lock:
+            self._accrue()
+            self._in_flight += 1
+
+    def leave(self) -> None:
+        """A request is over."""
+        with self._lock:
+            self._accrue()
+            self._in_flight -= 1
+
+    def take(self) -> dict[str, float]:
+        """Return the rollout metrics since the last call and begin anew."""
+        with self._lock:
+            self._accrue()
+            sums, self._sums = self._sums, defaultdict(float)
+            most, self._most = self._most, {}
+        counts = ("accepted", "rejected", "failed", "retried")
+        metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
+        metrics |= {
+            "rollout/generated_tokens": sums["tokens"],
+            "rollout/interruptions": sums["interruptions"],
+            "rollout/request_retries": sums["request_retries"],
+        }
+        # A mean exists only where something was counted; 0 would read as a measurement.
+        means = {
+            "rollout/tokens_per_s": ("tokens", "generating_s"),
+            "rollout/reply_tokens": ("tokens", "replies"),
+            "rollout/truncated_fraction": ("truncated", "replies"),
+            "rollout/reply_latency_s": ("latency_s", "replies"),
+            "rollout/queue_wait_s": ("queue_wait_s", "started"),
+            "rollout/reward_s": ("reward_s", "rewards"),
+            "rollout/staleness": ("staleness", "aged_tokens"),
+        }
+        metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
+        return metrics | {f"rollout/{name}": value for name, value in most.items()}
+
+    def _accrue(self) -> None:
+        now = time.monotonic()
+        if self._in_flight:
+            self._sums["generating_s"] += now - self._busy_since
+        self._busy_since = now

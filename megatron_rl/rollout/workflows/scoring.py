@@ -1,0 +1,93 @@
+"""What single-turn workflows share: a prompt's token ids, and the call of a reward function."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.rollout.import_path import resolve
+from megatron_rl.types import LLMResponse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RewardFn = Callable[..., float]
+OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
+) -> list[int]:
+    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
+
+    Text is tokenised as the tokenizer does by default (a Llama's BOS is added); messages go through the chat template.
+    """
+    if "input_ids" in data:
+        return [int(token) for token in data["input_ids"]]
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt with keys {sorted(data)}: has no input_ids and the workflow no tokenizer; give one of them."
+        )
+    if "prompt" in data:
+        return list(tokenizer(data["prompt"])["input_ids"])
+    if "messages" in data:
+        return list(
+            tokenizer.apply_chat_template(
+                data["messages"],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                enable_thinking=enable_thinking,
+            )
+        )
+    raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
+
+
+class RewardCall:
+    """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0."""
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        timeout_s: float,
+        key: str = "reward_fn",
+    ) -> None:
+        self.function: RewardFn = resolve(reward_fn, key=key) if isinstance(reward_fn, str) else reward_fn
+        if not callable(self.function):
+            raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
+        self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
+
+    async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
+        """Score a reply in a thread. An aborted reply has none: RuntimeError, so that the episode is tried again."""
+        if reply.stop_reason == "abort":
+            raise RuntimeError(
+                f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
+            )
+        # The data's own `prompt` would collide with the argument of that name, which holds the same text.
+        others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
+        if self.tokenizer is None:
+            prompt, completion = "", reply.text
+        else:
+            prompt = self.tokenizer.decode(reply.input_tokens)
+            completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
+        call = asyncio.to_thread(
+            self.function,
+            prompt=prompt,
+            completions=completion,
+            prompt_ids=reply.input_tokens,
+            completion_ids=reply.output_tokens,
+            **others,
+        )
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                value = await call
+        except TimeoutError as error:
+            raise RuntimeError(f"{self.key} {self.function!r}: no reward within {self.timeout_s:g} s.") from error
+        reward = float(value)
+        if not math.isfinite(reward):
+            raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
+        return reward

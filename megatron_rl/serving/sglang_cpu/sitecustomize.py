@@ -1,0 +1,63 @@
+"""Lets SGLang start on a machine without CUDA.
+
+Python imports a module of this name first thing in every process that has this folder on PYTHONPATH; the supervisor
+puts it there for SGLang servers on hosts without CUDA, and for nothing else.
+
+The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
+fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA. Each hook runs just
+before the module that needs it is imported.
+"""
+
+import importlib.abc
+import sys
+from collections.abc import Callable
+
+
+class BeforeImport(importlib.abc.MetaPathFinder):
+    """Runs a hook once, before the module of that name is searched for; finds nothing itself."""
+
+    def __init__(self, hooks: dict[str, Callable[[], None]]) -> None:
+        self.hooks = hooks
+
+    def find_spec(self, name, path=None, target=None):
+        hook = self.hooks.pop(name, None)
+        if hook is not None:
+            hook()
+        return None
+
+
+def define_torchvision_operators() -> None:
+    import torch
+
+    # The library must outlive this function, or its operators vanish.
+    define_torchvision_operators.library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        define_torchvision_operators.library.define(
+            f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+
+
+def replace_cudart() -> None:
+    import torch
+
+    class Cudart:
+        """Host memory needs no registration where no device reads it."""
+
+        def cudaHostRegister(self, pointer, size, flags):
+            return 0
+
+        def cudaHostUnregister(self, pointer):
+            return 0
+
+        def cudaGetErrorString(self, status):
+            return str(status)
+
+    torch.cuda.cudart = Cudart
+
+
+sys.meta_path.insert(
+    0,
+    BeforeImport(
+        {"torchvision": define_torchvision_operators, "sglang.srt.mem_cache.pool_host.common": replace_cudart}
+    ),
+)

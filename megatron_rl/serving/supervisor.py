@@ -1,0 +1,276 @@
+"""Starts rollout servers on this host, waits until they answer, notices when one dies, and stops them.
+
+Servers are embedded ones or real SGLang. None of them outlives the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
+SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
+"""Where scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
+WATCHDOG = Path(__file__).parent / "watchdog.py"
+POLL_S = 0.1
+STOP_GRACE_S = 20.0
+"""SGLang drains for up to ten seconds before it goes."""
+LOG_TAIL_LINES = 30
+SGLANG_CPU_ARGS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
+    # Without it an idle scheduler keeps a whole core busy.
+    *("--skip-server-warmup", "--sleep-on-idle"),
+]
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One started server process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str | None
+    """None until an embedded server has written its ready file."""
+    ready_file: Path | None
+    watchdog: subprocess.Popen[bytes] | None
+
+    @property
+    def name(self) -> str:
+        return f"rollout server {self.number} (pid {self.process.pid})"
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
+
+
+class Supervisor:
+    """`config.server_count` servers of one model, in a `with` block or between `start` and `stop`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str | Path,
+        folder: str | Path,
+        *,
+        dtype: str = "float32",
+        context_length: int | None = None,
+        weight_version: int = 0,
+        dummy_weights: bool = False,
+        threads_per_server: int = 1,
+        host: str = "127.0.0.1",
+        devices: list[list[int]] | None = None,
+        on_death: Callable[[str], None] | None = None,
+    ) -> None:
+        """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
+        before the first request. `devices` gives each server its GPUs. `on_death` is called with one line, from a
+        thread of the supervisor, when a server ends that was not told to.
+        """
+        self.config, self.model_path, self.folder = config, Path(model_path), Path(folder)
+        self.dtype, self.context_length = dtype, context_length
+        self.weight_version, self.dummy_weights = weight_version, dummy_weights
+        self.threads_per_server, self.host, self.devices = threads_per_server, host, devices
+        self.on_death = on_death
+        self.backend = choose_backend(config.backend)
+        if devices is not None and len(devices) != config.server_count:
+            raise ValueError(
+                f"rollout.server_count = {config.server_count}: {len(devices)} lists of devices given; give as many."
+            )
+        self._servers: list[Server] = []
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers if server.url is not None]
+
+    def start(self) -> list[str]:
+        """Start the servers and return their URLs once all answer. RuntimeError shows the log of one that does not."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stopping.clear()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        try:
+            for number in range(self.config.server_count):
+                self._servers.append(self._launch(number))
+            for server in self._servers:
+                self._wait_until_healthy(server, deadline)
+        except BaseException:  # also when interrupted: no server may be left behind
+            self.stop()
+            raise
+        threading.Thread(target=self._watch, name="server-watch", daemon=True).start()
+        logger.info("%d %s rollout server(s): %s", len(self._servers), self.backend, ", ".join(self.urls))
+        return self.urls
+
+    def stop(self) -> None:
+        """Stop all servers: SIGTERM, and SIGKILL for what remains. May be called twice."""
+        self._stopping.set()
+        for server in self._servers:
+            if server.process.poll() is None:
+                server.process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for server in self._servers:
+            try:
+                server.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("%s ignored SIGTERM for %g s; killing it", server.name, STOP_GRACE_S)
+            # Its workers are in its group. Where none is left, there is no group.
+            try:
+                os.killpg(server.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            server.process.wait()
+            if server.watchdog is not None:
+                server.watchdog.wait()
+        self._servers = []
+
+    def _launch(self, number: int) -> Server:
+        log, ready_file, url = self.folder / f"server-{number}.log", None, None
+        if self.backend == "embedded":
+            ready_file = self.folder / f"server-{number}.url"
+            ready_file.unlink(missing_ok=True)
+            command = self._embedded_command(ready_file)
+        else:
+            port = free_port(self.host)
+            url = f"http://{self.host}:{port}"
+            command = self._sglang_command(port)
+        command += self.config.server_args
+        with log.open("wb") as output:
+            output.write((" ".join(command) + "\n").encode())
+            output.flush()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment(number),
+                # A group of its own: Ctrl-C reaches the trainer only, which then stops its servers in order.
+                start_new_session=True,
+            )
+        watchdog = None
+        if self.backend == "sglang":
+            watchdog = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(WATCHDOG), str(process.pid)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return Server(number=number, process=process, log=log, url=url, ready_file=ready_file, watchdog=watchdog)
+
+    def _embedded_command(self, ready_file: Path) -> list[str]:
+        command = [sys.executable, "-m", "megatron_rl.serving.server", str(self.model_path), "--host", self.host]
+        command += ["--port", "0", "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
+        return command + self._shared_arguments()
+
+    def _sglang_command(self, port: int) -> list[str]:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model_path)]
+        command += ["--host", self.host, "--port", str(port), *self._shared_arguments()]
+        if not torch.cuda.is_available():
+            command += SGLANG_CPU_ARGS
+        return command
+
+    def _shared_arguments(self) -> list[str]:
+        arguments = ["--dtype", self.dtype, "--weight-version", str(self.weight_version)]
+        if self.context_length is not None:
+            arguments += ["--context-length", str(self.context_length)]
+        if self.dummy_weights:
+            arguments += ["--load-format", "dummy"]
+        if self.config.api_key:
+            arguments += ["--api-key", self.config.api_key]
+        return arguments
+
+    def _environment(self, number: int) -> dict[str, str]:
+        environment = dict(os.environ)
+        # A server must not take itself for a rank of the trainer.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        environment["OMP_NUM_THREADS"] = str(self.threads_per_server)
+        first_paths = [str(Path(__file__).parents[2])]
+        if self.backend == "sglang" and not torch.cuda.is_available():
+            first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES), *first_paths]
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONPATH"] = os.pathsep.join(first_paths + [p for p in [environment.get("PYTHONPATH")] if p])
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
+        return environment
+
+    def _wait_until_healthy(self, server: Server, deadline: float) -> None:
+        while True:
+            if server.process.poll() is not None:
+                raise RuntimeError(
+                    f"{server.name} {how_it_ended(server.process.returncode)} before it was ready. Its log, "
+                    f"{server.log}, ends with:\n{server.tail()}"
+                )
+            if server.url is None and server.ready_file is not None and server.ready_file.exists():
+                server.url = server.ready_file.read_text().strip()
+            if server.url is not None and is_healthy(server.url):
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{server.name} did not answer within rollout.start_timeout_s = {self.config.start_timeout_s:g} s; "
+                    f"raise it if the model is large. Its log, {server.log}, ends with:\n{server.tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def _watch(self) -> None:
+        living = list(self._servers)
+        while living and not self._stopping.wait(POLL_S):
+            for server in [server for server in living if server.process.poll() is not None]:
+                living.remove(server)
+                if self._stopping.is_set():
+                    return
+                message = f"{server.name} {how_it_ended(server.process.returncode)}; its log is {server.log}"
+                if self.on_death is None:
+                    logger.error(message)
+                else:
+                    self.on_death(message)
+
+
+def choose_backend(backend: str) -> str:
+    """Return embedded or sglang for `auto`: sglang where CUDA is."""
+    if backend != "auto":
+        return backend
+    return "sglang" if torch.cuda.is_available() else "embedded"
+
+
+def how_it_ended(returncode: int) -> str:
+    """Say it in words: `was killed by SIGKILL` or `exited with status 1`."""
+    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def is_healthy(url: str) -> bool:
+    # Without an explicit empty one, urllib would ask the cluster's http_proxy for a server on this host.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=10) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False

@@ -1,0 +1,91 @@
+"""Bad input is refused before any process, group or server is started, with key, value, rule and way out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import platform
+
+platform.prepare()
+from megatron_rl.config import load_config  # noqa: E402
+from megatron_rl.experiment import check  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs" / "models" / "count_tiny"
+
+
+def refused(*overrides):
+    with pytest.raises(ValueError) as error:
+        check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *overrides]))
+    return str(error.value)
+
+
+def test_good_config_passes():
+    tokenizer, train, held_out = check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}"]))
+    assert len(train) == 192 and len(held_out) == 64 and tokenizer.eos_token_id is not None
+
+
+def test_prompt_longer_than_the_context_is_refused(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "01?"}) + "\n" + json.dumps({"prompt": "0" * 62 + "?"}) + "\n")
+    message = refused(f"data.train={path}", "data.train_args={}")
+    assert "data.train, prompt 2: has 63 tokens" in message and "context of 64" in message
+
+
+@pytest.mark.parametrize(
+    "override,parts",
+    [
+        ("rollout.reward=no.such:thing", ["rollout.reward = 'no.such:thing'", "cannot be imported", "PYTHONPATH"]),
+        ("rollout.reward=megatron_rl.rollout.rewards:nothing", ["has no 'nothing'", "check the name"]),
+        ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "has no 'Nothing'"]),
+        ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
+        ("data.train=megatron_rl.rollout.tasks:nothing", ["data.train", "nothing"]),
+        ("data.train=/no/such/file.jsonl", ["data.train", "file.jsonl"]),
+        ("model.path=/no/such/folder", ["model.path", "no config.json", "convert"]),
+        ("model.init=hf", ["model.path", "no *.safetensors", "model.init=random"]),
+    ],
+)
+def test_what_cannot_be_found_is_named(override, parts):
+    message = refused(override)
+    for part in parts:
+        assert part in message, message
+
+
+def test_empty_data_set_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    message = refused(f"data.train={tmp_path}/empty.jsonl")
+    assert "data.train" in message and "train_args" in message or "no prompts" in message
+
+
+def run_cli(module, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+# What a user sees: one line and exit status 1, no traceback.
+@pytest.mark.parametrize(
+    "module,arguments,words",
+    [
+        ("megatron_rl.train", ["configs/none.yaml"], "no such file"),
+        ("megatron_rl.train", ["configs/count_grpo.yaml", "optimiser.lr=1"], "did you mean optimizer"),
+        ("megatron_rl.train", ["configs/count_grpo.yaml", "parallel.tensor=2"], "does not divide the world size 1"),
+        ("megatron_rl.train", ["configs/demo.yaml", "model.path=/none"], "no config.json"),
+        ("megatron_rl.sft", ["configs/demo.yaml"], "warm_start.updates = 0"),
+        ("megatron_rl.cli", ["report", "/none"], "metrics.jsonl"),
+        ("megatron_rl.cli", ["convert", "/none.gguf", "/tmp/never"], "none.gguf"),
+        ("megatron_rl.cli", ["serve", "/none"], "rollout server"),
+    ],
+)
+def test_command_line_errors_are_one_line(module, arguments, words):
+    done = run_cli(module, *arguments)
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_dry_run_prints_the_whole_config_and_starts_nothing():
+    done = run_cli("megatron_rl.train", "configs/count_grpo.yaml", "--dry-run")
+    assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr

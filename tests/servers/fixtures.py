@@ -1,0 +1,74 @@
+"""Fixtures with rollout servers: tiny models, embedded servers, scripted ones, real SGLang, and a connected client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
+from tests.servers.scripted_server import ScriptedServer
+from tests.servers.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    return make_tiny_model(tmp_path_factory.mktemp("other_model"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def embedded_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """URLs of two embedded servers of the tiny model. Tests that change weights put them back."""
+    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60)
+    with Supervisor(config, tiny_model, tmp_path_factory.mktemp("embedded")) as supervisor:
+        yield supervisor.urls
+
+
+@pytest.fixture(scope="session")
+def real_sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of one real SGLang server on the CPU, shared by the session: it takes 20 s and 2 GB."""
+    if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
+        pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+    config = RolloutConfig(
+        backend="sglang", start_timeout_s=240, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
+    )
+    with Supervisor(config, tiny_model, tmp_path_factory.mktemp("sglang")) as supervisor:
+        yield supervisor.urls[0]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
+    """Make clients: connect(urls, seed=..., **RolloutConfig fields)."""
+    engines = []
+
+    def make(addr: str | list[str], seed: int | None = None, **config: object) -> RemoteSGLangEngine:
+        engines.append(RemoteSGLangEngine(RolloutConfig(**{"request_timeout_s": 30.0} | config), seed=seed))
+        engines[-1].initialize(addr)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., ScriptedServer]]:
+    """Make servers that misbehave: scripted(version=..., ...)."""
+    servers = []
+
+    def make(**options: object) -> ScriptedServer:
+        servers.append(ScriptedServer(**options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()

@@ -1,0 +1,94 @@
+"""What servers are compared with: transformers' own log-probabilities, and a trainer's side of a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.types import LLMRequest, LLMResponse
+from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
+
+
+@torch.no_grad()
+def reference_logprobs(folder: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    """log p of each output token after the prompt, in one float32 forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(torch.tensor([prompt + output])).logits[0].float() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The `count` most likely tokens after the prompt, one after the other."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@contextmanager
+def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Join a gloo group with the engine's servers, as a trainer's rank 0 does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    name = f"test-{port}"
+    joined = engine.join_weight_group(address="127.0.0.1", port=port, name=name, backend="gloo")
+    group = join_update_group(
+        address="127.0.0.1", port=port, rank=0, world_size=1 + engine.server_count, name=name, timeout_s=30
+    )
+    joined.result(30)
+    yield name, group
+    engine.leave_weight_group(name=name)
+    leave_update_group(group)
+
+
+def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], folder: Path, version: int) -> None:
+    """Send the weights of a HF folder to the engine's servers in two buckets."""
+    name, process_group = group
+    tensors = list(load_file(folder / "model.safetensors").items())
+    engine.pause()
+    engine.begin_weight_update(version)
+    for bucket in (tensors[:5], tensors[5:]):
+        received = engine.load_bucket(
+            names=[key for key, _ in bucket],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            shapes=[list(tensor.shape) for _, tensor in bucket],
+            group=name,
+            version=version,
+        )
+        dist.broadcast(pack_bucket([tensor for _, tensor in bucket]), src=0, group=process_group)
+        received.result(30)
+    engine.end_weight_update(version)
+    engine.resume()
+
+
+def interrupt(
+    engine: RemoteSGLangEngine, url: str, prompt: list[int], count: int, act: Callable[[], None]
+) -> LLMResponse:
+    """Return a greedy reply of `count` tokens; `act` is called as soon as the server is generating it."""
+    gconfig = GenerationConfig(max_new_tokens=count, greedy=True, ignore_eos=True)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+                if json.load(answer)["loads"][0]["num_running_reqs"]:
+                    break
+        act()
+        return reply.result(30)

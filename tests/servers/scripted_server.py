@@ -1,0 +1,105 @@
+"""A small real HTTP server that speaks SGLang's protocol well enough for the client, and misbehaves when told to.
+
+Its model counts: the token after token t is t + 1. So a test sees at once whether a reply continues where it should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from megatron_rl.rollout.event_loop import EventLoopThread
+
+Answer = Callable[[dict[str, Any]], web.Response | dict[str, Any]]
+
+
+def counting(
+    body: dict[str, Any], *, tokens: int | None = None, finish: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Answer with `tokens` tokens (default: all that were asked for)."""
+    count = body["sampling_params"]["max_new_tokens"] if tokens is None else tokens
+    first = body["input_ids"][-1] + 1
+    return {
+        "text": "",
+        "output_ids": list(range(first, first + count)),
+        "meta_info": {
+            "id": body["rid"],
+            "finish_reason": finish or {"type": "length", "length": count},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": count,
+            "weight_version": "default",
+            "output_token_logprobs": [[-0.25, token, None] for token in range(first, first + count)],
+        },
+    }
+
+
+class ScriptedServer:
+    """Answers /generate with the next of `script`, then by counting. Keeps every POST in `calls`."""
+
+    def __init__(
+        self, *, version: str = "0.5.21", api_key: str | None = None, info: dict[str, Any] | None = None
+    ) -> None:
+        self.version = tuple(int(part) for part in version.split("."))
+        self.info = {"version": version, "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 1000} | (
+            info or {}
+        )
+        self.api_key = api_key
+        self.script: deque[Answer] = deque()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
+        """Endpoint -> (status, body) in place of success."""
+        self._thread = EventLoopThread("scripted server")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread.run(self._start())
+
+    def generations(self) -> list[dict[str, Any]]:
+        return [body for endpoint, body in self.calls if endpoint == "/generate"]
+
+    def controls(self) -> list[str]:
+        return [endpoint for endpoint, _ in self.calls if endpoint != "/generate"]
+
+    def body_of(self, endpoint: str) -> dict[str, Any]:
+        return next(body for called, body in self.calls if called == endpoint)
+
+    def stop(self) -> None:
+        self._thread.run(self._runner.cleanup())
+        self._thread.stop()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener).start()
+
+    async def _answer(self, http: web.Request) -> web.Response:
+        path, raw = http.path, await http.read()
+        if path == "/health":
+            return web.Response()
+        if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        old = self.version < (0, 5, 6)
+        if path == ("/get_server_info" if old else "/server_info"):
+            return web.json_response(self.info)
+        if path == ("/get_model_info" if old else "/model_info"):
+            return web.json_response({"model_path": "/nowhere", "weight_version": "default"})
+        if http.method != "POST" or (path.endswith("_weight_update") and self.version < (0, 5, 21)):
+            return web.json_response({"detail": "Not Found"}, status=404)
+        body = orjson.loads(raw) if raw else {}
+        self.calls.append((path, body))
+        if path in self.refusals:
+            status, answer = self.refusals[path]
+            return web.json_response(answer, status=status)
+        if path != "/generate":
+            return web.json_response({"success": True, "message": "done"})
+        answer = (self.script.popleft() if self.script else counting)(body)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        return answer if isinstance(answer, web.Response) else web.json_response(answer)

@@ -1,0 +1,426 @@
+"""The client against embedded servers, and against scripted ones for everything that goes wrong."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout import sglang as client_module
+from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.types import LLMRequest
+from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
+from tests.servers.scripted_server import counting
+from tests.servers.tiny_model import make_tokenizer
+
+PROMPT = [11, 200, 37, 5]
+
+
+def ask(engine, *, rid="r", input_ids=PROMPT, metadata=None, **gconfig):
+    request = LLMRequest(rid=rid, input_ids=input_ids, gconfig=GenerationConfig(**gconfig), metadata=metadata or {})
+    return asyncio.run(engine.agenerate(request))
+
+
+def start_asking(engine, **request):
+    """Ask in a thread; returns a function that waits for the reply."""
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(ask(engine, **request)), daemon=True)
+    thread.start()
+
+    def reply():
+        thread.join(30)
+        return replies[0]
+
+    return reply
+
+
+# Embedded servers
+
+
+def test_greedy_reply_equals_transformers(embedded_servers, connect, tiny_model):
+    reply = ask(connect(embedded_servers), max_new_tokens=24, greedy=True, ignore_eos=True)
+    assert reply.output_tokens == reference_greedy(tiny_model, PROMPT, 24)
+    assert reply.output_logprobs == pytest.approx(reference_logprobs(tiny_model, PROMPT, reply.output_tokens), abs=1e-4)
+    assert (reply.stop_reason, reply.output_len) == ("length", 24)
+
+
+def test_sampled_logprobs_are_those_at_the_temperature(embedded_servers, connect, tiny_model):
+    reply = ask(connect(embedded_servers), max_new_tokens=24, temperature=0.7, top_p=0.9, ignore_eos=True)
+    expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens, temperature=0.7)
+    assert reply.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_of_a_seeded_run_do_not_depend_on_the_servers(embedded_servers, connect):
+    workflow = RLVRWorkflow(lambda **_: 0.0, GenerationConfig(n_samples=3, max_new_tokens=8), make_tokenizer())
+    data = [{"prompt": text} for text in ("The quick", "lazy dog", "What is 12 +")]
+    batches = [
+        connect(urls, seed=seed).rollout_batch(data, workflow)
+        for urls, seed in ((embedded_servers, 7), (embedded_servers[:1], 7), (embedded_servers[:1], 8))
+    ]
+    assert batches[0]["input_ids"].tolist() == batches[1]["input_ids"].tolist()
+    assert batches[0]["input_ids"].tolist() != batches[2]["input_ids"].tolist()
+    # The samples of one prompt differ from one another.
+    first, second = (batches[0].select([i])["input_ids"].tolist() for i in (0, 1))
+    assert first != second
+
+
+def test_published_weights_answer_with_their_version(embedded_servers, connect, tiny_model, other_tiny_model):
+    engine = connect(embedded_servers)
+    assert engine.server_count == 2
+    with weight_group(engine) as group:
+        publish(engine, group, other_tiny_model, version=3)
+    expected = reference_greedy(other_tiny_model, PROMPT, 16)
+    for rid in ("a", "b"):  # one server each
+        reply = ask(engine, rid=rid, max_new_tokens=16, greedy=True, ignore_eos=True)
+        assert (reply.output_tokens, reply.output_versions) == (expected, [3] * 16)
+    engine.update_weights(tiny_model, 4)
+    reply = ask(engine, max_new_tokens=16, greedy=True, ignore_eos=True)
+    assert (reply.output_tokens, reply.output_versions) == (reference_greedy(tiny_model, PROMPT, 16), [4] * 16)
+
+
+def test_reply_that_an_update_interrupts_goes_on_with_the_new_weights(
+    embedded_servers, connect, tiny_model, other_tiny_model
+):
+    engine = connect(embedded_servers[:1])
+    engine.update_weights(tiny_model, 10)
+    reply = interrupt(engine, embedded_servers[0], PROMPT, 400, lambda: engine.update_weights(other_tiny_model, 11))
+    engine.update_weights(tiny_model, 12)
+    assert reply.output_len == 400
+    before = reply.output_versions.count(10)
+    assert reply.output_versions == [10] * before + [11] * (400 - before)
+    assert 0 < before < 400
+    # Each part is what its weights would say after everything before it.
+    old = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
+    new = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
+    assert reply.output_logprobs == pytest.approx(old[:before] + new[before:], abs=1e-3)
+
+
+def test_reply_that_a_stranger_aborts_is_continued(embedded_servers, connect, tiny_model):
+    engine = connect(embedded_servers[:1])
+    abort = lambda: engine._command_all("/abort_request", {"abort_all": True})  # noqa: E731
+    reply = interrupt(engine, embedded_servers[0], PROMPT, 400, abort)
+    assert (reply.output_len, reply.stop_reason, reply.interruptions) == (400, "length", 1)
+    expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
+    assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
+    assert engine.metrics()["rollout/interruptions"] == 1
+
+
+def test_requests_wait_while_paused(embedded_servers, connect):
+    engine = connect(embedded_servers)
+    engine.pause()
+    engine.pause()  # twice is fine
+    reply_of = start_asking(engine, max_new_tokens=4, ignore_eos=True)
+    time.sleep(0.2)
+    engine.resume()
+    reply = reply_of()
+    assert reply.output_len == 4
+    assert reply.latency_s > 0.15
+
+
+def test_request_made_during_a_pause_counts_for_the_version_after_it(scripted, connect):
+    server = scripted()
+    engine = connect(server.url)
+    engine.pause()
+    reply_of = start_asking(engine, max_new_tokens=2)
+    time.sleep(0.1)
+    assert server.generations() == []
+    engine.set_version(9)
+    engine.resume()
+    assert reply_of().output_versions == [9, 9]
+
+
+def test_impossible_requests_name_the_numbers(embedded_servers, connect):
+    engine = connect(embedded_servers)
+    with pytest.raises(ValueError, match="hold 512.*vocabulary of 512"):
+        ask(engine, input_ids=[3, 512])
+    with pytest.raises(ValueError, match="500 tokens of prompt.*20 of generation.max_new_tokens.*context of 512"):
+        ask(engine, input_ids=[3] * 500, max_new_tokens=20)
+    with pytest.raises(ValueError, match="at least one token"):
+        ask(engine, input_ids=[])
+
+
+# Servers that misbehave
+
+
+def garbage(body):
+    return web.Response(body=b"<html>busy</html>")
+
+
+def overloaded(body):
+    return web.json_response({"error": {"message": "out of memory"}}, status=503)
+
+
+def nan(body):
+    return counting(body, tokens=2, finish={"type": "stop", "matched": "NaN happened"})
+
+
+def lost_logprobs(body):
+    answer = counting(body)
+    answer["meta_info"]["output_token_logprobs"].pop()
+    return answer
+
+
+def wrong_ids(body):
+    return counting(body | {"input_ids": [998]})
+
+
+def no_number(body):
+    answer = counting(body)
+    answer["meta_info"]["output_token_logprobs"][1][0] = None
+    return answer
+
+
+def impossible_logprob(body):
+    answer = counting(body)
+    answer["meta_info"]["output_token_logprobs"][1][0] = 0.5
+    return answer
+
+
+def no_tokens(body):
+    return counting(body, tokens=0)
+
+
+def hangs_up(body):
+    raise ConnectionResetError
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [garbage, overloaded, nan, lost_logprobs, wrong_ids, no_number, impossible_logprob, no_tokens, hangs_up],
+)
+def test_fault_is_tried_again(scripted, connect, fault):
+    server = scripted()
+    server.script.append(fault)
+    engine = connect(server.url)
+    reply = ask(engine, input_ids=[1, 2], max_new_tokens=5)
+    assert reply.output_tokens == [3, 4, 5, 6, 7]
+    assert reply.output_logprobs == [-0.25] * 5
+    assert engine.metrics()["rollout/request_retries"] == 1
+
+
+def test_faults_without_end_name_the_server_and_its_message(scripted, connect):
+    server = scripted()
+    server.script.extend([overloaded] * 10)
+    with pytest.raises(RuntimeError, match=f"{server.url}/generate: HTTP 503: out of memory"):
+        ask(connect(server.url))
+    assert len(server.generations()) == client_module.REQUEST_ATTEMPTS
+
+
+def test_another_server_takes_over(scripted, connect):
+    broken, good = scripted(), scripted()
+    broken.script.extend([overloaded] * 10)
+    engine = connect([broken.url, good.url])
+    assert ask(engine, input_ids=[1], max_new_tokens=2).output_tokens == [2, 3]
+    assert (len(broken.generations()), len(good.generations())) == (1, 1)
+
+
+def test_refused_request_is_an_error_of_its_own_and_sent_once(scripted, connect):
+    server = scripted()
+    server.script.append(lambda _: web.json_response({"error": {"message": "top_p must be in (0, 1]"}}, status=400))
+    with pytest.raises(ValueError, match=f"{server.url}/generate: HTTP 400: top_p must be in"):
+        ask(connect(server.url))
+    assert len(server.generations()) == 1
+
+
+def test_server_that_is_down_is_named(connect, scripted):
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:9/health"):
+        connect("http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="rollout.servers"):
+        connect([])
+    server = scripted()
+    engine = connect(server.url)
+    server.stop()
+    server.stop = lambda: None
+    with pytest.raises(RuntimeError, match=f"{server.url}/generate"):
+        ask(engine)
+
+
+def test_hanging_server_meets_the_deadline(scripted, connect):
+    async def never(body):
+        await asyncio.sleep(60)
+
+    server = scripted()
+    server.script.append(never)
+    with pytest.raises(RuntimeError, match="no complete reply within rollout.request_timeout_s = 0.3 s"):
+        ask(connect(server.url, request_timeout_s=0.3))
+
+
+def test_aborted_reply_is_resumed_from_its_tokens(scripted, connect):
+    def aborted(count, version):
+        def answer(body):
+            reply = counting(body, tokens=count, finish={"type": "abort", "message": "Aborted"})
+            reply["meta_info"]["weight_versions"] = [{"version": version, "start": 0, "end": count}]
+            return reply
+
+        return answer
+
+    def in_queue(body):
+        return {"text": "", "meta_info": {"id": "x", "finish_reason": {"type": "abort", "message": "in queue"}}}
+
+    server = scripted()
+    server.script.extend([aborted(3, "4"), in_queue, aborted(2, "5")])
+    engine = connect(server.url, seed=3)
+    engine.set_version(6)
+    reply = ask(engine, input_ids=[10], max_new_tokens=8, min_new_tokens=4, metadata={"sample_key": "k"})
+    assert reply.output_tokens == [11, 12, 13, 14, 15, 16, 17, 18]
+    assert reply.output_versions == [4, 4, 4, 5, 5, 6, 6, 6]
+    assert (reply.stop_reason, reply.interruptions) == ("length", 3)
+    sent = server.generations()
+    assert [body["input_ids"] for body in sent] == [
+        [10],
+        [10, 11, 12, 13],
+        [10, 11, 12, 13],
+        [10, 11, 12, 13, 14, 15],
+    ]
+    assert [body["sampling_params"]["max_new_tokens"] for body in sent] == [8, 5, 5, 3]
+    assert [body["sampling_params"]["min_new_tokens"] for body in sent] == [4, 1, 1, 0]
+    # A continuation must not repeat the draws of the part before it.
+    seeds = [body["sampling_params"]["sampling_seed"] for body in sent]
+    assert len(set(seeds)) == 3 and seeds[1] == seeds[2]
+
+
+def test_reply_that_is_always_aborted_is_given_up(scripted, connect, monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_RETRY_S", 0.001)
+    server = scripted()
+    server.script.extend([lambda body: counting(body, tokens=0, finish={"type": "abort", "message": "no"})] * 100)
+    reply = ask(connect(server.url))
+    assert (reply.stop_reason, reply.output_tokens) == ("abort", [])
+    assert len(server.generations()) == client_module.FRUITLESS_RESUMES + 1
+
+
+def test_requests_of_one_rid_share_a_server_and_have_ids_of_their_own(scripted, connect):
+    servers = [scripted(), scripted()]
+    engine = connect([server.url for server in servers])
+
+    async def many():
+        await asyncio.gather(
+            *(
+                engine.agenerate(LLMRequest(rid=rid, input_ids=[1], gconfig=GenerationConfig(max_new_tokens=1)))
+                for rid in ("a", "b", "c", "d")
+                for _ in range(3)
+            )
+        )
+
+    asyncio.run(many())
+    rids = [[body["rid"] for body in server.generations()] for server in servers]
+    assert len({rid for server in rids for rid in server}) == 12
+    assert [len(server) for server in rids] == [6, 6]
+    assert not {rid[0] for rid in rids[0]} & {rid[0] for rid in rids[1]}
+
+
+def test_seed_is_sent_only_where_there_is_one(scripted, connect):
+    server = scripted()
+    ask(connect(server.url), metadata={"sample_key": "k"})
+    engine = connect(server.url, seed=5)
+    ask(engine, metadata={"sample_key": "k"})
+    ask(engine, metadata={"sample_key": "other"})
+    ask(engine, metadata={"sample_key": "k"})
+    ask(engine, metadata={"sample_key": "k"}, greedy=True)
+    seeds = [body["sampling_params"].get("sampling_seed") for body in server.generations()]
+    assert seeds[0] is None and seeds[4] is None
+    assert seeds[1] == seeds[3] != seeds[2]
+    assert 0 <= seeds[1] < 2**63
+
+
+def test_api_key_is_sent(scripted, connect):
+    server = scripted(api_key="secret")
+    assert ask(connect(server.url, api_key="secret"), max_new_tokens=1).output_len == 1
+    with pytest.raises(ValueError, match=f"{server.url}/server_info: HTTP 401: Unauthorized"):
+        connect(server.url, api_key="wrong")
+
+
+# Control
+
+
+def update(engine, version=2):
+    engine.pause()
+    engine.begin_weight_update(version)
+    engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version).result(5)
+    engine.end_weight_update(version)
+    engine.resume()
+
+
+def test_update_is_a_session_since_0_5_21(scripted, connect):
+    server = scripted(version="0.5.21")
+    engine = connect(server.url)
+    update(engine)
+    assert server.controls() == [
+        "/pause_generation",
+        "/flush_cache",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/continue_generation",
+    ]
+    assert server.body_of("/pause_generation") == {"mode": "retract"}
+    assert server.body_of("/update_weights_from_distributed") == {
+        "names": ["w"],
+        "dtypes": ["float32"],
+        "shapes": [[2]],
+        "group_name": "g",
+        "load_format": "flattened_bucket",
+        "weight_version": "2",
+        "flush_cache": False,
+    }
+    assert engine.get_version() == 2
+    # The server named no version, so the engine's at the time of the request counts.
+    assert ask(engine, max_new_tokens=2).output_versions == [2, 2]
+
+
+def test_update_before_0_5_21_has_no_session(scripted, connect):
+    server = scripted(version="0.5.19")
+    update(connect(server.url))
+    assert server.controls() == [
+        "/pause_generation",
+        "/flush_cache",
+        "/update_weights_from_distributed",
+        "/continue_generation",
+    ]
+    assert server.body_of("/pause_generation") == {"mode": "retract"}
+
+
+def test_servers_before_0_5_6_have_no_pause_modes_and_other_names(scripted, connect):
+    server = scripted(version="0.5.4")
+    update(connect(server.url))
+    assert server.body_of("/pause_generation") == {}
+
+
+def test_group_ranks_follow_the_tensor_parallel_sizes(scripted, connect):
+    servers = [scripted(info={"tp_size": 2}), scripted(), scripted(info={"tp_size": 4})]
+    engine = connect([server.url for server in servers])
+    assert engine.server_count == 7
+    engine.join_weight_group(address="10.0.0.1", port=5, name="g", backend="nccl").result(5)
+    bodies = [server.body_of("/init_weights_update_group") for server in servers]
+    assert [body["rank_offset"] for body in bodies] == [1, 3, 4]
+    assert {body["world_size"] for body in bodies} == {8}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_refused_control_call_names_server_endpoint_and_message(scripted, connect, status):
+    good, bad = scripted(), scripted()
+    engine = connect([good.url, bad.url])
+    bad.refusals["/update_weights_from_distributed"] = (status, {"success": False, "message": "unknown tensor w"})
+    pattern = f"{bad.url}/update_weights_from_distributed: .*unknown tensor w"
+    with pytest.raises(RuntimeError, match=pattern):
+        update(engine)
+
+
+def test_cache_is_flushed_until_the_server_agrees(scripted, connect):
+    server = scripted()
+    engine = connect(server.url, request_timeout_s=0.3)
+    server.refusals["/flush_cache"] = (400, {"message": "requests are running"})
+    with pytest.raises(RuntimeError, match="requests are running.*could not be flushed within 0.3 s"):
+        engine.pause()
+    threading.Timer(0.1, server.refusals.clear).start()
+    engine.pause()
+    assert server.controls().count("/flush_cache") > 2
+
+
+def test_destroyed_engine_says_so(scripted, connect):
+    engine = connect(scripted().url)
+    engine.destroy()
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="initialize"):
+        engine.pause()

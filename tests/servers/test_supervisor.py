@@ -1,0 +1,138 @@
+"""Starting, watching and stopping servers. Every end is tried: a bad model, a crash, a stop, the trainer's death."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor
+
+
+def is_alive(pid):
+    """A zombie, whose parent has not looked yet, is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def is_gone_within(pid, seconds):
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def config(**fields):
+    return RolloutConfig(**{"backend": "embedded", "start_timeout_s": 60.0} | fields)
+
+
+def test_server_that_cannot_start_shows_its_log(tmp_path):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rollout server 0 \(pid \d+\) exited with status 1 .*no config.json"
+    ) as raised:
+        Supervisor(config(), tmp_path, tmp_path / "logs").start()
+    assert str(tmp_path / "logs" / "server-0.log") in str(raised.value)
+
+
+def test_server_that_takes_too_long_is_stopped(tiny_model, tmp_path):
+    supervisor = Supervisor(config(start_timeout_s=0.05), tiny_model, tmp_path)
+    with pytest.raises(RuntimeError, match="did not answer within rollout.start_timeout_s = 0.05 s"):
+        supervisor.start()
+    assert supervisor.urls == []
+
+
+def test_death_of_a_server_is_told_in_one_line(tiny_model, tmp_path):
+    messages, told = [], threading.Event()
+
+    def on_death(message):
+        messages.append(message)
+        told.set()
+
+    supervisor = Supervisor(config(), tiny_model, tmp_path, on_death=on_death)
+    supervisor.start()
+    pid = supervisor._servers[0].process.pid
+    os.kill(pid, signal.SIGKILL)
+    assert told.wait(5)
+    supervisor.stop()
+    assert messages == [f"rollout server 0 (pid {pid}) was killed by SIGKILL; its log is {tmp_path}/server-0.log"]
+
+
+def test_stopped_servers_are_gone_and_nobody_is_alarmed(tiny_model, tmp_path):
+    messages = []
+    with Supervisor(config(), tiny_model, tmp_path, on_death=messages.append) as supervisor:
+        pid = supervisor._servers[0].process.pid
+        assert is_alive(pid)
+    assert not is_alive(pid)
+    assert messages == []
+
+
+def test_servers_die_with_a_trainer_that_is_killed(tiny_model, tmp_path):
+    script = (
+        "import sys, time\n"
+        "from megatron_rl.config import RolloutConfig\n"
+        "from megatron_rl.serving.supervisor import Supervisor\n"
+        "supervisor = Supervisor(RolloutConfig(backend='embedded'), sys.argv[1], sys.argv[2])\n"
+        "supervisor.start()\n"
+        "print(supervisor._servers[0].process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny_model), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        server = int(trainer.stdout.readline())
+        trainer.kill()
+    assert is_gone_within(server, 5)
+
+
+def test_watchdog_ends_a_server_and_its_workers(tmp_path):
+    # This server is a shell with a worker of its own in the same group.
+    script = (
+        "import subprocess, sys, time\n"
+        "command = ['sh', '-c', 'sleep 60 & echo $!; wait']\n"
+        "server = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
+        "print(server.pid, int(server.stdout.readline()), flush=True)\n"
+        "subprocess.Popen([sys.executable, '-S', '-E', sys.argv[1], str(server.pid)], start_new_session=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(WATCHDOG)], stdout=subprocess.PIPE, text=True) as trainer:
+        server, worker = map(int, trainer.stdout.readline().split())
+        time.sleep(0.3)
+        assert is_alive(server) and is_alive(worker)
+        trainer.kill()
+    assert is_gone_within(server, 5)
+    assert is_gone_within(worker, 5)
+
+
+def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    supervisor = Supervisor(
+        config(backend="sglang", api_key="k"),
+        "model",
+        tmp_path,
+        dummy_weights=True,
+        threads_per_server=2,
+        weight_version=5,
+    )
+    command = " ".join(supervisor._sglang_command(1234))
+    assert "-m sglang.launch_server --model-path model --host 127.0.0.1 --port 1234" in command
+    assert "--weight-version 5" in command and "--api-key k" in command
+    assert "--device cpu" in command and "--load-format dummy" in command
+    environment = supervisor._environment(0)
+    assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment and "WORLD_SIZE" not in environment
+
+
+def test_each_server_has_its_devices(tmp_path):
+    supervisor = Supervisor(config(server_count=2), "model", tmp_path, devices=[[0, 1], [2, 3]])
+    assert [supervisor._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["0,1", "2,3"]
+    with pytest.raises(ValueError, match="rollout.server_count = 2: 1 lists of devices"):
+        Supervisor(config(server_count=2), "model", tmp_path, devices=[[0]])

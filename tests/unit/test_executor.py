@@ -1,0 +1,263 @@
+"""The executor with workflows that ask no server: order, admission, retries, and the ends of things."""
+
+import asyncio
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout import executor as executor_module
+from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.rollout.server_client import RequestRefused
+from megatron_rl.rollout.tally import Tally
+from megatron_rl.types import Trajectory
+
+
+class VersionOnly:
+    """The part of an engine that the executor itself uses."""
+
+    version = 0
+
+    def get_version(self):
+        return self.version
+
+
+class Scripted(RolloutWorkflow):
+    """Runs `act(data, attempt)`, and counts what ran at once."""
+
+    def __init__(self, act, delay_s=0.0):
+        self.act, self.delay_s = act, delay_s
+        self.attempts, self.running, self.most_running = {}, 0, 0
+
+    async def arun_episode(self, engine, data):
+        number = data["n"]
+        self.attempts[number] = self.attempts.get(number, 0) + 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(data.get("delay_s", self.delay_s))
+            return self.act(data, self.attempts[number])
+        finally:
+            self.running -= 1
+
+
+def trajectory(n, version=0):
+    return Trajectory(
+        input_ids=torch.tensor([n, n + 1]),
+        loss_mask=torch.tensor([False, True]),
+        logprobs=torch.tensor([0.0, -1.0]),
+        versions=torch.tensor([-1, version]),
+        reward=float(n),
+    )
+
+
+def one(data, attempt):
+    return [trajectory(data["n"])]
+
+
+def prompts(*numbers, **fields):
+    return [{"n": number, **fields} for number in numbers]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr(executor_module, "FIRST_RETRY_S", 0.001)
+    threads = []
+
+    def start(**config):
+        threads.append(EventLoopThread("test"))
+        return RolloutExecutor(VersionOnly(), threads[-1], RolloutConfig(**config), Tally())
+
+    yield start
+    for thread in threads:
+        thread.stop()
+
+
+def test_rollout_batch_keeps_the_order_of_the_prompts(make):
+    workflow = Scripted(lambda data, _: [trajectory(data["n"]), trajectory(data["n"])])
+    data = [{"n": n, "delay_s": 0.05 * (3 - n)} for n in range(3)]
+    batch = make().rollout_batch(data, workflow)
+    assert batch["rewards"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_padded_results_become_one_group(make):
+    def padded(data, _):
+        n = data["n"]
+        return TensorDict(
+            {
+                "input_ids": torch.tensor([[n, 1, 2], [n, 1, 0]]),
+                "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+                "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]),
+                "rewards": torch.tensor([1.0, 2.0]),
+            },
+            batch_size=[2],
+        )
+
+    batch = make().rollout_batch(prompts(7, 8), Scripted(padded))
+    assert batch["input_ids"].tolist() == [7, 1, 2, 7, 1, 8, 1, 2, 8, 1]
+    assert batch["group"].tolist() == [0, 0, 1, 1]
+    assert batch["rewards"].tolist() == [1, 2, 1, 2]
+
+
+def test_failing_episode_is_tried_again_then_left_out_and_counted(make):
+    def act(data, attempt):
+        if data["n"] == 1 or (data["n"] == 2 and attempt < 3):
+            raise OSError("verifier broke")
+        return None if data["n"] == 3 else one(data, attempt)
+
+    executor, workflow = make(episode_attempts=3), Scripted(act)
+    batch = executor.rollout_batch(prompts(0, 1, 2, 3), workflow)
+    assert batch["rewards"].tolist() == [0, 2]
+    assert batch["group"].tolist() == [0, 1]
+    assert workflow.attempts == {0: 1, 1: 3, 2: 3, 3: 1}
+    metrics = executor._tally.take()
+    assert [metrics[f"rollout/episodes_{k}"] for k in ("accepted", "rejected", "failed", "retried")] == [2, 1, 1, 4]
+
+
+def test_refused_request_is_not_tried_again(make):
+    def act(data, _):
+        if data["n"] == 0:
+            raise RequestRefused("prompt too long")
+        return one(data, 1)
+
+    workflow = Scripted(act)
+    assert make().rollout_batch(prompts(0, 1), workflow)["rewards"].tolist() == [1]
+    assert workflow.attempts[0] == 1
+
+
+def test_batch_without_any_group_raises_the_first_cause(make):
+    def act(data, _):
+        raise OSError("no verifier here")
+
+    with pytest.raises(RuntimeError, match="none of 2 episodes.*OSError: no verifier here"):
+        make(episode_attempts=1).rollout_batch(prompts(0, 1), Scripted(act))
+
+
+def test_workflow_that_returns_something_else_is_named(make):
+    with pytest.raises(RuntimeError, match="arun_episode returned float"):
+        make(episode_attempts=1).rollout_batch(prompts(0), Scripted(lambda *_: 1.0))
+
+
+def test_concurrency_is_bounded(make):
+    workflow = Scripted(one, delay_s=0.01)
+    batch = make(max_concurrent_episodes=3).rollout_batch(prompts(*range(10)), workflow)
+    assert len(batch) == 10
+    assert workflow.most_running == 3
+
+
+def test_wait_returns_groups_in_the_order_they_finish(make):
+    executor, workflow = make(), Scripted(one)
+    executor.submit({"n": 0, "delay_s": 0.1}, workflow)
+    executor.submit({"n": 1}, workflow)
+    assert executor.wait(2)["rewards"].tolist() == [1, 0]
+
+
+def test_queued_episodes_start_as_others_finish(make):
+    executor, workflow = make(max_concurrent_episodes=2), Scripted(one)
+    for n in range(5):
+        executor.submit({"n": n}, workflow)
+    assert sorted(executor.wait(5, timeout_s=5)["rewards"].tolist()) == [0, 1, 2, 3, 4]
+    assert workflow.most_running == 2
+
+
+def test_wait_that_times_out_loses_nothing(make):
+    executor, workflow = make(), Scripted(one)
+    executor.submit({"n": 0}, workflow)
+    executor.submit({"n": 1, "delay_s": 0.3}, workflow)
+    with pytest.raises(TimeoutError, match="1 of 2 groups"):
+        executor.wait(2, timeout_s=0.1)
+    assert executor.wait(2)["rewards"].tolist() == [0, 1]
+
+
+def test_wait_for_more_than_was_submitted_does_not_hang(make):
+    executor = make()
+    executor.submit({"n": 0}, Scripted(lambda *_: None))
+    with pytest.raises(RuntimeError, match="asked for 1 groups.*1 were rejected"):
+        executor.wait(1)
+
+
+def test_synchronous_batches_hold_the_next_prompts_in_order(make):
+    executor, source = make(max_staleness=0), iter([{"n": n, "delay_s": 0.02 * (2 - n % 3)} for n in range(6)])
+    workflow = Scripted(one)
+    assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [0, 1, 2]
+    assert next(source)["n"] == 3  # nothing was sampled ahead
+    executor._engine.version = 1
+    source = itertools.chain(prompts(3), source)
+    assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [3, 4, 5]
+
+
+def test_asynchronous_batches_run_ahead_by_the_staleness_bound(make):
+    executor, workflow = make(max_staleness=1), Scripted(one)
+    source = ({"n": n} for n in itertools.count())
+    executor.prepare_batch(source, workflow, 4)
+    deadline = time.monotonic() + 5
+    while len(workflow.attempts) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(workflow.attempts) == 8  # (1 + 0 + 1) * 4, and not one more until the version rises
+    executor._engine.version = 1
+    batch = executor.prepare_batch(source, workflow, 4)
+    assert len(batch) == 4
+    metrics = executor._tally.take()
+    # Four tokens at age 0, then four of version 0 consumed at version 1.
+    assert metrics["rollout/staleness"] == 0.5
+    assert metrics["rollout/staleness_max"] == 1
+
+
+def test_rejected_prompts_are_replaced(make):
+    workflow = Scripted(lambda data, _: one(data, 1) if data["n"] % 2 else None)
+    batch = make().prepare_batch(({"n": n} for n in itertools.count()), workflow, 3)
+    assert batch["rewards"].tolist() == [1, 3, 5]
+
+
+def test_broken_reward_ends_the_run_instead_of_burning_the_prompts(make):
+    def act(*_):
+        raise OSError("no verifier here")
+
+    workflow = Scripted(act)
+    with pytest.raises(RuntimeError, match="none succeeded.*OSError: no verifier here"):
+        make(episode_attempts=1).prepare_batch(({"n": n} for n in itertools.count()), workflow, 4)
+    assert len(workflow.attempts) < 12
+
+
+@pytest.mark.parametrize("call", ["wait", "rollout_batch"])
+def test_dead_server_wakes_the_trainer(make, call):
+    executor, workflow = make(), Scripted(one, delay_s=60)
+    executor.submit({"n": 0}, workflow)
+    threading.Timer(0.1, executor.fail, ["rollout server 0 (pid 7) was killed by SIGKILL"]).start()
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        executor.wait(1) if call == "wait" else executor.rollout_batch(prompts(1), workflow)
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        executor.submit({"n": 2}, workflow)
+
+
+def test_sample_keys_do_not_depend_on_who_runs_the_prompt(make):
+    keys = []
+
+    def act(data, _):
+        keys.append(data["sample_key"])
+        return one(data, 1)
+
+    step = [{"n": n, "epoch": 2, "prompt_index": n + 10} for n in range(2)]
+    make().rollout_batch(step, Scripted(act))
+    first = make()
+    first.rollout_batch(prompts(5), Scripted(act))  # an evaluation, which only the first rank runs
+    first.rollout_batch(step[:1], Scripted(act))
+    make().rollout_batch(step[1:], Scripted(act))
+    assert keys[:2] == ["version 0 prompt 2/10", "version 0 prompt 2/11"] == keys[3:]
+
+
+def test_unnamed_prompts_get_new_samples_with_every_batch(make):
+    keys, executor = [], make()
+    workflow = Scripted(lambda data, _: keys.append(data["sample_key"]) or one(data, 1))
+    executor.rollout_batch(prompts(0), workflow)
+    executor.rollout_batch(prompts(0), workflow)
+    executor.rollout_batch(prompts(0, sample_key="mine"), workflow)
+    assert keys == ["version 0 batch 0 0", "version 0 batch 1 0", "mine"]

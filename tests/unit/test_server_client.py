@@ -1,0 +1,33 @@
+import pytest
+
+from megatron_rl.rollout.server_client import ServerError, message_of, parse_version, token_versions
+
+
+def test_token_versions_come_from_the_spans_and_else_from_the_request():
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 9}]
+    assert token_versions(spans, 4, pinned=7) == [4, 4, 5, 5]
+    assert token_versions(None, 2, pinned=7) == [7, 7]
+    # A server that was started without a version calls it "default".
+    assert token_versions([{"version": "default", "start": 0, "end": 1}, spans[1]], 3, pinned=7) == [7, 7, 5]
+
+
+def test_versions_are_compared_as_numbers():
+    assert parse_version("0.5.12.post1", "url") == (0, 5, 12)
+    assert parse_version("0.5.9", "url") < parse_version("0.5.21", "url")
+    with pytest.raises(ServerError, match="http://x/server_info: version = 'dev'"):
+        parse_version("dev", "http://x")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"error":{"message":"too long","code":400}}', "too long"),
+        (b'{"error":"unknown field x"}', "unknown field x"),
+        (b'{"object":"error","message":"bad shape","code":400}', "bad shape"),
+        (b'{"success":false,"message":"no group"}', "no group"),
+        (b"Not flushed", "Not flushed"),
+        (b"", "(empty answer)"),
+    ],
+)
+def test_message_is_found_in_every_shape_of_an_error(content, message):
+    assert message_of(content) == message
