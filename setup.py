@@ -46,7 +46,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.serving": ["sglang_cpu/*"]},
+    package_data={"megatron_rl.serving": ["sglang_cpu/*", "sglang_cpu/*/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

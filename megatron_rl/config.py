@@ -363,11 +363,15 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     loaded = OmegaConf.load(path)
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"config = {str(path)!r}: must hold sections such as model:, batch: and run:, not a list.")
-    for override in overrides or []:
-        if "=" not in override:
-            raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
+    merged = loaded
     try:
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides or [])))
+        for override in overrides or []:
+            key, equals, _ = override.partition("=")
+            if not equals:
+                raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
+            # Set and not merged, so that data.train_args={} empties it.
+            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+            OmegaConf.update(merged, key, value, merge=False, force_add=True)
         refuse_unknown_keys(TrainConfig, merged, "")
         config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)
         missing = sorted(OmegaConf.missing_keys(config))

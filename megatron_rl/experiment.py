@@ -115,6 +115,12 @@ class Experiment:
         torch.set_num_threads(config.run.threads_per_rank or self.cores)
         torch.manual_seed(config.run.seed)
         self.groups = parallel.start(config.parallel, seed=config.run.seed)
+        replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
+        if prompts_per_step < replicas:
+            raise ValueError(
+                f"batch.prompts_per_step = {prompts_per_step}: each of the {replicas} data-parallel replicas drives rollouts and "
+                f"needs one prompt at least; raise it, or start fewer ranks."
+            )
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
