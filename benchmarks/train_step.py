@@ -49,7 +49,9 @@ def log_normal_batch(tokens: int, longest: int, vocab: int, seed: int = 0) -> Tr
     generator = torch.Generator().manual_seed(seed)
     lengths, total = [], 0
     while total < tokens:
-        length = int(torch.empty(1).log_normal_(6.5, 0.8, generator=generator).clamp(16, min(longest, tokens - total + 16)))
+        length = int(
+            torch.empty(1).log_normal_(6.5, 0.8, generator=generator).clamp(16, min(longest, tokens - total + 16))
+        )
         lengths.append(min(length, longest))
         total += lengths[-1]
     count = sum(lengths)
@@ -118,11 +120,16 @@ def main() -> None:
     memory = torch.cuda.max_memory_allocated() / 2**30 if platform.has_cuda() else float("nan")
     where = torch.cuda.get_device_name() if platform.has_cuda() else f"CPU, {torch.get_num_threads()} threads"
     parameters = sum(p.numel() for p in engine.policy.parameters())
-    print("| device | torch | dtype | parameters | sequences | tokens | s/step (min-max) | tokens/s | peak GiB | TFLOP/s | of matmul |")
+    print(
+        "| device | torch | dtype | parameters | sequences | tokens | s/step (min-max) | tokens/s | peak GiB | "
+        "TFLOP/s | of matmul |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     print(
-        f"| {where} | {torch.__version__} | {dtype} | {parameters / 1e6:,.0f} M | {len(batch)} | {tokens:,} | {median:.3f} "
-        f"({times[0]:.3f}-{times[-1]:.3f}) | {tokens / median:,.0f} | {memory:.1f} | {rate / 1e12:.2f} | {rate / peak:.0%} |"
+        f"| {where} | {torch.__version__} | {dtype} | {parameters / 1e6:,.0f} M | {len(batch)} | {tokens:,} | "
+        f"{median:.3f} "
+        f"({times[0]:.3f}-{times[-1]:.3f}) | {tokens / median:,.0f} | {memory:.1f} | {rate / 1e12:.2f} | "
+        f"{rate / peak:.0%} |"
     )
     engine.destroy()
 

@@ -24,9 +24,7 @@ class RolloutWorkflow(abc.ABC):
     """Says what data to generate for one prompt."""
 
     @abc.abstractmethod
-    async def arun_episode(
-        self, engine: InferenceEngine, data: dict[str, Any]
-    ) -> TensorDict | list[Trajectory] | None:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:
         """Generate the trajectories of one prompt: all of them are one group.
 
         Return trajectories, or a padded `[n, L]` TensorDict with `input_ids`, `attention_mask`, `loss_mask`, `rewards`
@@ -61,7 +59,9 @@ class InferenceEngine(abc.ABC):
         """Run one episode per prompt and return the groups in the order of `data` (rejected ones left out)."""
 
     @abc.abstractmethod
-    def prepare_batch(self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int) -> TrajectoryBatch:
+    def prepare_batch(
+        self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
+    ) -> TrajectoryBatch:
         """Keep episodes in flight as staleness allows and return the next `count` groups."""
 
     @abc.abstractmethod
@@ -101,7 +101,9 @@ class WeightReceiver(Protocol):
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session where the server's protocol has them."""
 
-    def load_bucket(self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int) -> Future[None]:
+    def load_bucket(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
+    ) -> Future[None]:
         """Ask the servers to receive one flat bucket from rank 0. The future raises if a server refuses."""
 
     def end_weight_update(self, version: int) -> None: ...
@@ -124,7 +126,10 @@ class LogprobLoss:
 
 
 class TrainEngine(abc.ABC):
-    """One model, its layout and its optimizer. All ranks call every method, with their data-parallel share of the data."""
+    """One model, its layout and its optimizer.
+
+    All ranks call every method, with their data-parallel share of the data.
+    """
 
     @abc.abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None: ...
@@ -147,8 +152,9 @@ class TrainEngine(abc.ABC):
     ) -> StepStats:
         """Apply one optimizer step to `data`.
 
-        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is that
-        of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns sums.
+        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is
+        that of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns
+        sums.
         """
 
     @abc.abstractmethod
@@ -168,7 +174,7 @@ class TrainEngine(abc.ABC):
         *,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Return `[N]` float32: log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, aligned to tokens."""
+        """Return log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, as `[N]` float32 by token."""
 
     @abc.abstractmethod
     def step_lr_scheduler(self) -> None: ...

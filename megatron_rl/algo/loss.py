@@ -71,7 +71,9 @@ class PolicyLoss:
         mismatch = (proximal - rows["logprobs"]).masked_fill(~mask, 0.0)
         sums |= {"entropy": entropy.detach().sum(), "behavior_mismatch": mismatch.abs().sum()}
         if options.kl_coefficient > 0:
-            divergence = kl.ESTIMATORS[options.kl_estimator](logprobs, rows["ref_logprobs"]).masked_fill(~mask, 0.0).sum()
+            divergence = (
+                kl.ESTIMATORS[options.kl_estimator](logprobs, rows["ref_logprobs"]).masked_fill(~mask, 0.0).sum()
+            )
             loss = loss + options.kl_coefficient * divergence
             sums["reference_kl"] = divergence.detach()
         if options.entropy_coefficient > 0:

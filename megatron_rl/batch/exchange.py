@@ -1,4 +1,7 @@
-"""Moves trajectories between ranks: every rank gets the step's batch, then takes its data-parallel share of each update."""
+"""Moves trajectories between ranks.
+
+Every rank gets the step's batch, then takes its data-parallel share of each update.
+"""
 
 from __future__ import annotations
 

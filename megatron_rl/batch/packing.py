@@ -1,7 +1,7 @@
 """Packs trajectories into microbatches and shifts labels, the only place that does.
 
-In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and every
-per-token tensor of row t describes `labels[t]`. `to_rows` shifts there, `MicroBatch.source` leads back.
+In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
+every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo packing and the shift: per-row results `[T]` of each microbatch -> `[token_count]`, 0 where nothing was predicted."""
+    """Undo packing and the shift.
+
+    Per-row results `[T]` of each microbatch -> `[token_count]`, 0 where nothing was predicted.
+    """
     result = torch.zeros(token_count, dtype=rows[0].dtype, device=rows[0].device)
     for microbatch, values in zip(microbatches, rows, strict=True):
         predicted = microbatch.source >= 0
@@ -83,7 +86,10 @@ def least_microbatches(lengths: list[int], tokens_per_microbatch: int) -> int:
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
-    """Split indices into `parts` lists of near-equal cost, largest first to the lightest; each list is in rising order."""
+    """Split indices into `parts` lists of near-equal cost, largest first to the lightest.
+
+    Each list is in rising order.
+    """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences without Transformer Engine, for Megatron's core-attention slot.
 
-CUDA uses torch's variable-length attention kernel. Elsewhere sequences of one length are attended together with SDPA, so
-that a batch costs as many calls as it has different lengths. Nothing crosses `cu_seqlens`, and nothing is padded.
+CUDA uses torch's variable-length attention kernel. Elsewhere sequences of one length are attended together with SDPA,
+so that a batch costs as many calls as it has different lengths. Nothing crosses `cu_seqlens`, and nothing is padded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params, **_) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params, **_
+    ) -> Tensor:
         cu_seqlens = packed_seq_params.cu_seqlens_q
         if query.is_cuda:
             out = self._varlen_kernel(query, key, value, cu_seqlens, packed_seq_params.max_seqlen_q)
@@ -34,7 +36,7 @@ class PackedAttention(nn.Module):
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # torch 2.11's kernel call has no grouped-query option
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        if query.dtype == torch.float32:  # the kernel takes half precision only; float32 serves checks against a reference
+        if query.dtype == torch.float32:  # the kernel takes half precision; float32 serves checks against a reference
             return self._by_length(query, key, value, cu_seqlens)
         return varlen_attn(
             query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), scale=self.scale
@@ -56,5 +58,7 @@ class PackedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
         q, k, v = (t.reshape(-1, length, t.shape[1], t.shape[2]).transpose(1, 2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.transpose(1, 2).reshape(query.shape)

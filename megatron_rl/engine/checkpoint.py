@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def save(path: str | Path, engine: MegatronEngine) -> None:
-    """Write `path` (a folder): under a temporary name first, so that an earlier checkpoint stays until this one is whole."""
+    """Write the folder `path`, under a temporary name first: an earlier checkpoint stays until this one is whole."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.partial")
     if engine.groups.is_main:
@@ -35,7 +35,9 @@ def load(path: str | Path, engine: MegatronEngine) -> None:
     """Restore what `save` wrote, in this or another layout."""
     path = Path(path)
     if not (path / "metadata.json").is_file():
-        raise ValueError(f"checkpoint {str(path)!r}: no metadata.json there; give a folder written by save(with_optimizer=True).")
+        raise ValueError(
+            f"checkpoint {str(path)!r}: no metadata.json there; give a folder written by save(with_optimizer=True)."
+        )
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         # The distributed optimizer describes only state that exists, and Adam makes its state at the first step.
         if engine.config.optimizer.distributed:

@@ -19,7 +19,11 @@ from megatron_rl import parallel, platform
 
 platform.prepare()  # before anything that imports megatron.core
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver  # noqa: E402
@@ -28,7 +32,7 @@ from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build, transformer_config, vocab_shard  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
-from megatron_rl.ops import VocabParallelLogits, gather_logprobs, lm_head_logprobs  # noqa: E402
+from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, write_hf_folder  # noqa: E402
@@ -97,7 +101,7 @@ class MegatronEngine(TrainEngine):
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, e.g. between a warm start and RL; `lr` replaces the configured constant."""
+        """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
         options = self.config.optimizer
         if lr is not None:
             options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
@@ -127,7 +131,9 @@ class MegatronEngine(TrainEngine):
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         if self.optimizer is None:
-            raise RuntimeError("train_batch on an engine with trainable=False: a reference model is frozen; use forward.")
+            raise RuntimeError(
+                "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
+            )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
@@ -172,7 +178,8 @@ class MegatronEngine(TrainEngine):
             weight = torch.as_tensor(loss_weight_fn(rows))
             if weight.is_floating_point() and float(weight) != int(weight):
                 raise ValueError(
-                    f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, sequences), because the "
+                    f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
+                    f"sequences), because the "
                     f"gradient is divided by their global sum; return the count and put fractions into the loss."
                 )
             weight = weight.to(self.device, torch.int)
@@ -250,7 +257,9 @@ class MegatronEngine(TrainEngine):
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
-            self.publisher = WeightPublisher(receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend())
+            self.publisher = WeightPublisher(
+                receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
+            )
         self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:

@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage stops before the output layer, with hidden states gathered for a vocab-parallel head."""
+    """GPTModel whose last stage stops before the output layer and gathers hidden states for a vocab-parallel head."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -82,7 +82,9 @@ def transformer_config(
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(passed_through) - known)
     if unknown:
-        raise ValueError(f"megatron.{unknown[0]}: not a field of megatron.core's TransformerConfig; see its documentation.")
+        raise ValueError(
+            f"megatron.{unknown[0]}: not a field of megatron.core's TransformerConfig; see its documentation."
+        )
     options = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -149,7 +151,8 @@ def build(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGrou
         share_embeddings_and_output_weights=arch.tied,
     )
     for parameter, rule in rules_of(model, arch):
-        # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient norm.
+        # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
+        # norm.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)

@@ -21,7 +21,13 @@ LastStage = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
 
 
 def run(
-    model, microbatches: list[MicroBatch], last_stage: LastStage, *, forward_only: bool, pad_to: int, device: torch.device
+    model,
+    microbatches: list[MicroBatch],
+    last_stage: LastStage,
+    *,
+    forward_only: bool,
+    pad_to: int,
+    device: torch.device,
 ) -> list[Any]:
     """Run all microbatches; return what `last_stage` kept, in their order, on the last stage and [] on the others.
 

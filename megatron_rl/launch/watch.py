@@ -30,7 +30,9 @@ def is_alive(pid: int) -> bool:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """True where a collective failed because another rank is gone (gloo's words)."""
-    return any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return any(
+        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )
 
 
 def wait_to_be_stopped(rank: int, *, patience_s: float = 10.0) -> None:
@@ -40,7 +42,10 @@ def wait_to_be_stopped(rank: int, *, patience_s: float = 10.0) -> None:
 
 
 def stop(message: str) -> None:
-    """Print the message, if any, and end the process at once, whatever its other threads wait for. Children watch their parent."""
+    """Print the message, if any, and end the process at once, whatever its other threads wait for.
+
+    Children watch their parent.
+    """
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,7 +1,7 @@
 """Log-probability and entropy of labels under logits whose vocabulary may be split over the tensor axis.
 
-Shapes: T rows, V vocabulary, V_local this rank's columns, H hidden size. All arithmetic is float32. Rows with a negative
-label give 0 and no gradient.
+Shapes: T rows, V vocabulary, V_local this rank's columns, H hidden size. All arithmetic is float32. Rows with a
+negative label give 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.l
 
 
 class VocabParallelLogits(Tensor):
-    """`[T, V_local]` logits that know their columns, so that a loss calls `gather_logprobs(logits, labels)` in any layout.
+    """`[T, V_local]` logits that know their columns, so that a loss calls `gather_logprobs(logits, labels)` in any
+    layout.
 
     Operations that keep the last dimension keep `shard` (a temperature, a cast, a slice of rows). A softmax over split
     columns raises ValueError instead of being silently wrong.
@@ -55,8 +56,10 @@ class VocabParallelLogits(Tensor):
         shards = [a.shard for a in args if isinstance(a, cls) and "shard" in a.__dict__]
         if shards and shards[0].is_split and func in NORMALISING:
             raise ValueError(
-                f"logits: {func.__name__} sees only columns {shards[0].start} to {shards[0].stop} of {shards[0].size} on this "
-                f"tensor-parallel rank; use megatron_rl.gather_logprobs or gather_logprobs_entropy, which reduce over all."
+                f"logits: {func.__name__} sees only columns {shards[0].start} to {shards[0].stop} of "
+                f"{shards[0].size} on this "
+                f"tensor-parallel rank; use megatron_rl.gather_logprobs or gather_logprobs_entropy, which reduce "
+                f"over all."
             )
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls) and shards:
@@ -119,11 +122,16 @@ def gather_logprobs_entropy(
     int64 over the whole vocabulary; negative ones are ignored. temperature divides the logits.
     """
     if shard is None:
-        shard = logits.shard if isinstance(logits, VocabParallelLogits) else VocabShard(0, logits.shape[-1], logits.shape[-1])
+        shard = (
+            logits.shard
+            if isinstance(logits, VocabParallelLogits)
+            else VocabShard(0, logits.shape[-1], logits.shape[-1])
+        )
     plain = logits.as_subclass(Tensor) if isinstance(logits, VocabParallelLogits) else logits
     if plain.ndim != 2 or labels.shape != plain.shape[:1]:
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)} for logits {tuple(plain.shape)}: packed rows need [T] labels for [T, V] "
+            f"labels has shape {tuple(labels.shape)} for logits {tuple(plain.shape)}: packed rows need [T] labels "
+            f"for [T, V] "
             f"logits; drop a batch dimension with squeeze(0)."
         )
     return _LogprobsEntropy.apply(plain, labels, shard, temperature)

@@ -49,7 +49,8 @@ def install(*, rewrite: Rewrite | None, after_import: Fixes) -> bool:
         return False
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError(
-            "megatron.core is imported already: megatron_rl.platform.prepare() must run first; import megatron_rl.engine "
+            "megatron.core is imported already: megatron_rl.platform.prepare() must run first; import "
+            "megatron_rl.engine "
             "before anything that imports megatron.core."
         )
     sys.meta_path.insert(0, _Finder(rewrite, after_import))

@@ -12,7 +12,10 @@ import torch
 
 
 def no_jit_fuser(module: ModuleType) -> None:
-    """Without CUDA `jit_fuser` would compile small functions with inductor at every start; use upstream's own switch."""
+    """Without CUDA `jit_fuser` would compile small functions with inductor at every start.
+
+    Use upstream's own switch.
+    """
     if not torch.cuda.is_available():
         module.disable_jit_fuser()
 

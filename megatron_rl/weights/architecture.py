@@ -47,7 +47,8 @@ def read_architecture(folder: str | Path) -> Architecture:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, safetensors, "
+            f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, "
+            f"safetensors, "
             f"tokenizer), or make one with megatron-rl convert."
         )
     try:
@@ -56,7 +57,9 @@ def read_architecture(folder: str | Path) -> Architecture:
         raise ValueError(f"{path}: not JSON ({error}); copy the model folder again.") from error
     names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(f"{path}: architectures = {names}: supported are {', '.join(FAMILIES)}; convert or pick one of these.")
+        raise ValueError(
+            f"{path}: architectures = {names}: supported are {', '.join(FAMILIES)}; convert or pick one of these."
+        )
     family = FAMILIES[names[0]]
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -92,8 +95,12 @@ def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"{path}: rope type {kind!r}: supported are default and llama3; pick a model with one of these.")
-    return {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+        raise ValueError(
+            f"{path}: rope type {kind!r}: supported are default and llama3; pick a model with one of these."
+        )
+    return {
+        key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    }
 
 
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:
@@ -106,7 +113,9 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
     for key, (default, supported) in demands.items():
         value = config.get(key, default)
         if value != supported:
-            raise ValueError(f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model.")
+            raise ValueError(
+                f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
+            )
     if arch.heads % arch.kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads = {arch.heads}: must be a multiple of num_key_value_heads = {arch.kv_heads}; "

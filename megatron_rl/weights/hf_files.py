@@ -1,4 +1,7 @@
-"""Hugging Face safetensors folders: sliced reading with checks, streamed and atomic writing, and random initial weights."""
+"""Hugging Face safetensors folders.
+
+Sliced reading with checks, streamed and atomic writing, and random initial weights.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,15 @@ class HFFolder:
         for name, shape in expected.items():
             if name not in self.file_of:
                 raise ValueError(
-                    f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); config.json promises "
+                    f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); "
+                    f"config.json promises "
                     f"a tensor of shape {shape}; copy the model folder again or correct config.json."
                 )
             found = tuple(self._handle(name).get_slice(name).get_shape())
             if found != shape:
                 raise ValueError(
-                    f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it {shape}; copy the "
+                    f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it "
+                    f"{shape}; copy the "
                     f"model folder again or correct config.json."
                 )
 
@@ -67,7 +72,9 @@ class HFFolder:
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path}: unreadable safetensors file ({error}); copy the model folder again.") from error
+                raise ValueError(
+                    f"{path}: unreadable safetensors file ({error}); copy the model folder again."
+                ) from error
         return self._open[path]
 
 
@@ -78,7 +85,8 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set model.init=random to "
+            f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set "
+            f"model.init=random to "
             f"train from scratch."
         )
     names = {}
@@ -147,7 +155,9 @@ def write_hf_folder(
         shard_size += tensor.nbytes
         total += tensor.nbytes
     flush()
-    names = {n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)}
+    names = {
+        n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)
+    }
     for number, name in names.items():
         (aside / f"part-{number}").rename(aside / name)
     if count > 1:

@@ -81,7 +81,10 @@ class FusedQKV:
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
         group_rows = q_rows + 2 * kv_rows
         start, stop = rank * shape[0], (rank + 1) * shape[0]
-        first, last = start // group_rows, (stop - 1) // group_rows + 1  # with fewer KV heads than ranks groups are shared
+        first, last = (
+            start // group_rows,
+            (stop - 1) // group_rows + 1,
+        )  # with fewer KV heads than ranks groups are shared
         parts = []
         for group in range(first, last):
             for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=True):

@@ -1,6 +1,7 @@
 """Publishes the trainer's weights to the rollout servers over a process group, in flat buckets.
 
-Rank 0 of the group is global rank 0 of the trainer; HTTP lives behind the WeightReceiver. Peak extra memory is one bucket.
+Rank 0 of the group is global rank 0 of the trainer; HTTP lives behind the WeightReceiver. Peak extra memory is one
+bucket.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ GROUP_NAME = "megatron_rl_weights"
 class WeightPublisher:
     """Owns the trainer's end of the weight group. On ranks other than global rank 0 the receiver is None."""
 
-    def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 300.0
+    ) -> None:
         self.receiver, self.bucket_bytes, self.backend, self.timeout_s = receiver, bucket_bytes, backend, timeout_s
         self.group: dist.ProcessGroup | None = None
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all tensors as `version`. Servers are paused meanwhile and always resumed, also after a failure.
 
-        Raises RuntimeError where a server refuses a bucket; the servers' weights are then undefined until the next publish.
+        Raises RuntimeError where a server refuses a bucket; the servers' weights are then undefined until the next
+        publish.
         """
         if self.receiver is None:
             for _ in tensors:  # the stream is a collective
@@ -84,7 +88,10 @@ class WeightPublisher:
         self._wait(sent, accepted)
 
     def _wait(self, sent: dist.Work, accepted: Future) -> None:
-        """Wait for the servers' word first: one that refuses never joins the broadcast, which would hang until its deadline."""
+        """Wait for the servers' word first.
+
+        One that refuses never joins the broadcast, which would hang until its deadline.
+        """
         accepted.result(timeout=self.timeout_s)
         sent.wait()
 

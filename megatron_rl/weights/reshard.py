@@ -44,8 +44,8 @@ def load_shards(model: nn.Module, source: WeightSource, arch: Architecture, grou
 def stream_hf_tensors(model: nn.Module, arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
     """Yield every full HF tensor on global rank 0, in one fixed order; other ranks take part and yield nothing.
 
-    A tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0 and forgotten again. All ranks
-    must exhaust the iterator; replicas beyond the first do nothing.
+    A tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0 and forgotten again. All
+    ranks must exhaust the iterator; replicas beyond the first do nothing.
     """
     if groups.data.rank != 0:
         return
@@ -65,7 +65,9 @@ def stream_hf_tensors(model: nn.Module, arch: Architecture, groups: ParallelGrou
             yield from _relay(plan, stage, arch, groups, next(model.parameters()).device)
 
 
-def _joined(plan: list[tuple[Tensor, Rule]], arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
+def _joined(
+    plan: list[tuple[Tensor, Rule]], arch: Architecture, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the stage's HF tensors on its head; the other tensor ranks contribute their shards."""
     for parameter, rule in plan:
         shards = _gather_shards(parameter.detach(), groups)

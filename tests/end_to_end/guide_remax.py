@@ -14,7 +14,12 @@ from megatron_rl import LLMRequest, MegatronEngine, RolloutWorkflow, TrainEngine
 
 class ReMaxRLVRWorkflow(RolloutWorkflow):
     def __init__(self, reward_fn, gconfig, tokenizer, enable_thinking=False):
-        self.reward_fn, self.gconfig, self.tokenizer, self.enable_thinking = reward_fn, gconfig, tokenizer, enable_thinking
+        self.reward_fn, self.gconfig, self.tokenizer, self.enable_thinking = (
+            reward_fn,
+            gconfig,
+            tokenizer,
+            enable_thinking,
+        )
 
     async def arun_episode(self, engine, data):
         input_ids = self.tokenizer.apply_chat_template(

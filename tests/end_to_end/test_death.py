@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+
 from runs import COUNT, ROOT, environment
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,9 @@ def composed_loop(model: Path, folder: Path):
     config = RolloutConfig(backend="embedded")
     ft_spec = FinetuneSpec(total_updates=1)
     actor = MegatronReinforceActor(
-        config=EngineConfig(model=ModelConfig(path=str(model)), parallel=ParallelConfig(), optimizer=OptimizerConfig(lr=1e-3))
+        config=EngineConfig(
+            model=ModelConfig(path=str(model)), parallel=ParallelConfig(), optimizer=OptimizerConfig(lr=1e-3)
+        )
     )
     actor.initialize(None, ft_spec)
     with Supervisor(config, model, folder) as servers:
@@ -34,7 +36,9 @@ def composed_loop(model: Path, folder: Path):
         workflow = ReMaxRLVRWorkflow(
             reward_fn=exact_match, gconfig=GenerationConfig(max_new_tokens=3), tokenizer=tokenizer
         )
-        prompts = [{"messages": [{"role": "user", "content": p["prompt"]}], "answer": p["answer"]} for p in count_ones()]
+        prompts = [
+            {"messages": [{"role": "user", "content": p["prompt"]}], "answer": p["answer"]} for p in count_ones()
+        ]
         batch = rollout.rollout_batch(prompts[:8], workflow=workflow).to(actor.device)
         # A random model is hardly ever right; the formula is what is tested, so give the differences by hand.
         batch.tokens["rewards"] = torch.linspace(-1, 1, 8)[batch.sequence_ids]

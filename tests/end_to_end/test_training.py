@@ -1,6 +1,7 @@
 """A tiny model really learns, in every layout the same way, and a run says what it did."""
 
 import pytest
+
 from runs import COUNT, evaluations_of, mean, steps_of, train
 
 pytestmark = pytest.mark.slow

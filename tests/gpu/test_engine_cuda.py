@@ -10,7 +10,6 @@ from megatron_rl.api import LogprobLoss
 pytestmark = pytest.mark.gpu
 
 
-
 def reference(model, batch, temperature=1.0):
     """`[N]` log-probabilities of the trained tokens in the model's dtype, one sequence at a time."""
     parts, bounds = [], batch.cu_seqlens.tolist()

@@ -42,7 +42,9 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: f
     failed = _reap(pids, time.monotonic() + timeout_s)
     if failed:
         reports = {rank: folder / f"{rank}.error" for rank in sorted(failed)}
-        texts = [f"rank {rank}: {path.read_text() if path.exists() else failed[rank]}" for rank, path in reports.items()]
+        texts = [
+            f"rank {rank}: {path.read_text() if path.exists() else failed[rank]}" for rank, path in reports.items()
+        ]
         raise AssertionError("\n".join(texts))
     return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]
 

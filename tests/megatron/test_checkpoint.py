@@ -97,7 +97,11 @@ def router(with_fix):
         del moe_utils.te_general_gemm
     tokens, weight = torch.ones(3, 4), torch.ones(2, 4)
     gating = moe_utils.router_gating_linear
-    return gating(tokens, weight, None, torch.float32) if "bias" in gating.__code__.co_varnames else gating(tokens, weight, torch.float32)
+    return (
+        gating(tokens, weight, None, torch.float32)
+        if "bias" in gating.__code__.co_varnames
+        else gating(tokens, weight, torch.float32)
+    )
 
 
 def test_moe_router_runs_without_transformer_engine_only_with_the_fix():

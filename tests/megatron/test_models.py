@@ -21,7 +21,10 @@ def hf_logprobs(model, batch: TrajectoryBatch) -> torch.Tensor:
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
         return torch.cat(
-            [model(batch["input_ids"][a:b][None]).logits[0].log_softmax(-1) for a, b in zip(bounds, bounds[1:], strict=False)]
+            [
+                model(batch["input_ids"][a:b][None]).logits[0].log_softmax(-1)
+                for a, b in zip(bounds, bounds[1:], strict=False)
+            ]
         )
 
 

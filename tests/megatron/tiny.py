@@ -77,7 +77,9 @@ def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -
     return TrajectoryBatch(tokens, sequences, torch.tensor([0, *lengths]).cumsum(0))
 
 
-def make_engine(folder: Path, parallel: ParallelConfig, *, tokens_per_microbatch: int = 64, **options) -> MegatronEngine:
+def make_engine(
+    folder: Path, parallel: ParallelConfig, *, tokens_per_microbatch: int = 64, **options
+) -> MegatronEngine:
     """Return an initialised engine; `options` go to OptimizerConfig."""
     # eps 1e-6: near-zero gradients must not turn rounding into whole Adam steps.
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)

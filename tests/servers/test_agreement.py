@@ -9,7 +9,6 @@ import urllib.request
 import pytest
 import torch
 from ranks import run_ranks
-from runs import ROOT, environment, steps_of
 from tiny import LAYOUTS, make_engine
 
 from megatron_rl.algo.loss import supervised
@@ -19,6 +18,7 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.weights.hf_files import write_hf_folder
+from runs import ROOT, environment, steps_of
 
 VERSION = 9
 TEMPERATURE = 0.8
@@ -129,7 +129,12 @@ def test_five_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
     env = environment() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/servers:{ROOT}/tests/megatron:{ROOT}/tests/end_to_end"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "megatron_rl.train", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+            [sys.executable, "-m", "megatron_rl.train", *arguments],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         steps = steps_of(tmp_path / "run")

@@ -27,7 +27,11 @@ def test_groups_without_variance_or_of_one_have_no_advantage():
 def test_advantage_reaches_every_token_of_its_trajectory():
     batch = TrajectoryBatch(
         {"input_ids": torch.arange(5)},
-        {"rewards": torch.tensor([1.0, 0.25]), "greedy_reward": torch.tensor([0.5, 0.5]), "group": torch.tensor([0, 1])},
+        {
+            "rewards": torch.tensor([1.0, 0.25]),
+            "greedy_reward": torch.tensor([0.5, 0.5]),
+            "group": torch.tensor([0, 1]),
+        },
         torch.tensor([0, 2, 5]),
     )
     advantage.compute("remax", batch, normalize_std=True)

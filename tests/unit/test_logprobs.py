@@ -61,7 +61,9 @@ def test_head_in_chunks_equals_full_logits(rows_per_chunk):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if chunked:
             shard = ops.VocabShard(0, 17, 17)
-            logprobs, entropy = ops.lm_head_logprobs(h, w, labels, shard=shard, temperature=0.7, rows_per_chunk=rows_per_chunk)
+            logprobs, entropy = ops.lm_head_logprobs(
+                h, w, labels, shard=shard, temperature=0.7, rows_per_chunk=rows_per_chunk
+            )
         else:
             logprobs, entropy = reference.logprobs_entropy(h @ w.T, labels, temperature=0.7)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
@@ -72,9 +74,7 @@ def test_head_in_chunks_equals_full_logits(rows_per_chunk):
 
 def test_head_without_trained_rows_keeps_the_graph():
     hidden = torch.randn(3, 4, requires_grad=True)
-    logprobs, _ = ops.lm_head_logprobs(
-        hidden, torch.randn(5, 4), torch.full((3,), -100), shard=ops.VocabShard(0, 5, 5)
-    )
+    logprobs, _ = ops.lm_head_logprobs(hidden, torch.randn(5, 4), torch.full((3,), -100), shard=ops.VocabShard(0, 5, 5))
     logprobs.sum().backward()
     assert torch.equal(hidden.grad, torch.zeros(3, 4))
 

@@ -15,7 +15,9 @@ def batch_of(*lengths):
         "logprobs": torch.arange(count).float(),
         "versions": torch.arange(count),
     }
-    return TrajectoryBatch(tokens, {"rewards": torch.tensor([float(n) for n in lengths])}, torch.tensor([0, *lengths]).cumsum(0))
+    return TrajectoryBatch(
+        tokens, {"rewards": torch.tensor([float(n) for n in lengths])}, torch.tensor([0, *lengths]).cumsum(0)
+    )
 
 
 def test_row_describes_the_next_token_of_its_own_sequence():
@@ -40,7 +42,11 @@ def test_rolled_input_ids_are_the_labels_of_trained_rows():
 
 def test_scattered_rows_return_to_their_tokens():
     batch = batch_of(3, 2, 4)
-    microbatches = [packing.to_microbatch(batch, [2]), packing.to_microbatch(batch, [1, 0]), packing.to_microbatch(batch, [])]
+    microbatches = [
+        packing.to_microbatch(batch, [2]),
+        packing.to_microbatch(batch, [1, 0]),
+        packing.to_microbatch(batch, []),
+    ]
     rows = [m.rows["logprobs"] for m in microbatches]
     back = packing.scatter_rows(microbatches, rows, 9)
     first = torch.tensor([True, False, False, True, False, True, False, False, False])
