@@ -393,18 +393,20 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             raise ValueError(
                 f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
             )
-        return OmegaConf.to_object(config)
+        checked = OmegaConf.to_object(config)
+        assert isinstance(checked, TrainConfig)
+        return checked
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or getattr(error, "key", None)
-        value = OmegaConf.select(merged, str(key)) if key else None
+        key = str(error.full_key or error.key)
+        found = OmegaConf.select(merged, key)
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{key} = {value!r}: {reason}; correct it in {path} or on the command line.") from error
+        raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
 
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
     """Raise ValueError for the first key that the dataclass lacks, with the nearest one that it has."""
     fields = {f.name: f for f in dataclasses.fields(schema)}
-    for key in given:
+    for key in map(str, given):
         name = f"{prefix}{key}"
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)

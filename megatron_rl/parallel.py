@@ -62,12 +62,13 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
     config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     if platform.has_cuda():
         torch.cuda.set_device(platform.device())
+    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        options = dict(backend=platform.backend(), timeout=timedelta(seconds=timeout_s))
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(**options)
+            dist.init_process_group(platform.backend(), timeout=timeout)
         else:
-            dist.init_process_group(**options, store=dist.HashStore(), rank=0, world_size=1)
+            alone = dist.HashStore()
+            dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline

@@ -185,17 +185,17 @@ class TrajectoryBatch:
         `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. `loss_mask` becomes bool. Missing `logprobs`,
         `versions` and `group` are filled with 0, -1 and the row number.
         """
-        keys = list(data.keys())
+        columns: dict[str, Any] = {str(key): value for key, value in data.items()}
         for required in ("input_ids", "attention_mask", "loss_mask"):
-            if required not in keys:
+            if required not in columns:
                 raise ValueError(
-                    f"{required!r} is missing from {sorted(keys)}: a padded batch needs it; return it from "
+                    f"{required!r} is missing from {sorted(columns)}: a padded batch needs it; return it from "
                     f"arun_episode."
                 )
-        mask = data["attention_mask"].bool()
-        tokens, sequences = {}, {}
-        for key in keys:
-            value = data[key]
+        mask = columns["attention_mask"].bool()
+        tokens: dict[str, Tensor] = {}
+        sequences: dict[str, Tensor] = {}
+        for key, value in columns.items():
             if key == "attention_mask":
                 continue
             if value.shape == mask.shape:

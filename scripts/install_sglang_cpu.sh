@@ -32,6 +32,6 @@ trap 'rm -f "$constraints"' EXIT
 "$python" -m pip freeze | grep -E '^(torch|transformers|tokenizers|numpy|safetensors)==' >"$constraints"
 
 set -x
-"$python" -m pip install --quiet -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
+"$python" -m pip install --quiet --quiet -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
 rm -rf "$target"
-"$python" -m pip install --quiet --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
+"$python" -m pip install --quiet --quiet --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"

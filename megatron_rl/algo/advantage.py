@@ -15,7 +15,7 @@ def group_norm(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: floa
 
     The standard deviation is the sample's (n - 1). A group of one, or without variance, gives 0.
     """
-    _, member = group.unique(return_inverse=True)
+    member = torch.unique(group, return_inverse=True)[1]
     count = torch.zeros(int(member.max()) + 1).index_add(0, member, torch.ones_like(rewards))
     mean = torch.zeros_like(count).index_add(0, member, rewards) / count
     centered = rewards - mean[member]

@@ -18,9 +18,11 @@ def prepare() -> None:
     """Make megatron.core importable and correct on this machine. Idempotent."""
     # Upstream warns at import that it falls back to torch where Transformer Engine and apex are absent: expected here.
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
+    warnings.filterwarnings("ignore", message="absl.logging is not installed")
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's own default triggers it
-    rewrite = None if has_cuda() else cpu.rewrite_code
-    if imports.install(rewrite=rewrite, after_import=upstream.FIXES) and not has_cuda():
+    if has_cuda():
+        imports.install(after_import=upstream.FIXES)
+    elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
         cpu.stand_in_for_cuda()
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from types import CodeType
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import CodeType, ModuleType
 
 import torch
 
@@ -37,6 +40,39 @@ def _swap(constant):
     if isinstance(constant, CodeType):
         return rewrite_code(constant)
     return constant
+
+
+class _Triton(ModuleType):
+    """Any name of triton, as a decorator that returns its function; calling such a kernel would fail on CPU anyway."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> _Triton:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Triton(name)
+
+    def __call__(self, function=None, *args, **kwargs):
+        return function if callable(function) else lambda kernel: kernel
+
+
+@contextlib.contextmanager
+def stand_in_for_triton(module_name: str) -> Iterator[None]:
+    """While a module of megatron.core >= 0.18 that imports triton unguarded is executed, let it find a stand-in.
+
+    Only then: torch._inductor looks for triton too and must not find this one.
+    """
+    has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+    if has_triton or not module_name.endswith(".paged_stash"):
+        yield
+        return
+    names = ("triton", "triton.language")
+    sys.modules.update({name: _Triton(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 class _Stream:

@@ -9,41 +9,48 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, ModuleType
 
 Rewrite = Callable[[CodeType], CodeType]
 Fixes = Mapping[str, Callable[[ModuleType], None]]
+Surroundings = Callable[[str], AbstractContextManager]
+"""Module name -> what surrounds its execution."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, rewrite: Rewrite | None, after_import: Fixes) -> None:
+    def __init__(self, name: str, path: str, finder: _Finder) -> None:
         super().__init__(name, path)
-        self.rewrite, self.after_import = rewrite, after_import
+        self.finder = finder
 
     def get_code(self, fullname: str) -> CodeType | None:
         code = super().get_code(fullname)
-        return code if code is None or self.rewrite is None else self.rewrite(code)
+        rewrite = self.finder.rewrite
+        return code if code is None or rewrite is None else rewrite(code)
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if fix := self.after_import.get(module.__name__):
+        with self.finder.surroundings(module.__name__):
+            super().exec_module(module)
+        if fix := self.finder.after_import.get(module.__name__):
             fix(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, rewrite: Rewrite | None, after_import: Fixes) -> None:
-        self.rewrite, self.after_import = rewrite, after_import
+    def __init__(self, rewrite: Rewrite | None, surroundings: Surroundings, after_import: Fixes) -> None:
+        self.rewrite, self.surroundings, self.after_import = rewrite, surroundings, after_import
 
     def find_spec(self, fullname, path=None, target=None):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.rewrite, self.after_import)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
         return spec
 
 
-def install(*, rewrite: Rewrite | None, after_import: Fixes) -> bool:
+def install(
+    *, after_import: Fixes, rewrite: Rewrite | None = None, surroundings: Surroundings = lambda name: nullcontext()
+) -> bool:
     """Install the hook; False where it is installed already. RuntimeError once megatron.core has been imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return False
@@ -53,5 +60,5 @@ def install(*, rewrite: Rewrite | None, after_import: Fixes) -> bool:
             "megatron_rl.engine "
             "before anything that imports megatron.core."
         )
-    sys.meta_path.insert(0, _Finder(rewrite, after_import))
+    sys.meta_path.insert(0, _Finder(rewrite, surroundings, after_import))
     return True
