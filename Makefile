@@ -28,7 +28,7 @@ help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU (SGLANG=0 leaves that out)"
-	@echo "make test-fast  the tests that take seconds"
+	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
 demo: .venv/.installed $(SGLANG_DEMO) $(MODEL)/config.json
@@ -45,7 +45,7 @@ test: .venv/.installed $(SGLANG_TEST)
 	@$(PYTHON) -m pytest
 
 test-fast: .venv/.installed
-	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/test_rooms.py tests/test_readme.py
+	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
 
 lint: .venv/.installed
 	@$(PYTHON) -m ruff check .

@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
             train(config)
     except ValueError as error:
         sys.exit(f"megatron_rl.train: {error}")
+    except KeyboardInterrupt:
+        sys.exit("megatron_rl.train: interrupted")
     except RuntimeError as error:
         if not watch.is_lost_peer(error):
             raise
