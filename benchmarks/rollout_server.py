@@ -1,6 +1,8 @@
 """Generated tokens per second: the embedded rollout server, transformers' generate, and a real SGLang where one runs.
 
-    python benchmarks/rollout_server.py MODEL [--sglang-url http://127.0.0.1:30000]
+    python benchmarks/rollout_server.py MODEL
+
+Real SGLang is measured where scripts/install_sglang_cpu.sh installed it, or at --sglang-url.
 
 Every engine gets the same prompts (random token ids), samples at temperature 1 and returns log-probabilities; the two
 servers are reached over HTTP. The prompts of one wave start together; a row is the median over the waves.
@@ -13,7 +15,6 @@ import platform
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import aiohttp
 
-START_TIMEOUT_S = 120
+from megatron_rl.config import RolloutConfig
+from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
 
 
 def make_prompts(args: argparse.Namespace, count: int, wave: int) -> list[list[int]]:
@@ -63,22 +65,15 @@ def measure_server(args: argparse.Namespace, url: str) -> dict[int, float]:
     return measure(args, lambda prompts: asyncio.run(run_wave(url, prompts, args.new_tokens)))
 
 
-def measure_embedded(args: argparse.Namespace) -> dict[int, float]:
+def measure_started(args: argparse.Namespace, backend: str) -> dict[int, float]:
+    """Start a server of its own, as a training run does, and measure it. It has all cores, which are its alone."""
+    server_args = ["--max-total-tokens", "40000"]
+    if backend == "sglang":
+        server_args += ["--mem-fraction-static", "0.2"]
+    config = RolloutConfig(backend=backend, server_args=server_args)
     with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "url"
-        command = [sys.executable, "-m", "megatron_rl.serving.server", str(args.model), "--port", "0"]
-        command += ["--dtype", "float32", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not ready.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the embedded server did not start; run it by hand: {' '.join(command)}")
-                time.sleep(0.1)
-            return measure_server(args, ready.read_text())
-        finally:
-            server.terminate()
-            server.wait()
+        with Supervisor(config, args.model, folder, threads_per_server=os.cpu_count() or 1) as supervisor:
+            return measure_server(args, supervisor.urls[0])
 
 
 def measure_transformers(args: argparse.Namespace) -> dict[int, float]:
@@ -124,11 +119,13 @@ def main() -> None:
     args.vocab_size = 32_000  # below every vocabulary in question
 
     begin_load = os.getloadavg()[0]
-    rows = {"embedded server": measure_embedded(args)}
+    rows = {"embedded server": measure_started(args, "embedded")}
     if not args.skip_transformers:
         rows["transformers generate"] = measure_transformers(args)
     if args.sglang_url is not None:
         rows["SGLang"] = measure_server(args, args.sglang_url)
+    elif (SGLANG_CPU_PACKAGES / "sglang").is_dir():
+        rows["SGLang on CPU"] = measure_started(args, "sglang")
     print(
         f"{args.model.name}, float32, {os.cpu_count()} cores of {cpu_name()}, {args.prompt_tokens} prompt + "
         f"{args.new_tokens} new tokens, median of {args.waves} waves, commit {commit()}, load before {begin_load:.1f}"
