@@ -33,12 +33,12 @@ help:
 
 demo: .venv/.installed $(SGLANG_DEMO) $(MODEL)/config.json
 	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
-	@$(QUIET) $(PYTHON) -m megatron_rl.train configs/demo.yaml rollout.backend=$(SERVER) $(ARGS)
+	@$(QUIET) $(PYTHON) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(ARGS)
 	@$(call show_report,runs/demo)
 
 demo-tiny: .venv/.installed
 	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
-	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
+	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
 test: .venv/.installed $(SGLANG_TEST)

@@ -380,11 +380,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     merged = loaded
     try:
         for override in overrides or []:
-            key, equals, _ = override.partition("=")
+            key, equals, text = override.partition("=")
             if not equals:
                 raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
             # Set and not merged, so that data.train_args={} empties it.
-            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key) if text else ""
             OmegaConf.update(merged, key, value, merge=False, force_add=True)
         refuse_unknown_keys(TrainConfig, merged, "")
         config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)

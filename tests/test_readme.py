@@ -135,3 +135,8 @@ assert issubclass(MyActor, MegatronEngine)
 def test_all_configs_are_listed():
     for path in (ROOT / "configs").glob("*.yaml"):
         assert f"configs/{path.name}" in README
+
+
+def test_demos_end_with_the_make_that_started_them():
+    recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if "-m megatron_rl.launch" in line]
+    assert len(recipes) == 2 and all("--exit-with $$PPID" in line for line in recipes)

@@ -289,3 +289,13 @@ def test_changed_copy_is_checked_and_leaves_the_original():
     assert sampled.new(greedy=True, n_samples=1).greedy and not sampled.greedy and sampled.n_samples == 4
     with pytest.raises(ValueError, match="generation.top_p = 2.0"):
         sampled.new(top_p=2.0)
+
+
+def test_overrides_set_a_value_and_can_empty_it(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "model: {path: m}\ngeneration: {n_samples: 2}\n"
+        "data: {train: 'a:b', train_args: {split: train}, evaluation: 'a:b'}\n"
+    )
+    config = load_config(path, ["data.train_args={}", "data.evaluation=", "generation.stop=[a,b]"])
+    assert (config.data.train_args, config.data.evaluation, config.generation.stop) == ({}, "", ["a", "b"])
