@@ -13,6 +13,9 @@ import torch
 
 from megatron_rl.platform import cpu, imports, upstream
 
+_kept: list[torch.library.Library] = []
+"""Operator registrations end with their object."""
+
 
 def prepare() -> None:
     """Make megatron.core importable and correct on this machine. Idempotent."""
@@ -24,6 +27,8 @@ def prepare() -> None:
         imports.install(after_import=upstream.FIXES)
     elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
         cpu.stand_in_for_cuda()
+        if cpu.has_slow_matrix_products():
+            _kept.append(cpu.use_onednn_for_matrix_products())
 
 
 def has_cuda() -> bool:

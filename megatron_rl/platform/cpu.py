@@ -10,7 +10,9 @@ import collections
 import contextlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, ModuleType
 
 import torch
@@ -90,6 +92,39 @@ class _Stream:
 
 class _Event(_Stream):
     """A class of its own: torch.compile's tracing tells streams from events by type."""
+
+
+SMALLEST_PRODUCT = 1 << 22
+"""Multiply-adds below which the call costs more than oneDNN saves."""
+
+
+def has_slow_matrix_products() -> bool:
+    """True where torch's float32 products run without AVX-512: MKL uses it on Intel's processors only."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not (cpuinfo.is_file() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    text = cpuinfo.read_text()
+    return "AuthenticAMD" in text and "avx512f" in text
+
+
+def use_onednn_for_matrix_products() -> torch.library.Library:
+    """Send large float32 products (`aten::mm`) to oneDNN; benchmarks/matrix_products.py prints the ratio.
+
+    Holds as long as the returned library is referenced. Forward and both products of the backward go through here.
+    """
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    plain = torch.ops.aten.mm.out
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype is torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= SMALLEST_PRODUCT:
+            return linear(a, b.t(), None, "none", [], "")
+        return plain(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        library.impl("mm", mm, "CPU")
+    return library
 
 
 def _ignore(*args, **kwargs) -> None: ...

@@ -1,5 +1,6 @@
 """The stand-ins serve megatron.core and leave other libraries alone."""
 
+import pytest
 import torch
 from ranks import run_ranks
 from tiny import make_model
@@ -41,3 +42,22 @@ def late(_):
 
 def test_preparing_after_megatron_was_imported_is_refused():
     assert "prepare() must run first" in run_ranks(1, late, None)[0]
+
+
+# below the size at which oneDNN takes over, above it, strided operands, an empty one
+@pytest.mark.parametrize(
+    "rows,inner,columns", [(8, 16, 8), (256, 300, 200), (1, 4096, 2048), (0, 16, 8), (300, 1, 20000)]
+)
+def test_matrix_products_and_their_gradients_are_right(rows, inner, columns):
+    library = cpu.use_onednn_for_matrix_products()
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(inner, rows, generator=generator).t().requires_grad_()
+    b = torch.randn(columns, inner, generator=generator).t().requires_grad_()
+    grad = torch.randn(rows, columns, generator=generator)
+    product = a @ b
+    product.backward(grad)
+    exact = a.detach().double() @ b.detach().double(), grad.double() @ b.detach().double().t()
+    for ours, truth in zip((product, a.grad), exact, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6 * max(inner, columns))
+    torch.testing.assert_close(b.grad.double(), a.detach().double().t() @ grad.double(), rtol=1e-5, atol=1e-3)
+    del library
