@@ -42,6 +42,15 @@ def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
     assert four["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
+def test_two_data_parallel_replicas_take_the_same_first_step(folder, warm):
+    arguments = ("run.steps=1", "optimizer.distributed=true", f"run.folder={folder}/two")
+    train(COUNT, *warm, *arguments, ranks=2)
+    one, two = steps_of(folder / "one")[0], steps_of(folder / "two")[0]
+    assert one["reward/mean"] == two["reward/mean"], "the replicas' executors sampled the same replies"
+    assert two["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
+    assert two["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
+
+
 def test_first_update_of_every_step_has_ratio_one(four_ranks, folder):
     # Two updates per step: the proximal log-probs of the first come from a forward pass of their own.
     for step in steps_of(folder / "four"):
