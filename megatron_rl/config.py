@@ -178,6 +178,11 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Above clip_low this is DAPO's clip-higher."""
+    behavior_weight_cap: float = 0.0
+    """Decoupled PPO: weigh a token by p(proximal) / p(behaviour) and drop it above this cap (AReaL's is 5).
+
+    0 leaves the weight out: every token counts as if the proximal policy had sampled it.
+    """
     kl_coefficient: float = 0.0
     """Weight of the KL term to the frozen reference; above 0 loads a second engine."""
     kl_estimator: str = "k3"
@@ -191,6 +196,11 @@ class AlgorithmConfig:
             loss=(self.loss, self.loss in losses, f"must be one of {', '.join(losses)}"),
             clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
             clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
+            behavior_weight_cap=(
+                self.behavior_weight_cap,
+                self.behavior_weight_cap == 0 or self.behavior_weight_cap >= 1,
+                "must be 0 (no weight) or at least 1; AReaL's is 5",
+            ),
             kl_coefficient=(self.kl_coefficient, self.kl_coefficient >= 0, "must be at least 0"),
             kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
             entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
@@ -348,6 +358,12 @@ class TrainConfig:
             raise ValueError(
                 f"rollout.workflow = {self.rollout.workflow!r}: algo.advantage = remax needs a workflow that reports "
                 f"greedy_reward; use megatron_rl.rollout.workflows:ReMaxWorkflow."
+            )
+        if self.rollout.max_staleness > 0 and batch.updates_per_step > 1:
+            raise ValueError(
+                f"rollout.max_staleness = {self.rollout.max_staleness}: the bound counts policy versions, and "
+                f"batch.updates_per_step = {batch.updates_per_step} makes several in one step; set one of them to its "
+                f"default (0 and 1)."
             )
         if self.run.steps * batch.updates_per_step < self.optimizer.warmup_updates:
             raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -134,6 +135,7 @@ class Experiment:
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        self.own_prompts = itertools.islice(self.prompts, self.groups.data.rank, None, self.groups.data.size)
         try:
             if self.needs_servers:
                 self._start_servers()
@@ -290,13 +292,19 @@ class Experiment:
             self.rollout.set_version(version)
 
     def rollout_batch(self) -> TrajectoryBatch | None:
-        """Generate this data head's part of the step's groups; None on ranks that drive no rollouts."""
-        prompts = self.prompts.next_batch(self.config.batch.prompts_per_step)
-        if self.rollout is None:
-            return None
-        data = self.groups.data
-        mine = prompts[data.rank * len(prompts) // data.size : (data.rank + 1) * len(prompts) // data.size]
-        return self.rollout.rollout_batch(mine, self.workflow)
+        """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
+
+        Synchronous runs take each step's prompts in order. With max_staleness > 0 a head keeps further episodes in
+        flight, over its own share of the prompts: every `data.size`-th one.
+        """
+        total, data = self.config.batch.prompts_per_step, self.groups.data
+        first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
+        if self.config.rollout.max_staleness > 0:
+            if self.rollout is None:
+                return None
+            return self.rollout.prepare_batch(self.own_prompts, self.workflow, last - first)
+        prompts = self.prompts.next_batch(total)
+        return None if self.rollout is None else self.rollout.rollout_batch(prompts[first:last], self.workflow)
 
     def exchange(self, batch: TrajectoryBatch | None) -> TrajectoryBatch:
         """Return the whole step's trajectories on every rank."""

@@ -22,26 +22,47 @@ def ppo_clip(
     *,
     clip_low: float,
     clip_high: float,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), u = exp(logprobs - proximal_logprobs), per token.
+    """w max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), u = exp(logprobs - proximal_logprobs), per token.
 
-    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476).
+    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476). token_weights `[T]` are w,
+    1 where absent; decoupled PPO's come from `behavior_weights`.
     """
     # Masked rows become ratio 1 before exp(), so an overflow there cannot reach the gradient.
     log_ratio = (logprobs - proximal_logprobs).masked_fill(~loss_mask, 0.0)
     ratio = log_ratio.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(plain, clipped).masked_fill(~loss_mask, 0.0).sum()
-    return loss, {
+    loss = torch.maximum(plain, clipped)
+    if token_weights is not None:
+        loss = loss * token_weights
+    return loss.masked_fill(~loss_mask, 0.0).sum(), {
         "clipped_tokens": ((clipped > plain) & loss_mask).sum(),
         "ratio_deviation": (ratio.detach() - 1.0).abs().sum(),
         "approx_kl": -log_ratio.detach().sum(),
     }
 
 
-def reinforce(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> tuple[Tensor, Sums]:
-    """-A log p per token."""
-    return (-advantages * logprobs).masked_fill(~loss_mask, 0.0).sum(), {}
+def behavior_weights(
+    proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, cap: float
+) -> tuple[Tensor, Sums]:
+    """exp(proximal - behaviour) per token, 0 (the token is dropped) above `cap`: decoupled PPO (arXiv 2505.24298).
+
+    No gradient flows through it, and dropped tokens stay in the loss's denominator.
+    """
+    weights = (proximal_logprobs - behavior_logprobs).masked_fill(~loss_mask, 0.0).exp().detach()
+    dropped = weights > cap
+    return weights.masked_fill(dropped, 0.0), {"dropped_tokens": dropped.sum()}
+
+
+def reinforce(
+    logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, token_weights: Tensor | None = None
+) -> tuple[Tensor, Sums]:
+    """-w A log p per token; token_weights `[T]` are w, 1 where absent."""
+    loss = -advantages * logprobs
+    if token_weights is not None:
+        loss = loss * token_weights
+    return loss.masked_fill(~loss_mask, 0.0).sum(), {}
 
 
 def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
@@ -62,12 +83,16 @@ class PolicyLoss:
         """
         options, mask = self.options, rows["labels"] >= 0
         proximal = rows["proximal_logprobs"] if "proximal_logprobs" in rows.keys() else logprobs.detach()  # noqa: SIM118
+        weights, weight_sums = None, {}
+        if options.behavior_weight_cap > 0:
+            cap = options.behavior_weight_cap
+            weights, weight_sums = behavior_weights(proximal, rows["logprobs"], mask, cap=cap)
         if options.loss == "ppo_clip":
-            loss, sums = ppo_clip(
-                logprobs, proximal, rows["advantages"], mask, clip_low=options.clip_low, clip_high=options.clip_high
-            )
+            clips = {"clip_low": options.clip_low, "clip_high": options.clip_high}
+            loss, sums = ppo_clip(logprobs, proximal, rows["advantages"], mask, **clips, token_weights=weights)
         else:
-            loss, sums = reinforce(logprobs, rows["advantages"], mask)
+            loss, sums = reinforce(logprobs, rows["advantages"], mask, token_weights=weights)
+        sums |= weight_sums
         mismatch = (proximal - rows["logprobs"]).masked_fill(~mask, 0.0)
         sums |= {"entropy": entropy.detach().sum(), "behavior_mismatch": mismatch.abs().sum()}
         if options.kl_coefficient > 0:

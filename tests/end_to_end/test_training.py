@@ -93,3 +93,12 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
     )
     first = evaluations_of(folder / "again")[0]["accuracy"]
     assert first == evaluations_of(folder / "one")[0]["accuracy"]
+
+
+def test_asynchronous_run_learns_within_its_staleness_bound(folder, warm):
+    arguments = ("batch.updates_per_step=1", "rollout.max_staleness=2", "algo.behavior_weight_cap=5")
+    train(COUNT, *warm, *arguments, "run.steps=40", f"run.folder={folder}/async")
+    steps = steps_of(folder / "async")
+    assert mean(s["reward/mean"] for s in steps[-8:]) >= mean(s["reward/mean"] for s in steps[:8]) + 0.1
+    staleness = [step["rollout/staleness"] for step in steps]
+    assert 0 < max(staleness) <= 2, "some tokens are older than the policy that trains on them, none by more than 2"

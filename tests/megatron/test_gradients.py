@@ -151,3 +151,38 @@ def test_reference_stays_while_the_policy_moves(model_folder):
     for before, same, after, moved in run_ranks(4, frozen, model_folder):
         assert torch.equal(before, same) and torch.equal(before, after)
         assert (moved - before).abs().max() > 1e-3
+
+
+def evaluate(folder, layout):
+    engine = make_engine(folder, LAYOUTS[layout][1])
+    batch = share_of(make_batch(), engine)
+    before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+    evaluated = engine.eval().eval_batch(batch, user_loss, user_weight)
+    after = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+    trained = engine.train().train_batch(batch, user_loss, user_weight)
+    return evaluated, trained, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2_pp2", "dp2"])
+def test_eval_batch_returns_the_loss_and_changes_nothing(layout, model_folder):
+    for evaluated, trained, unchanged in run_ranks(LAYOUTS[layout][0], evaluate, model_folder, layout):
+        assert evaluated.loss == pytest.approx(trained.loss, abs=1e-6) and evaluated.weight == trained.weight
+        assert unchanged and not evaluated.applied and trained.applied
+
+
+def learning_rates(folder, schedule):
+    options = {"lr": 1.0, "min_lr": 0.1, "schedule": schedule, "warmup_updates": 2}
+    engine = make_engine(folder, LAYOUTS["1"][1], **options)  # 10 updates in all
+    rates = []
+    for _ in range(12):
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        engine.step_lr_scheduler()
+    return rates
+
+
+# After a warm-up of 2 updates the remaining 8 fall from 1 to 0.1; the value of update 6 is half way.
+@pytest.mark.parametrize("schedule,half_way", [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)])
+def test_learning_rate_follows_the_schedule(schedule, half_way, model_folder):
+    rates = run_ranks(1, learning_rates, model_folder, schedule)[0]
+    assert rates[:3] == pytest.approx([0.0, 0.5, 1.0]) and rates[6] == pytest.approx(half_way)
+    assert rates[10:] == pytest.approx([1.0, 1.0] if schedule == "constant" else [0.1, 0.1])

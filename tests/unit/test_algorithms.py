@@ -105,3 +105,23 @@ def test_policy_loss_adds_kl_and_entropy_terms():
 def test_kl_without_a_reference_is_refused():
     with pytest.raises(ValueError, match="kl_coefficient = 0.1.*reference engine"):
         PolicyActor(None, AlgorithmConfig(kl_coefficient=0.1), temperature=1.0)
+
+
+def test_behavior_weight_by_hand():
+    proximal, behavior = torch.tensor([2.0, 8.0, 0.5, 9.0]).log(), torch.tensor([1.0, 1.0, 1.0, 1.0]).log()
+    trained = torch.tensor([True, True, True, False])
+    weights, sums = loss.behavior_weights(proximal, behavior, trained, cap=5.0)
+    torch.testing.assert_close(weights, torch.tensor([2.0, 0.0, 0.5, 1.0]))
+    assert sums["dropped_tokens"] == 1
+    total, _ = loss.reinforce(torch.full((4,), -1.0), torch.ones(4), trained, token_weights=weights)
+    torch.testing.assert_close(total, torch.tensor(2.5))
+
+
+def test_decoupled_ppo_weighs_tokens_but_not_the_ratio():
+    # proximal = policy: ratio 1; behaviour differs by 0.1 and -0.2, as in rows()
+    logprobs = torch.tensor([-1.1, 0.0, -1.8]).requires_grad_()
+    total, _ = loss.PolicyLoss(AlgorithmConfig(behavior_weight_cap=5.0))(logprobs, torch.zeros(3), rows())
+    total.backward()
+    weights = torch.tensor([-0.1, 0.2]).exp()
+    torch.testing.assert_close(total.detach(), -(2.0 * weights[0] - 1.0 * weights[1]))
+    torch.testing.assert_close(logprobs.grad[[0, 2]], torch.stack([-2.0 * weights[0], weights[1]]))

@@ -46,6 +46,7 @@ OUR_KEYS = {
         "loss",
         "clip_low",
         "clip_high",
+        "behavior_weight_cap",
         "kl_coefficient",
         "kl_estimator",
         "entropy_coefficient",
