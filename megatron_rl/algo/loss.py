@@ -83,7 +83,8 @@ class PolicyLoss:
         """
         options, mask = self.options, rows["labels"] >= 0
         proximal = rows["proximal_logprobs"] if "proximal_logprobs" in rows.keys() else logprobs.detach()  # noqa: SIM118
-        weights, weight_sums = None, {}
+        weights: Tensor | None = None
+        weight_sums: Sums = {}
         if options.behavior_weight_cap > 0:
             cap = options.behavior_weight_cap
             weights, weight_sums = behavior_weights(proximal, rows["logprobs"], mask, cap=cap)

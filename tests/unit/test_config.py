@@ -218,6 +218,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
     ("overrides", "message"),
     [
         (
+            ["rollout.max_staleness=1", "batch.updates_per_step=2"],
+            "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",
+        ),
+        (
             ["batch.prompts_per_step=2", "batch.updates_per_step=17"],
             "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
         ),
