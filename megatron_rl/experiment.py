@@ -112,6 +112,7 @@ class Experiment:
         self.timers = PhaseTimers()
         self.supervisor: Supervisor | None = None
         self.rollout: RemoteSGLangEngine | None = None
+        self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -140,13 +141,15 @@ class Experiment:
             if self.needs_servers:
                 self._start_servers()
             self._start_engines()
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: type | None = None, *_: object) -> None:
         self.log_file.close()
+        if self.engine is not None and self.engine.publisher is not None and error_type is None:
+            self.engine.publisher.close()  # servers that go on after this run forget its group
         if self.rollout is not None:
             self.rollout.destroy()
         if self.supervisor is not None:

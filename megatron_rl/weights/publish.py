@@ -7,6 +7,7 @@ bucket.
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future
 
@@ -15,8 +16,6 @@ from torch import Tensor
 
 from megatron_rl.api import WeightReceiver
 from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
-
-GROUP_NAME = "megatron_rl_weights"
 
 
 class WeightPublisher:
@@ -27,6 +26,8 @@ class WeightPublisher:
     ) -> None:
         self.receiver, self.bucket_bytes, self.backend, self.timeout_s = receiver, bucket_bytes, backend, timeout_s
         self.group: dist.ProcessGroup | None = None
+        # A name of its own: servers that outlive a killed run still hold that run's group.
+        self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all tensors as `version`. Servers are paused meanwhile and always resumed, also after a failure.
@@ -54,7 +55,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         if self.group is not None:
-            self.receiver.leave_weight_group(name=GROUP_NAME)
+            self.receiver.leave_weight_group(name=self.group_name)
             leave_update_group(self.group)
             self.group = None
 
@@ -63,13 +64,13 @@ class WeightPublisher:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         address = self.receiver.trainer_address()
-        joined = self.receiver.join_weight_group(address=address, port=port, name=GROUP_NAME, backend=self.backend)
+        joined = self.receiver.join_weight_group(address=address, port=port, name=self.group_name, backend=self.backend)
         self.group = join_update_group(
             address=address,
             port=port,
             rank=0,
             world_size=1 + self.receiver.server_count,
-            name=GROUP_NAME,
+            name=self.group_name,
             backend=self.backend,
             timeout_s=self.timeout_s,
         )
@@ -80,7 +81,7 @@ class WeightPublisher:
             names=[name for name, _ in bucket],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             shapes=[list(tensor.shape) for _, tensor in bucket],
-            group=GROUP_NAME,
+            group=self.group_name,
             version=version,
         )
         flat = pack_bucket([tensor for _, tensor in bucket])
