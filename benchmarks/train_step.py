@@ -119,7 +119,7 @@ def main() -> None:
     rate = model_flops(engine.arch, batch) / median
     memory = torch.cuda.max_memory_allocated() / 2**30 if platform.has_cuda() else float("nan")
     where = torch.cuda.get_device_name() if platform.has_cuda() else f"CPU, {torch.get_num_threads()} threads"
-    parameters = sum(p.numel() for p in engine.policy.parameters())
+    parameters = sum(p.numel() for p in engine.parameters())
     print(
         "| device | torch | dtype | parameters | sequences | tokens | s/step (min-max) | tokens/s | peak GiB | "
         "TFLOP/s | of matmul |"

@@ -90,13 +90,17 @@ class ParallelConfig:
 
     tensor: int = 1
     pipeline: int = 1
+    virtual_pipeline: int = 1
+    """Model chunks per pipeline stage (interleaved 1F1B): a smaller bubble for more communication."""
     sequence: bool | None = None
     """Split norms and dropout along the sequence over the tensor axis; None does it where tensor > 1."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline"):
+        for key in ("tensor", "pipeline", "virtual_pipeline"):
             value = getattr(self, key)
             check("parallel", **{key: (value, value >= 1, "must be at least 1; 1 leaves the axis out")})
+        chunks, rule = self.virtual_pipeline, "needs parallel.pipeline > 1; chunks take turns on pipeline stages"
+        check("parallel", virtual_pipeline=(chunks, chunks == 1 or self.pipeline > 1, rule))
         check("parallel", sequence=(self.sequence, not self.sequence or self.tensor > 1, "needs parallel.tensor > 1"))
 
     @property

@@ -194,7 +194,7 @@ class Experiment:
         self.actor = PolicyActor(
             self.engine, config.algo, temperature=config.generation.temperature, reference=reference
         )
-        parameters = sum(p.numel() for p in self.engine.policy.parameters())
+        parameters = sum(p.numel() for p in self.engine.parameters())
         self.say(
             f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
         )

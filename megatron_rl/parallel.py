@@ -71,7 +71,9 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+            tensor_model_parallel_size=config.tensor,
+            pipeline_model_parallel_size=config.pipeline,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         )
         model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(

@@ -43,7 +43,8 @@ def load(path: str | Path, engine: MegatronEngine) -> None:
         if engine.config.optimizer.distributed:
             part._init_optimizer_states_with_dummy_values()
     state = dist_checkpointing.load(_state(engine, is_loading=True), str(path))
-    engine.policy.load_state_dict(state["model"])
+    for number, chunk in enumerate(engine.chunks):
+        chunk.load_state_dict(state[f"model{number}"])
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
     engine.version = state["version"]
@@ -57,10 +58,10 @@ def _state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": engine.groups.data.group,
     }
-    model = engine.policy.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+    # Tensors are named by their global layer, so that the number of chunks may differ between saving and loading.
+    models = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(engine.chunks)}
+    return models | {
+        "optimizer": engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
         "scheduler": engine.scheduler.state_dict(),
         "version": engine.version,
         "rng": torch.get_rng_state(),

@@ -6,6 +6,7 @@ Results do not depend on the layout or the microbatch split; tests/megatron hold
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver  # noqa: E4
 from megatron_rl.batch import packing  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
-from megatron_rl.engine.model import DTYPES, build, transformer_config, vocab_shard  # noqa: E402
+from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
 from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
@@ -80,23 +81,26 @@ class MegatronEngine(TrainEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
-        self.policy = build(self.arch, self.tf_config, self.groups).to(self.device)
-        load_shards(self.policy, source, self.arch, self.groups)
-        self.model: Any = self.policy
+        self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
+        load_shards(self.chunks, source, self.arch, self.groups)
+        self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:
-            self.model = Float16Module(self.tf_config, self.policy)
+            self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         self.optimizer = self.scheduler = None
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
         else:
-            self.policy.requires_grad_(False)
-            self.model.eval()
+            for chunk in self.chunks:
+                chunk.requires_grad_(False).eval()
 
     def _prepare_training(self, total_updates: int) -> None:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
         )
-        self.model = DistributedDataParallel(self.tf_config, ddp, self.model)
+        self.wrapped = [
+            DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.wrapped)
+        ]
         self.tf_config.finalize_model_grads_func = finalize_model_grads
         self.reset_optimizer(total_updates)
 
@@ -105,7 +109,7 @@ class MegatronEngine(TrainEngine):
         options = self.config.optimizer
         if lr is not None:
             options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
-        self.optimizer = build_optimizer(options, self.model, self.dtype)
+        self.optimizer = build_optimizer(options, self.wrapped, self.dtype)
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
@@ -115,7 +119,8 @@ class MegatronEngine(TrainEngine):
         parallel.stop()
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        self.model.train(mode)
+        for chunk in self.wrapped:
+            chunk.train(mode)
         return self
 
     def eval(self) -> MegatronEngine:
@@ -134,7 +139,8 @@ class MegatronEngine(TrainEngine):
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
             )
-        self.model.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
@@ -200,7 +206,7 @@ class MegatronEngine(TrainEngine):
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
         pad_to = self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
         return schedule.run(
-            self.model, microbatches, last_stage, forward_only=forward_only, pad_to=pad_to, device=self.device
+            self.wrapped, microbatches, last_stage, forward_only=forward_only, pad_to=pad_to, device=self.device
         )
 
     def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
@@ -208,10 +214,12 @@ class MegatronEngine(TrainEngine):
         budget = self.config.tokens_per_microbatch
         count = torch.tensor([max(1, packing.least_microbatches(batch.lengths.tolist(), budget))])
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.control)
+        if len(self.chunks) > 1:  # the interleaved schedule takes its microbatches in rounds of the pipeline's length
+            count += -count % self.groups.pipeline.size
         return packing.pack(batch, tokens_per_microbatch=budget, count=int(count))
 
     def _output_weight(self) -> Tensor:
-        return self.policy.output_weight()[: self.shard.stop - self.shard.start]
+        return self.chunks[-1].output_weight()[: self.shard.stop - self.shard.start]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
@@ -244,15 +252,19 @@ class MegatronEngine(TrainEngine):
         loss, weight = totals.pop("loss"), totals.pop("weight")
         return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
+    def parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters, chunk by chunk."""
+        return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return stream_hf_tensors(self.policy, self.arch, self.groups)
+        return stream_hf_tensors(self.chunks, self.arch, self.groups)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
         """Take over the weights of an engine of the same architecture and layout; no rank asks another."""
-        for mine, theirs in zip(self.policy.parameters(), other.policy.parameters(), strict=True):
+        for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
@@ -277,7 +289,7 @@ class MegatronEngine(TrainEngine):
         if with_optimizer:
             checkpoint.load(path, self)
             return
-        load_shards(self.policy, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
+        load_shards(self.chunks, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

@@ -78,7 +78,12 @@ def transformer_config(
     arch: Architecture, config: EngineConfig, groups: ParallelGroups, passed_through: dict[str, Any]
 ) -> TransformerConfig:
     """Translate the architecture and the layout; `passed_through` wins and may name any field of TransformerConfig."""
-    dtype = DTYPES[config.model.dtype]
+    dtype, chunks = DTYPES[config.model.dtype], config.parallel.virtual_pipeline
+    if arch.layers % (groups.pipeline.size * chunks):
+        raise ValueError(
+            f"parallel: pipeline({groups.pipeline.size}) x virtual_pipeline({chunks}) does not divide the model's "
+            f"{arch.layers} layers; lower one of the two."
+        )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(passed_through) - known)
     if unknown:
@@ -108,6 +113,10 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=groups.tensor.size,
         pipeline_model_parallel_size=groups.pipeline.size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # Two chunks on two stages send twice between the same two ranks; batched, upstream mixes the two up silently.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         sequence_parallel=config.parallel.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too
@@ -122,8 +131,16 @@ def transformer_config(
     return TransformerConfig(**options | passed_through)
 
 
-def build(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> PolicyModel:
-    """Return this rank's stage with uninitialised weights."""
+def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
+    """Return this rank's model chunks with uninitialised weights: one, or several of an interleaved pipeline."""
+    count = tf_config.virtual_pipeline_model_parallel_size or 1
+    stages = range(count) if count > 1 else [None]
+    return [_build(arch, tf_config, groups, vp_stage=stage, count=count) for stage in stages]
+
+
+def _build(
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, *, vp_stage: int | None, count: int
+) -> PolicyModel:
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -131,7 +148,7 @@ def build(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGrou
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(tf_config, vp_stage=None), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(tf_config, vp_stage=vp_stage), layer_norm=RMSNorm
     )
     scaling = arch.rope_scaling
     upstream = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -142,8 +159,9 @@ def build(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGrou
         transformer_layer_spec=block,
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=groups.is_first_stage and vp_stage in (None, 0),
+        post_process=groups.is_last_stage and vp_stage in (None, count - 1),
+        vp_stage=vp_stage,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
         rope_scaling=scaling is not None,

@@ -10,8 +10,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.config import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, model, dtype: torch.dtype):
-    """Return Megatron's AdamW over a DDP-wrapped model."""
+def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype):
+    """Return Megatron's AdamW over DDP-wrapped model chunks."""
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -25,7 +25,7 @@ def build_optimizer(config: OptimizerConfig, model, dtype: torch.dtype):
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(options, [model])
+    return get_megatron_optimizer(options, chunks)
 
 
 def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> OptimizerParamScheduler:

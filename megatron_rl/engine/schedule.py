@@ -21,7 +21,7 @@ LastStage = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
 
 
 def run(
-    model,
+    chunks: list,
     microbatches: list[MicroBatch],
     last_stage: LastStage,
     *,
@@ -29,10 +29,11 @@ def run(
     pad_to: int,
     device: torch.device,
 ) -> list[Any]:
-    """Run all microbatches; return what `last_stage` kept, in their order, on the last stage and [] on the others.
+    """Run all microbatches through this rank's model chunks.
 
-    pad_to: row counts are rounded up to a multiple of it (sequence parallelism cuts rows evenly over the tensor axis).
-    Padding is a sequence of its own and is cut off before `last_stage`.
+    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Row counts
+    are rounded up to a multiple of `pad_to` (sequence parallelism cuts rows evenly over the tensor axis); padding is a
+    sequence of its own and is cut off before `last_stage`.
     """
 
     def forward_step(iterator, model):
@@ -63,8 +64,8 @@ def run(
     rows_per_microbatch = max(microbatch.tokens for microbatch in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[model],
+        data_iterator=[iter(microbatches) for _ in chunks],
+        model=chunks,
         num_microbatches=len(microbatches),
         seq_length=rows_per_microbatch + -rows_per_microbatch % pad_to,
         micro_batch_size=1,

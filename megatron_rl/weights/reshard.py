@@ -5,8 +5,10 @@ Needs only named parameters and the layout; it neither builds nor trains models.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
-    """Yield each parameter of this rank's stage with its rule."""
+    """Yield each parameter of a model chunk with its rule."""
     for name, parameter in model.named_parameters():
         if match := _LAYER.fullmatch(name):
             layer_number = model.decoder.layers[int(match[1])].layer_number - 1
@@ -30,10 +32,14 @@ def rules_of(model: nn.Module, arch: Architecture) -> Iterator[tuple[Tensor, Rul
             yield parameter, rule_for(name, None, arch)
 
 
+def _all_rules(chunks: list[Any], arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
+    return itertools.chain.from_iterable(rules_of(chunk, arch) for chunk in chunks)
+
+
 @torch.no_grad()
-def load_shards(model: nn.Module, source: WeightSource, arch: Architecture, groups: ParallelGroups) -> None:
-    """Copy this rank's slices out of the source into the model. Reads nothing that belongs to other ranks."""
-    for parameter, rule in rules_of(model, arch):
+def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, groups: ParallelGroups) -> None:
+    """Copy this rank's slices out of the source into its model chunks. Reads nothing that belongs to other ranks."""
+    for parameter, rule in _all_rules(chunks, arch):
         shard = rule.layout.load(
             source, list(rule.hf), tuple(parameter.shape), groups.tensor.rank, groups.tensor.size, arch
         )
@@ -41,7 +47,7 @@ def load_shards(model: nn.Module, source: WeightSource, arch: Architecture, grou
 
 
 @torch.no_grad()
-def stream_hf_tensors(model: nn.Module, arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
+def stream_hf_tensors(chunks: list[Any], arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
     """Yield every full HF tensor on global rank 0, in one fixed order; other ranks take part and yield nothing.
 
     A tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0 and forgotten again. All
@@ -54,7 +60,7 @@ def stream_hf_tensors(model: nn.Module, arch: Architecture, groups: ParallelGrou
             # Of a tied output layer only the first stage's embedding is sent: they are the same tensor.
             plan = [
                 (parameter, rule)
-                for parameter, rule in rules_of(model, arch)
+                for parameter, rule in _all_rules(chunks, arch)
                 if not (arch.tied and rule.megatron == "output_layer.weight")
             ]
         else:
@@ -62,7 +68,7 @@ def stream_hf_tensors(model: nn.Module, arch: Architecture, groups: ParallelGrou
         if stage == 0:
             yield from _joined(plan, arch, groups)
         elif groups.pipeline.rank in (0, stage):
-            yield from _relay(plan, stage, arch, groups, next(model.parameters()).device)
+            yield from _relay(plan, stage, arch, groups, next(chunks[0].parameters()).device)
 
 
 def _joined(

@@ -40,6 +40,7 @@ def one_more(engine, batch):
     [
         ("1", "1", {"schedule": "linear"}),
         ("tp2_sp", "pp2", {}),
+        ("pp2", "pp2_vpp2", {}),
         ("dp2", "dp2", {"distributed": True}),
     ],
 )

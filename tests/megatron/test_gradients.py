@@ -62,7 +62,7 @@ def assert_same_updates(result, expected):
 
 
 # Every axis alone, the axes together, and data parallelism with the optimizer's state split.
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "tp2_pp2", "dp2", "tp2_pp2_dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "dp2", "tp2_pp2_dp2"])
 @pytest.mark.parametrize("kind", ["logits", "logprobs"])
 def test_update_does_not_depend_on_the_layout(layout, kind, model_folder, one_process):
     options = {"distributed": True} if "dp2" in layout else {}
@@ -90,7 +90,7 @@ def test_a_rank_without_trajectories_keeps_step(model_folder):
 def gradients(folder, batch):
     engine = make_engine(folder, LAYOUTS["1"][1], clip_grad=0.0).train()
     stats = engine.train_batch(batch, user_loss, user_weight)
-    return stats, engine.policy.embedding.word_embeddings.weight.main_grad[:VOCAB].clone()
+    return stats, engine.chunks[0].embedding.word_embeddings.weight.main_grad[:VOCAB].clone()
 
 
 def test_gradient_equals_float64_autograd(model_folder):

@@ -16,40 +16,45 @@ def full_logits(logits, rows):
     return torch.stack([gather_logprobs(logits, labels + column) for column in range(logits.shard.size)], dim=1)
 
 
-def hf_logprobs(model, batch: TrajectoryBatch) -> torch.Tensor:
-    """`[N, V]` log-probabilities that transformers computes, one sequence at a time."""
+def by_sequence(ids: torch.Tensor, values: torch.Tensor, bounds: list[int]) -> dict[tuple[int, ...], torch.Tensor]:
+    """Cut `[T, V]` values into sequences, named by their tokens: microbatches may come in any order."""
+    return {tuple(ids[a:b].tolist()): values[a:b] for a, b in zip(bounds, bounds[1:], strict=False)}
+
+
+def hf_logprobs(model, batch: TrajectoryBatch) -> dict[tuple[int, ...], torch.Tensor]:
+    """`[length, V]` log-probabilities that transformers computes, one sequence at a time."""
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
-        return torch.cat(
-            [
-                model(batch["input_ids"][a:b][None]).logits[0].log_softmax(-1)
-                for a, b in zip(bounds, bounds[1:], strict=False)
-            ]
-        )
+        parts = [
+            model(batch["input_ids"][a:b][None]).logits[0].log_softmax(-1)
+            for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
+    return by_sequence(batch["input_ids"], torch.cat(parts), bounds)
 
 
 def all_logprobs_on_rank(folder, layout, batch):
     engine = make_engine(folder, LAYOUTS[layout][1])
-    collected = []
+    collected = {}
 
     def keep(logits, rows):
-        collected.append(full_logits(logits, rows))
+        collected.update(by_sequence(rows["input_ids"], full_logits(logits, rows), rows["cu_seqlens"].tolist()))
         return torch.zeros(len(logits))
 
     engine.eval().forward(share_of(batch, engine), keep)
     return collected
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family, layout, tmp_path):
     model, batch = make_model(family, tmp_path), make_batch()
     ranks = run_ranks(LAYOUTS[layout][0], all_logprobs_on_rank, tmp_path, layout, batch)
     expected = hf_logprobs(model, batch)
-    last = [r for r in ranks if r]  # only the last pipeline stage has logits
+    last = [collected for collected in ranks if collected]  # only the last pipeline stage has logits
     assert last
     for collected in last:
-        torch.testing.assert_close(torch.cat(collected), expected, rtol=0, atol=1e-5)
+        for sequence, logprobs in expected.items():
+            torch.testing.assert_close(collected[sequence], logprobs, rtol=0, atol=1e-5)
 
 
 def separate_and_packed(folder, batch):
@@ -73,7 +78,7 @@ def export(folder, layout, target, hf_names):
     return [name for name, _ in engine.hf_tensors()]
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "tp2_pp2"])
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2_tied", "qwen3_tied_one_kv_head"])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
     make_model(family, tmp_path / "in")

@@ -43,6 +43,7 @@ LAYOUTS = {
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
     "tp2_sp": (2, ParallelConfig(tensor=2)),
     "pp2": (2, ParallelConfig(pipeline=2)),
+    "pp2_vpp2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "tp2_pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "dp2": (2, ParallelConfig()),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),

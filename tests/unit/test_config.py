@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 OUR_KEYS = {
     "model": ["path", "init", "dtype"],
-    "parallel": ["tensor", "pipeline", "sequence"],
+    "parallel": ["tensor", "pipeline", "virtual_pipeline", "sequence"],
     "optimizer": [
         "lr",
         "min_lr",
