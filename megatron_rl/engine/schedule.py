@@ -31,9 +31,9 @@ def run(
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Row counts
-    are rounded up to a multiple of `pad_to` (sequence parallelism cuts rows evenly over the tensor axis); padding is a
-    sequence of its own and is cut off before `last_stage`.
+    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Row
+    counts are rounded up to a multiple of `pad_to` (sequence parallelism cuts rows evenly over the tensor axis);
+    padding is a sequence of its own and is cut off before `last_stage`.
     """
 
     def forward_step(iterator, model):

@@ -79,9 +79,14 @@ def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -
 
 
 def make_engine(
-    folder: Path, parallel: ParallelConfig, *, tokens_per_microbatch: int = 64, **options
+    folder: Path,
+    parallel: ParallelConfig,
+    *,
+    tokens_per_microbatch: int = 64,
+    megatron: dict | None = None,
+    **options,
 ) -> MegatronEngine:
-    """Return an initialised engine; `options` go to OptimizerConfig."""
+    """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
     # eps 1e-6: near-zero gradients must not turn rounding into whole Adam steps.
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
     engine = MegatronEngine(
@@ -90,7 +95,8 @@ def make_engine(
             parallel=parallel,
             optimizer=optimizer,
             tokens_per_microbatch=tokens_per_microbatch,
-        )
+        ),
+        megatron=megatron,
     )
     engine.initialize(None, FinetuneSpec(total_updates=10))
     return engine

@@ -194,6 +194,7 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
         ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
         ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
+        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline = 2: needs parallel.pipeline > 1"),
         ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
         ("rollout.request_timeout_s=0", "rollout.request_timeout_s = 0.0: must be above 0 seconds"),
         ("rollout.start_timeout_s=0", "rollout.start_timeout_s = 0.0: must be above 0 seconds"),
