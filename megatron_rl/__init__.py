@@ -21,6 +21,7 @@ _HOME = {
     "LogprobLoss": "api",
     "RolloutWorkflow": "api",
     "TrainEngine": "api",
+    "FSDPEngine": "engine.fsdp_engine",
     "MegatronEngine": "engine.megatron_engine",
     "RemoteSGLangEngine": "rollout.sglang",
     "gather_logprobs": "ops",

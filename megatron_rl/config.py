@@ -319,7 +319,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """What a MegatronEngine needs to know; `TrainConfig.actor` cuts it out of an experiment."""
+    """What a training engine needs to know; `TrainConfig.actor` cuts it out of an experiment."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -179,6 +179,11 @@ class TrajectoryBatch:
         return cls(tokens, sequences, lengths.cumsum(0))
 
     @classmethod
+    def of(cls, data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
+        """Return ragged trajectories, converted from padded tensors where that is what the caller has."""
+        return data if isinstance(data, TrajectoryBatch) else cls.from_padded(data)
+
+    @classmethod
     def from_padded(cls, data: Mapping[str, Tensor] | TensorDict) -> TrajectoryBatch:
         """Convert `[B, L]` padded tensors (right or left) with an `attention_mask` `[B, L]` into a ragged batch.
 

@@ -154,7 +154,7 @@ class MegatronEngine(TrainEngine):
         return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
-        batch = as_batch(data)
+        batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch)
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch):
@@ -200,7 +200,7 @@ class MegatronEngine(TrainEngine):
             kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
             return loss_sum, weight, kept | {k: v.detach().float() for k, v in sums.items()}
 
-        kept = self._run(self._pack(as_batch(data)), last_stage, forward_only=forward_only)
+        kept = self._run(self._pack(TrajectoryBatch.of(data)), last_stage, forward_only=forward_only)
         return self._global_sums(kept)
 
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
@@ -292,8 +292,3 @@ class MegatronEngine(TrainEngine):
         load_shards(self.chunks, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
-
-
-def as_batch(data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
-    """Return ragged trajectories, from padded tensors where that is what the caller has."""
-    return data if isinstance(data, TrajectoryBatch) else TrajectoryBatch.from_padded(data)

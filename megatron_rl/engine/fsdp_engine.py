@@ -1,0 +1,296 @@
+"""FSDPEngine: one transformers model under torch FSDP2 behind the TrainEngine interface, the referee of MegatronEngine.
+
+Model, attention, head, sharding, clipping and optimizer are torch's and transformers' own; packing is shared. Data
+parallelism only. It forms a microbatch's whole logits, so a large vocabulary wants small microbatches.
+tests/megatron/test_fsdp_referee.py holds both engines to the same log-probs, losses, gradient norms and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_rl import parallel, platform
+from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver
+from megatron_rl.batch import packing
+from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, WeightSource, write_hf_folder
+from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.publish import WeightPublisher
+
+
+class FSDPEngine(TrainEngine):
+    """A policy (or, with `trainable=False`, a frozen reference); parameters, gradients and AdamW's state are sharded.
+
+    groups: the world, where one exists already (a second engine shares the first one's).
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, groups: parallel.ParallelGroups | None = None, trainable: bool = True
+    ) -> None:
+        check_layout(config.parallel)
+        self.config, self.groups, self.trainable = config, groups, trainable
+        self.arch = read_architecture(config.model.path)
+        self.dtype = getattr(torch, config.model.dtype)
+        self.version = 0
+        self.publisher: WeightPublisher | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Join the process group, shard the model over the data axis, load this rank's rows and make the optimizer."""
+        shapes, config = hf_shapes(self.arch), self.config
+        if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
+            source: WeightSource = HFFolder(config.model.path, shapes)
+        else:
+            source = RandomWeights(shapes, config.seed)
+        self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        self.device = platform.device()
+        self.policy = self._sharded_model()
+        self._read_weights(source)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.trainable:
+            self.reset_optimizer((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
+        else:
+            self.policy.requires_grad_(False)
+            self.policy.eval()
+
+    def _sharded_model(self):
+        """Build the model and cut it. Each rank's host holds the whole of it once."""
+        hf_config = AutoConfig.from_pretrained(self.config.model.path, attention_dropout=0.0)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+        # The mesh names its device; FSDP2 would otherwise ask torch.cuda, which may be the platform's stand-ins.
+        mesh = DeviceMesh.from_group(self.groups.data.group, self.device.type)
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for part in (*model.model.layers, model):
+            # The root too is cut again after a forward, so that parameters() are always this rank's shards.
+            fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+            part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks; train_batch divides, once
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, FSDP2's way to a factor
+        return model
+
+    @torch.no_grad()
+    def _read_weights(self, source: WeightSource) -> None:
+        data = self.groups.data
+        for name, parameter in self.policy.named_parameters():
+            count = len(parameter)
+            rows = -(-count // data.size)  # FSDP2 cuts dimension 0 as torch.chunk does
+            start = min(data.rank * rows, count)
+            parameter.to_local().copy_(source.read(name, 0, start, min(start + rows, count)))
+
+    def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
+        """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
+        options = self.config.optimizer
+        if lr is not None:
+            options = replace(options, lr=lr, min_lr=0.0, schedule="constant")
+        self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
+        # Megatron leaves norms and biases out of weight decay.
+        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
+        vectors = [p for p in self.policy.parameters() if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        self.step_lr_scheduler()
+
+    def destroy(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        parallel.stop()
+
+    def train(self, mode: bool = True) -> FSDPEngine:
+        self.policy.train(mode)
+        return self
+
+    def eval(self) -> FSDPEngine:
+        return self.train(False)
+
+    def get_version(self) -> int:
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        if self.optimizer is None:
+            raise RuntimeError(
+                "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
+            )
+        self.optimizer.zero_grad()
+        totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=True)
+        for parameter in self.policy.parameters():
+            parameter.grad.div_(max(totals["weight"], 1.0))  # the one division
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.clip_grad or math.inf)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.version += 1
+        return _stats(totals, grad_norm=float(norm.full_tensor()), applied=True, lr=lr)
+
+    def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        with torch.no_grad():
+            totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=False)
+        return _stats(totals, grad_norm=0.0, applied=False, lr=0.0)
+
+    @torch.no_grad()
+    def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
+        batch = TrajectoryBatch.of(data)
+        microbatches, values = self._pack(batch), []
+        for microbatch in microbatches:
+            rows, logits = self._rows_and_logits(microbatch)
+            if post_hook is None:
+                values.append(logprobs_entropy(logits, rows["labels"], temperature)[0])
+            else:
+                values.append(post_hook(logits, rows).float())
+        result = packing.scatter_rows(microbatches, values, len(batch["input_ids"]))
+        return result.to(batch["input_ids"].device)
+
+    def step_lr_scheduler(self) -> None:
+        self.scheduled_updates += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.options, self.scheduled_updates, self.total_updates)
+
+    def _accumulate(self, data, loss_fn, loss_weight_fn, *, backward: bool) -> dict[str, float]:
+        """Run all microbatches; return the global sums of loss, weight and statistics."""
+        kept = []
+        for microbatch in self._pack(TrajectoryBatch.of(data)):
+            rows, logits = self._rows_and_logits(microbatch)
+            loss_sum, weight, sums = _loss(logits, rows, loss_fn, loss_weight_fn or _trained_tokens)
+            if backward:
+                loss_sum.backward()
+            kept.append({"loss": loss_sum.detach(), "weight": weight} | sums)
+        totals = torch.stack([torch.stack([part[name].double() for part in kept]).sum() for name in kept[0]])
+        dist.all_reduce(totals, group=self.groups.data.group)
+        return dict(zip(kept[0], totals.tolist(), strict=True))
+
+    def _rows_and_logits(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
+        """Return the rows on the device and their `[T, V]` float32 logits.
+
+        The mask keeps sequences apart. A forward per sequence would too, but under FSDP every forward is a collective,
+        and ranks hold different numbers of sequences; of microbatches they have as many.
+        """
+        rows, positions = microbatch.rows.to(self.device), microbatch.positions.to(self.device)
+        sequence = (positions == 0).cumsum(0)
+        visible = (sequence[:, None] == sequence[None, :]).tril()
+        output = self.policy(
+            input_ids=rows["input_ids"][None],
+            position_ids=positions[None],
+            attention_mask=visible[None, None],
+            use_cache=False,
+        )
+        return rows, output.logits[0].float()
+
+    def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
+        """Pack this rank's share into as many microbatches as the rank that needs most."""
+        budget = self.config.tokens_per_microbatch
+        count = torch.tensor([max(1, packing.least_microbatches(batch.lengths.tolist(), budget))])
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.control)
+        return packing.pack(batch, tokens_per_microbatch=budget, count=int(count))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.named_parameters():  # transformers' names, a tied head left out
+            full = parameter.detach().full_tensor()
+            if self.groups.is_main:
+                yield name, full.to(self.dtype)
+
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+        if self.publisher is None:
+            self.publisher = WeightPublisher(
+                receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
+            )
+        self.publisher.publish(self.hf_tensors(), version)
+
+    def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        _refuse_optimizer("save", with_optimizer)
+        if self.groups.is_main:
+            write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
+        else:
+            for _ in self.hf_tensors():
+                pass
+        dist.barrier(group=self.groups.control)
+
+    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        _refuse_optimizer("load", with_optimizer)
+        self._read_weights(HFFolder(path, hf_shapes(self.arch)))
+
+
+def check_layout(layout: ParallelConfig) -> None:
+    """Raise ValueError for a layout that FSDPEngine does not have."""
+    for key in ("tensor", "pipeline"):
+        if getattr(layout, key) > 1:
+            raise ValueError(
+                f"parallel.{key} = {getattr(layout, key)}: must be 1 for FSDPEngine, which splits over the data axis "
+                f"only; set it to 1, or use MegatronEngine."
+            )
+
+
+def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
+    if with_optimizer:
+        raise ValueError(
+            f"{method}: with_optimizer = True: must be False for FSDPEngine, which keeps HF folders only; leave it "
+            f"out, or use MegatronEngine where a run must be resumed."
+        )
+
+
+def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) -> float:
+    """The rate after `updates` steps of the schedule: `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
+    warmup, last = options.warmup_updates, max(total_updates, options.warmup_updates + 1)
+    if warmup and updates <= warmup:
+        return options.lr * updates / warmup
+    if options.schedule == "constant":
+        return options.lr
+    share = min((updates - warmup) / (last - warmup), 1.0)
+    left = 1.0 - share if options.schedule == "linear" else 0.5 * (math.cos(math.pi * share) + 1.0)
+    return options.min_lr + left * (options.lr - options.min_lr)
+
+
+def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log p(label) and entropy, both `[T]`, 0 where the label is negative: plain autograd, not the kernels of ops."""
+    trained = (labels >= 0).nonzero()[:, 0]
+    log_p = (logits[trained] / temperature).log_softmax(-1)
+    chosen = log_p.gather(-1, labels[trained, None])[:, 0]
+    zeros = torch.zeros(len(labels), device=logits.device)
+    return zeros.index_copy(0, trained, chosen), zeros.index_copy(0, trained, -(log_p.exp() * log_p).sum(-1))
+
+
+def _loss(
+    logits: Tensor, rows: TensorDict, loss_fn: Any, loss_weight_fn: Callable[[TensorDict], Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a microbatch's loss sum, weight and statistics. The sum always has a graph: backward is a collective."""
+    weight = torch.as_tensor(loss_weight_fn(rows), device=logits.device)
+    count = float(weight)
+    if not count.is_integer():
+        raise ValueError(f"loss_weight_fn returned {count}: must be an integer count; put fractions into the loss.")
+    if isinstance(loss_fn, LogprobLoss):
+        loss_sum, sums = loss_fn.fn(*logprobs_entropy(logits, rows["labels"], loss_fn.temperature), rows)
+        return loss_sum, weight, {name: value.detach() for name, value in sums.items()}
+    if count == 0:  # a mean over nothing is 0 / 0
+        return logits.sum() * 0.0, weight, {}
+    return loss_fn(logits, rows) * weight, weight, {}
+
+
+def _stats(totals: dict[str, float], **rest: Any) -> StepStats:
+    loss, weight = totals.pop("loss"), totals.pop("weight")
+    return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
+
+
+def _trained_tokens(rows: TensorDict) -> Tensor:
+    return (rows["labels"] >= 0).sum()
