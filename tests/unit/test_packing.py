@@ -79,3 +79,47 @@ def test_parts_are_balanced_by_cost():
     assert parts == [[0, 3], [1, 2, 4]] or parts == [[0, 3, 4], [1, 2]] or sorted(map(len, parts)) == [2, 3]
     costs = [sum([5.0, 4.0, 3.0, 3.0, 3.0][i] for i in part) for part in parts]
     assert max(costs) - min(costs) <= 2.0
+
+
+def test_costs_are_evened_within_the_budget():
+    assert packing.plan([10, 40, 10, 10, 10], 100, 2) == [[1], [0, 2, 3, 4]]  # 40 tokens cost more in one sequence
+    # Even costs alone would put both 10s beside no 30; the budget does, and no bin stays empty as in first fit.
+    assert packing.plan([10, 30, 10, 10], 30, 3) == [[1], [0, 3], [2]]
+
+
+def test_sequences_that_just_fit_are_packed_though_even_costs_would_not_fit():
+    # The cheapest bin first gives {6, 3} and {4, 4}, where the other 3 fits into neither.
+    lengths = [6, 4, 4, 3, 3]
+    assert packing.least_microbatches(lengths, 10) == 2
+    assert [[lengths[i] for i in part] for part in packing.plan(lengths, 10, 2)] == [[6, 4], [4, 3, 3]]
+
+
+def test_costliest_microbatch_comes_first_and_idle_ones_last():
+    microbatches = packing.pack(batch_of(2, 9, 5), tokens_per_microbatch=10, count=4)
+    assert [m.tokens for m in microbatches] == [9, 5, 2, 1]
+    assert microbatches[3].rows["labels"].tolist() == [-100]
+
+
+@pytest.mark.parametrize("lengths, multiple_of, least", [((), 1, 1), ((), 4, 4), ((6, 6, 6), 2, 4), ((5, 5), 3, 3)])
+def test_count_is_a_multiple_of_what_the_pipeline_needs(lengths, multiple_of, least):
+    assert packing.least_microbatches(list(lengths), 10, multiple_of=multiple_of) == least
+
+
+def test_longer_sequence_is_alone_or_refused():
+    assert packing.least_microbatches([3, 40, 2], 10) == 2
+    assert packing.plan([3, 40, 2], 10, 2) == [[1], [0, 2]]
+    with pytest.raises(ValueError, match="tokens_per_microbatch = 10: a sequence has 40 tokens"):
+        packing.least_microbatches([3, 40, 2], 10, allow_longer=False)
+    assert packing.least_microbatches([3, 10, 2], 10, allow_longer=False) == 2
+
+
+def test_too_few_microbatches_are_refused():
+    with pytest.raises(ValueError, match="count = 1: 2 sequences with 12 tokens"):
+        packing.plan([6, 6], 10, 1)
+
+
+def test_empty_sequence_is_in_no_microbatch():
+    batch = batch_of(0, 3, 0)
+    (microbatch,) = packing.pack(batch, tokens_per_microbatch=10, count=1)
+    assert microbatch.rows["cu_seqlens"].tolist() == [0, 3] and microbatch.rows["rewards"].tolist() == [3.0]
+    assert packing.to_microbatch(batch, [0, 2]).rows["labels"].tolist() == [-100]
