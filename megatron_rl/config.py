@@ -163,7 +163,9 @@ class BatchConfig:
     updates_per_step: int = 1
     """Optimizer steps that the trajectories of one step are split over."""
     tokens_per_microbatch: int = 16_384
-    """Most packed tokens in one forward pass of one data-parallel rank. A longer sequence gets a pass of its own."""
+    """Most packed tokens in one forward pass of one data-parallel rank."""
+    allow_longer_sequences: bool = True
+    """Give a sequence above that budget a pass of its own; false stops the run there with an error."""
 
     def __post_init__(self) -> None:
         for key in ("prompts_per_step", "updates_per_step", "tokens_per_microbatch"):
@@ -325,6 +327,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokens_per_microbatch: int = 16_384
+    allow_longer_sequences: bool = True
     seed: int = 1
     bucket_bytes: int = 256 * 1024 * 1024
 
@@ -382,6 +385,7 @@ class TrainConfig:
             parallel=self.parallel,
             optimizer=self.optimizer,
             tokens_per_microbatch=self.batch.tokens_per_microbatch,
+            allow_longer_sequences=self.batch.allow_longer_sequences,
             seed=self.run.seed,
         )
 

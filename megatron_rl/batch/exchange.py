@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch import packing
 from megatron_rl.batch.packing import estimated_cost, split_evenly
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 
 def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryBatch:
@@ -26,6 +27,23 @@ def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryB
         part.sequences["group"] = part.sequences["group"] + offset
         offset = int(part.sequences["group"].max()) + 1
     return TrajectoryBatch.cat(present)
+
+
+def pack_alike(
+    batch: TrajectoryBatch,
+    groups: ParallelGroups,
+    *,
+    tokens_per_microbatch: int,
+    allow_longer: bool = True,
+    multiple_of: int = 1,
+) -> list[MicroBatch]:
+    """Pack this rank's share into as many microbatches as the rank that needs most, a multiple of `multiple_of`."""
+    least = packing.least_microbatches(
+        batch.lengths.tolist(), tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer
+    )
+    count = torch.tensor([least])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)
+    return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count))
 
 
 def update_shares(batch: TrajectoryBatch, updates: int, groups: ParallelGroups, *, seed: int) -> list[TrajectoryBatch]:

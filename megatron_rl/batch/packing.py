@@ -103,8 +103,8 @@ def least_microbatches(
     if longest > tokens_per_microbatch and not allow_longer:
         raise ValueError(
             f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence has {longest} tokens, and none may "
-            f"have more than the budget here. Raise it to {longest}, shorten prompts or replies, or let a longer "
-            f"sequence have a microbatch of its own."
+            f"have more than the budget here. Raise it to {longest}, shorten prompts or replies, or "
+            f"set batch.allow_longer_sequences to give a longer one a microbatch of its own."
         )
     # Best fit leaves at most one bin no more than half full, so no more bins than these are opened.
     bound = 1 + 2 * sum(min(length, tokens_per_microbatch) for length in lengths) // tokens_per_microbatch

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_rl import parallel, platform
 from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver
 from megatron_rl.batch import packing
+from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -197,11 +198,12 @@ class FSDPEngine(TrainEngine):
         return rows, output.logits[0].float()
 
     def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
-        """Pack this rank's share into as many microbatches as the rank that needs most."""
-        budget = self.config.tokens_per_microbatch
-        count = torch.tensor([max(1, packing.least_microbatches(batch.lengths.tolist(), budget))])
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.control)
-        return packing.pack(batch, tokens_per_microbatch=budget, count=int(count))
+        return pack_alike(
+            batch,
+            self.groups,
+            tokens_per_microbatch=self.config.tokens_per_microbatch,
+            allow_longer=self.config.allow_longer_sequences,
+        )
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver  # noqa: E402
 from megatron_rl.batch import packing  # noqa: E402
+from megatron_rl.batch.exchange import pack_alike  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
@@ -210,13 +211,15 @@ class MegatronEngine(TrainEngine):
         )
 
     def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
-        """Pack this rank's share into as many microbatches as the rank that needs most."""
-        budget = self.config.tokens_per_microbatch
-        count = torch.tensor([max(1, packing.least_microbatches(batch.lengths.tolist(), budget))])
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.control)
-        if len(self.chunks) > 1:  # the interleaved schedule takes its microbatches in rounds of the pipeline's length
-            count += -count % self.groups.pipeline.size
-        return packing.pack(batch, tokens_per_microbatch=budget, count=int(count))
+        # The interleaved schedule takes its microbatches in rounds of the pipeline's length.
+        rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
+        return pack_alike(
+            batch,
+            self.groups,
+            tokens_per_microbatch=self.config.tokens_per_microbatch,
+            allow_longer=self.config.allow_longer_sequences,
+            multiple_of=rounds,
+        )
 
     def _output_weight(self) -> Tensor:
         return self.chunks[-1].output_weight()[: self.shard.stop - self.shard.start]

@@ -209,3 +209,14 @@ def unknown_field(folder):
 
 def test_unknown_megatron_option_is_refused(model_folder):
     run_ranks(1, unknown_field, model_folder)
+
+
+def sequence_above_the_budget(folder):
+    engine = make_engine(folder, LAYOUTS["1"][1], tokens_per_microbatch=8)
+    engine.config.allow_longer_sequences = False
+    with pytest.raises(ValueError, match="tokens_per_microbatch = 8: a sequence has 12 tokens.*Raise it to 12"):
+        engine.train_batch(make_batch(), user_loss, user_weight)
+
+
+def test_sequence_above_the_budget_is_refused_where_the_config_says_so(model_folder):
+    run_ranks(1, sequence_above_the_budget, model_folder)
