@@ -8,8 +8,7 @@ import time
 
 import psutil
 import pytest
-
-from runs import COUNT, ROOT, environment
+from training_runs import COUNT, ROOT, environment
 
 pytestmark = pytest.mark.slow
 

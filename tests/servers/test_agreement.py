@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny import LAYOUTS, make_engine
+from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
@@ -18,7 +19,6 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.weights.hf_files import write_hf_folder
-from runs import ROOT, environment, steps_of
 
 VERSION = 9
 TEMPERATURE = 0.8

@@ -6,10 +6,10 @@ import subprocess
 import time
 
 import pytest
+from training_runs import COUNT, ROOT, command, environment, steps_of, train
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.serving.supervisor import Supervisor
-from runs import COUNT, ROOT, command, environment, steps_of, train
 
 pytestmark = pytest.mark.slow
 
