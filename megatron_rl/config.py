@@ -86,22 +86,31 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """The policy's layout. The data axis is what remains: world size / (tensor x pipeline)."""
+    """A model's layout. The data axis is what remains: world size / (tensor x pipeline x context)."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
     """Model chunks per pipeline stage (interleaved 1F1B): a smaller bubble for more communication."""
+    context: int = 1
+    """Ranks that share the rows of a microbatch: for sequences too long for one."""
+    expert: int = 1
+    """Ranks that share a mixture's experts; they are taken from tensor x context x data."""
+    expert_tensor: int = 1
+    """Ranks that split each expert's matrices."""
     sequence: bool | None = None
     """Split norms and dropout along the sequence over the tensor axis; None does it where tensor > 1."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "virtual_pipeline"):
+        for key in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
             value = getattr(self, key)
             check("parallel", **{key: (value, value >= 1, "must be at least 1; 1 leaves the axis out")})
         chunks, rule = self.virtual_pipeline, "needs parallel.pipeline > 1; chunks take turns on pipeline stages"
         check("parallel", virtual_pipeline=(chunks, chunks == 1 or self.pipeline > 1, rule))
         check("parallel", sequence=(self.sequence, not self.sequence or self.tensor > 1, "needs parallel.tensor > 1"))
+        rule = "a mixture of experts under parallel.tensor > 1 needs sequence parallelism; leave the key out"
+        is_mixed = self.expert > 1 and self.tensor > 1
+        check("parallel", sequence=(self.sequence, not is_mixed or self.sequence_parallel, rule))
 
     @property
     def sequence_parallel(self) -> bool:
@@ -109,13 +118,19 @@ class ParallelConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where the layout does not divide the number of processes."""
-        ranks = self.tensor * self.pipeline
+        ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise ValueError(
-                f"parallel: tensor({self.tensor}) x pipeline({self.pipeline}) = {ranks} ranks per replica, which "
-                f"does not "
-                f"divide the world size {world_size}. Lower one of the two, or start a multiple of {ranks} ranks, "
-                f"e.g. torchrun --nproc-per-node {ranks}."
+                f"parallel: tensor({self.tensor}) x pipeline({self.pipeline}) x context({self.context}) = {ranks} "
+                f"ranks per replica, which does not divide the world size {world_size}. Lower one of them, or start a "
+                f"multiple of {ranks} ranks, e.g. torchrun --nproc-per-node {ranks}."
+            )
+        experts = self.expert * self.expert_tensor * self.pipeline
+        if world_size % experts:
+            raise ValueError(
+                f"parallel: expert({self.expert}) x expert_tensor({self.expert_tensor}) x pipeline({self.pipeline}) = "
+                f"{experts} ranks hold all experts once, which does not divide the world size {world_size}. Lower one "
+                f"of them, or start a multiple of {experts} ranks."
             )
 
 

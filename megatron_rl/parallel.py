@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,23 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
+    """One layout of the world. Several may exist (a critic's beside the policy's); `activate` says which one acts."""
+
     tensor: Axis
     pipeline: Axis
+    context: Axis
     data: Axis
+    """Replicas of the model with other trajectories."""
+    data_context: Axis
+    """Data and context together: the ranks that gradients of dense layers are summed over."""
+    expert: Axis
+    expert_tensor: Axis
     control: dist.ProcessGroup
     """All ranks over gloo, for small Python objects."""
     rank: int
     world_size: int
+    upstream_state: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The globals of megatron.core's parallel_state under this layout."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -43,17 +54,24 @@ class ParallelGroups:
     @property
     def is_data_head(self) -> bool:
         """True on the one rank of each data-parallel replica that drives its rollouts."""
-        return self.tensor.rank == 0 and self.pipeline.rank == 0
+        return self.tensor.rank == 0 and self.pipeline.rank == 0 and self.context.rank == 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def activate(self) -> None:
+        """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""
+        from megatron.core import parallel_state
+
+        vars(parallel_state).update(self.upstream_state)
+
 
 def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
-    """Join the trainer's process group and build the layout. All ranks call it once; ValueError for a bad world size.
+    """Join the trainer's process group and build a layout, which is then the active one. All ranks call it.
 
-    Without torchrun's variables this process is a world of its own.
+    Without torchrun's variables this process is a world of its own. A second call adds a second layout of the same
+    ranks. Raises ValueError where the layout does not divide the world.
     """
     platform.prepare()
     from megatron.core import parallel_state
@@ -69,20 +87,29 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         else:
             alone = dist.HashStore()
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.tensor,
-            pipeline_model_parallel_size=config.pipeline,
-            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
-        )
-        model_parallel_cuda_manual_seed(seed)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()  # forgets the other layout's groups; they live on in its ParallelGroups
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
+    )
+    model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
-        data=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        context=_axis(parallel_state.get_context_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group()),
+        data_context=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=_axis(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
         control=dist.new_group(backend="gloo"),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
 
 

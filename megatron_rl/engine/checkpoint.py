@@ -56,7 +56,7 @@ def _state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "dp_cp_group": engine.groups.data.group,
+        "dp_cp_group": engine.groups.data_context.group,
     }
     # Tensors are named by their global layer, so that the number of chunks may differ between saving and loading.
     models = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(engine.chunks)}

@@ -78,6 +78,7 @@ class MegatronEngine(TrainEngine):
         else:
             source = RandomWeights(hf_shapes(self.arch), config.seed)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        self.groups.activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
@@ -136,6 +137,7 @@ class MegatronEngine(TrainEngine):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        self.groups.activate()
         if self.optimizer is None:
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
@@ -150,11 +152,13 @@ class MegatronEngine(TrainEngine):
         return self._stats(totals, grad_norm=float(grad_norm or 0.0), applied=bool(applied), lr=float(lr))
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
+        self.groups.activate()
         with torch.no_grad():
             totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
         return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
+        self.groups.activate()
         batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch)
 
@@ -278,6 +282,7 @@ class MegatronEngine(TrainEngine):
         self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        self.groups.activate()
         if with_optimizer:
             checkpoint.save(path, self)
             return
@@ -289,6 +294,7 @@ class MegatronEngine(TrainEngine):
         dist.barrier(group=self.groups.control)
 
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        self.groups.activate()
         if with_optimizer:
             checkpoint.load(path, self)
             return

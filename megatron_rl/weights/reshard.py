@@ -53,7 +53,7 @@ def stream_hf_tensors(chunks: list[Any], arch: Architecture, groups: ParallelGro
     A tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0 and forgotten again. All
     ranks must exhaust the iterator; replicas beyond the first do nothing.
     """
-    if groups.data.rank != 0:
+    if groups.data_context.rank != 0:
         return
     for stage in range(groups.pipeline.size):
         if stage == groups.pipeline.rank:

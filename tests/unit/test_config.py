@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 OUR_KEYS = {
     "model": ["path", "init", "dtype"],
-    "parallel": ["tensor", "pipeline", "virtual_pipeline", "sequence"],
+    "parallel": ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"],
     "optimizer": [
         "lr",
         "min_lr",
@@ -278,9 +278,12 @@ def test_layout_must_divide_the_world():
     with pytest.raises(ValueError) as error:
         ParallelConfig(tensor=2, pipeline=3).check_world_size(4)
     assert str(error.value) == (
-        "parallel: tensor(2) x pipeline(3) = 6 ranks per replica, which does not divide the world size 4. Lower one of "
-        "the two, or start a multiple of 6 ranks, e.g. torchrun --nproc-per-node 6."
+        "parallel: tensor(2) x pipeline(3) x context(1) = 6 ranks per replica, which does not divide the world size 4. "
+        "Lower one of them, or start a multiple of 6 ranks, e.g. torchrun --nproc-per-node 6."
     )
+    ParallelConfig(tensor=2, pipeline=2, expert=2).check_world_size(4)
+    with pytest.raises(ValueError, match=r"expert\(4\) x expert_tensor\(2\) x pipeline\(1\) = 8 ranks hold all"):
+        ParallelConfig(expert=4, expert_tensor=2).check_world_size(4)
 
 
 @pytest.mark.parametrize(
