@@ -181,6 +181,8 @@ class BatchConfig:
     """Most packed tokens in one forward pass of one data-parallel rank."""
     allow_longer_sequences: bool = True
     """Give a sequence above that budget a pass of its own; false stops the run there with an error."""
+    share_prompts: bool = True
+    """Compute the common beginning of a prompt's replies once; the update is the same, and shorter."""
 
     def __post_init__(self) -> None:
         for key in ("prompts_per_step", "updates_per_step", "tokens_per_microbatch"):
@@ -343,6 +345,7 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokens_per_microbatch: int = 16_384
     allow_longer_sequences: bool = True
+    share_prompts: bool = True
     seed: int = 1
     bucket_bytes: int = 256 * 1024 * 1024
 
@@ -401,6 +404,7 @@ class TrainConfig:
             optimizer=self.optimizer,
             tokens_per_microbatch=self.batch.tokens_per_microbatch,
             allow_longer_sequences=self.batch.allow_longer_sequences,
+            share_prompts=self.batch.share_prompts,
             seed=self.run.seed,
         )
 

@@ -316,7 +316,10 @@ class Experiment:
     def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each update of the step."""
         seed = self.config.run.seed * 1_000_003 + step
-        return exchange.update_shares(batch, self.config.batch.updates_per_step, self.groups, seed=seed)
+        options = self.config.batch
+        return exchange.update_shares(
+            batch, options.updates_per_step, self.groups, seed=seed, share_prompts=options.share_prompts
+        )
 
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.

@@ -230,12 +230,20 @@ class MicroBatch:
       and `cu_seqlens` `[B + 1]` int32.
     positions: `[T]` int64, each token's index in its sequence (rotary position).
     source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` is (-1 at sequence ends).
+
+    A model computes M rows, fewer than T where sequences share a prompt or nobody needs a sequence's last row:
+    computed: `[M]` int64, the row above whose token it reads.
+    read: `[T]` int64, the computed row that each row above takes its prediction from.
+    segments: `[S, 4]` int64 in the order of computed rows: first row, rows, first row of the shared prefix and its rows
+      (0 without one). A row attends to its segment up to itself and to all of the prefix.
     """
 
     rows: TensorDict
     positions: Tensor
     source: Tensor
-    max_seqlen: int
+    computed: Tensor
+    read: Tensor
+    segments: Tensor
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import packing
-from megatron_rl.batch.packing import estimated_cost, split_evenly
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
@@ -36,25 +35,42 @@ def pack_alike(
     tokens_per_microbatch: int,
     allow_longer: bool = True,
     multiple_of: int = 1,
+    share_prompts: bool = False,
+    final_rows: bool = True,
 ) -> list[MicroBatch]:
     """Pack this rank's share into as many microbatches as the rank that needs most, a multiple of `multiple_of`."""
-    least = packing.least_microbatches(
-        batch.lengths.tolist(), tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer
-    )
+    options = {"share_prompts": share_prompts, "final_rows": final_rows}
+    rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
+    least = packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
     count = torch.tensor([least])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)
-    return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count))
+    return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count), **options)
 
 
-def update_shares(batch: TrajectoryBatch, updates: int, groups: ParallelGroups, *, seed: int) -> list[TrajectoryBatch]:
+UNITS_PER_RANK = 16
+"""Families are divided until a rank has as many units to choose from, which keeps ranks within some percent."""
+
+
+def update_shares(
+    batch: TrajectoryBatch, updates: int, groups: ParallelGroups, *, seed: int, share_prompts: bool = False
+) -> list[TrajectoryBatch]:
     """Split a whole batch into `updates` shuffled parts and return this data-parallel rank's balanced share of each.
 
-    Every rank computes the same split from the same batch; shares of one update differ in cost by one sequence at most.
+    Every rank computes the same split from the same batch; shares of one update differ in cost by one unit at most.
+    With `share_prompts` the trajectories of a group stay together as far as even shares allow.
     """
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(batch), generator=generator)
+    if share_prompts and "group" in batch:
+        prompts, group = torch.unique(batch["group"], return_inverse=True)
+        order = torch.randperm(len(prompts), generator=generator)[group].argsort(stable=True)
     shares = []
     for chosen in order.tensor_split(updates):
         part = batch.select(sorted(chosen.tolist()))
-        costs = estimated_cost(part.lengths.double()).tolist()
-        shares.append(part.select(split_evenly(costs, groups.data.size)[groups.data.rank]))
+        most_rows = len(part["input_ids"])
+        if groups.data.size > 1:
+            most_rows = max(1, most_rows // (UNITS_PER_RANK * groups.data.size))
+        parts = packing.units(part, most_rows, share_prompts=share_prompts)
+        own = packing.split_evenly([unit.cost for unit in parts], groups.data.size)[groups.data.rank]
+        shares.append(part.select(sorted(index for number in own for index in parts[number].members)))
     return shares

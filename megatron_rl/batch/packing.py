@@ -2,14 +2,15 @@
 
 In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
-Every sequence that has tokens goes whole into one microbatch, and nothing is padded: a microbatch has as many rows as
-its sequences have tokens. Rows that parallelism needs for even division are the schedule's to add.
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded. What a model computes may be
+fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect, insort
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
@@ -18,10 +19,14 @@ from torch import Tensor
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 
-def to_microbatch(batch: TrajectoryBatch, indices: list[int]) -> MicroBatch:
+def to_microbatch(
+    batch: TrajectoryBatch, indices: list[int], *, share_prompts: bool = False, final_rows: bool = True
+) -> MicroBatch:
     """Pack the trajectories `indices` into rows; one untrained token if they have none, so that a rank can keep step.
 
     Empty trajectories are left out: they predict nothing, and not every attention kernel takes a sequence of no rows.
+    share_prompts: compute the common beginning of one `group` once. final_rows: compute a sequence's last row too,
+    which predicts what nobody has sampled; a loss of log-probabilities can do without.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
@@ -39,7 +44,121 @@ def to_microbatch(batch: TrajectoryBatch, indices: list[int]) -> MicroBatch:
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
     rows |= {key: value[chosen] for key, value in batch.sequences.items()}
-    return MicroBatch(rows=TensorDict(rows), positions=positions, source=source, max_seqlen=int(picked.max()))
+    families = _families(batch, chosen.tolist()) if share_prompts else []
+    place = {index: number for number, index in enumerate(chosen.tolist())}
+    shared = [([place[index] for index in members], prefix) for members, prefix in families]
+    computed, read, segments = _computed_rows(cu_seqlens, positions, _needed_rows(picked, final_rows), shared)
+    return MicroBatch(
+        rows=TensorDict(rows), positions=positions, source=source, computed=computed, read=read, segments=segments
+    )
+
+
+def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
+    return lengths if final_rows else torch.minimum(lengths, (lengths - 1).clamp_min(1))
+
+
+def _computed_rows(
+    cu_seqlens: Tensor, positions: Tensor, needed: Tensor, shared: list[tuple[list[int], int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out the rows that a model computes: MicroBatch's `computed`, `read` and `segments`.
+
+    needed: `[B]` rows of each sequence. shared: families of sequences with the length of their common beginning.
+    """
+    starts, own = cu_seqlens[:-1].tolist(), needed.tolist()
+    prefix, prefix_start, own_start = [0] * len(own), [0] * len(own), [0] * len(own)
+    segments, sources, count = [], [], 0
+
+    def add(source: int, rows: int, first_of_prefix: int, prefix_rows: int) -> int:
+        nonlocal count
+        if rows:
+            segments.append([count, rows, first_of_prefix, prefix_rows])
+            sources.append(source)
+            count += rows
+        return count - rows
+
+    member_of = {number: family for family in shared for number in family[0]}
+    for number in range(len(own)):
+        members, common = member_of.get(number, ([number], 0))
+        if number != members[0]:
+            continue  # came with its family's first
+        common = min(common, *(own[m] for m in members)) if common else 0
+        first = add(starts[number], common, 0, 0)
+        for m in members:
+            prefix[m], prefix_start[m] = common, first
+            own_start[m] = add(starts[m] + common, own[m] - common, first if common else 0, common)
+    table = torch.tensor(segments)
+    offsets = torch.repeat_interleave(torch.tensor(sources) - table[:, 0], table[:, 1])
+    sequence = torch.repeat_interleave(torch.arange(len(own)), cu_seqlens.diff())
+    row = torch.minimum(positions, needed[sequence] - 1)  # an uncomputed last row reads the one before; nobody uses it
+    shift_prefix, shift_own = torch.tensor(prefix_start), torch.tensor(own_start) - torch.tensor(prefix)
+    read = row + torch.where(row < torch.tensor(prefix)[sequence], shift_prefix[sequence], shift_own[sequence])
+    return offsets + torch.arange(count), read, table
+
+
+WORTH_SHARING = 0.1
+"""Share of a family's rows that sharing must save: shared rows cost a copy of their keys and values per sequence."""
+
+
+def _families(batch: TrajectoryBatch, indices: list[int]) -> list[tuple[list[int], int]]:
+    """Return the trajectories of one `group` that begin with the same tokens, with the length of that beginning."""
+    if "group" not in batch.sequences:
+        return []
+    lengths, starts = batch.lengths.tolist(), batch.cu_seqlens.tolist()
+    by_group: dict[int, list[int]] = {}
+    for index in indices:
+        if lengths[index]:
+            by_group.setdefault(int(batch.sequences["group"][index]), []).append(index)
+    families = []
+    for members in by_group.values():
+        if len(members) > 1:
+            shortest = min(lengths[m] for m in members)
+            begins = torch.stack([batch.tokens["input_ids"][starts[m] : starts[m] + shortest] for m in members])
+            common = int((begins == begins[0]).all(0).cumprod(0).sum())
+            if common * (len(members) - 1) >= WORTH_SHARING * sum(lengths[m] for m in members):
+                families.append((members, common))
+    return families
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Trajectories that are computed together. rows: those a model computes. cost: as `estimated_cost`."""
+
+    members: list[int]
+    rows: int
+    cost: float
+
+
+def units(
+    batch: TrajectoryBatch, most_rows: int, *, share_prompts: bool = False, final_rows: bool = True
+) -> list[Unit]:
+    """Divide the trajectories: whole families up to `most_rows` rows, the others one by one."""
+    needed = _needed_rows(batch.lengths, final_rows).tolist()
+    result, together = [], set()
+    for members, common in _families(batch, list(range(len(batch)))) if share_prompts else []:
+        together.update(members)
+        common = min(common, *(needed[m] for m in members))
+        for part in _parts_of_family(members, [needed[m] - common for m in members], common, most_rows):
+            result.append(_unit(part, [needed[m] for m in part], common if len(part) > 1 else 0))
+    alone = [i for i in range(len(batch)) if i not in together]
+    return result + [_unit([i], [needed[i]], 0) for i in alone]
+
+
+def _parts_of_family(members: list[int], own_rows: list[int], common: int, most_rows: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room = 0
+    for member, own in zip(members, own_rows, strict=True):
+        if not parts or own > room:
+            parts.append([])
+            room = most_rows - common
+        parts[-1].append(member)
+        room -= own
+    return parts
+
+
+def _unit(members: list[int], rows: list[int], common: int) -> Unit:
+    own = sum(rows) - len(members) * common
+    pairs = common**2 + sum(n**2 - common**2 for n in rows)
+    return Unit(members, common + own, common + own + pairs / ATTENTION_SHARE_AT)
 
 
 def _described_token(values: Tensor, source: Tensor) -> Tensor:
@@ -55,7 +174,9 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
         rows=TensorDict(rows),
         positions=torch.zeros(1, dtype=torch.int64),
         source=torch.full((1,), -1),
-        max_seqlen=1,
+        computed=torch.zeros(1, dtype=torch.int64),
+        read=torch.zeros(1, dtype=torch.int64),
+        segments=torch.tensor([[0, 1, 0, 0]]),
     )
 
 
@@ -71,10 +192,13 @@ def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count
     return result
 
 
+ATTENTION_SHARE_AT = 4096.0
+"""Tokens at which attention costs about as much as the linear layers of a small model."""
+
+
 def estimated_cost(lengths: Tensor) -> Tensor:
     """Relative cost of a forward pass per sequence: linear layers grow with the length, attention with its square."""
-    attention_share_at = 4096.0  # tokens at which attention costs about as much as the linear layers of a small model
-    return lengths * (1.0 + lengths / attention_share_at)
+    return lengths * (1.0 + lengths / ATTENTION_SHARE_AT)
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
@@ -114,19 +238,21 @@ def least_microbatches(
     return -(-used // multiple_of) * multiple_of
 
 
-def plan(lengths: list[int], tokens_per_microbatch: int, count: int) -> list[list[int]]:
+def plan(
+    lengths: list[int], tokens_per_microbatch: int, count: int, costs: list[float] | None = None
+) -> list[list[int]]:
     """Split the indices of sequences into `count` lists, each within the budget or one longer sequence alone.
 
-    Costs are as even as the budget allows. The costliest list comes first, so that ranks with like shares do like work
-    at the same time; indices rise in each. Empty sequences are in no list. Raises ValueError where `count` is too low,
-    which no count from `least_microbatches` is.
+    Costs (`estimated_cost(lengths)` where absent) are as even as the budget allows. The costliest list comes first, so
+    that ranks with like shares do like work at the same time; indices rise in each. Empty sequences are in no list.
+    Raises ValueError where `count` is too low, which no count from `least_microbatches` is.
     """
     order = _longest_first(lengths)
     # Even costs spread the free room over all bins; where a later sequence then fits nowhere, more of the short ones
     # are placed by best fit, which gathers it. All by best fit is how `least_microbatches` counts, so that succeeds.
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
         evenly = round(share * len(order))
-        bins = _Bins(lengths, tokens_per_microbatch, count)
+        bins = _Bins(lengths, tokens_per_microbatch, count, costs)
         if bins.place_in_cheapest(order[:evenly]) and bins.place_in_fullest(order[evenly:]):
             by_cost = sorted(range(count), key=lambda part: (-bins.costs[part], part))
             return [sorted(bins.parts[part]) for part in by_cost]
@@ -136,13 +262,23 @@ def plan(lengths: list[int], tokens_per_microbatch: int, count: int) -> list[lis
     )
 
 
-def pack(batch: TrajectoryBatch, *, tokens_per_microbatch: int, count: int) -> list[MicroBatch]:
-    """Pack a rank's trajectories into exactly `count` microbatches as `plan` divides them.
+def pack(
+    batch: TrajectoryBatch,
+    *,
+    tokens_per_microbatch: int,
+    count: int,
+    share_prompts: bool = False,
+    final_rows: bool = True,
+) -> list[MicroBatch]:
+    """Pack a rank's trajectories into exactly `count` microbatches as `plan` divides their units.
 
     `count` is at least `least_microbatches` of every rank (they agree on the largest). Spare microbatches hold one
     untrained token.
     """
-    return [to_microbatch(batch, part) for part in plan(batch.lengths.tolist(), tokens_per_microbatch, count)]
+    options = {"share_prompts": share_prompts, "final_rows": final_rows}
+    parts = units(batch, tokens_per_microbatch, **options)
+    chosen = plan([u.rows for u in parts], tokens_per_microbatch, count, [u.cost for u in parts])
+    return [to_microbatch(batch, sorted(i for part in bin for i in parts[part].members), **options) for bin in chosen]
 
 
 def _longest_first(lengths: list[int]) -> list[int]:
@@ -153,10 +289,12 @@ def _longest_first(lengths: list[int]) -> list[int]:
 class _Bins:
     """Microbatches being filled. Sequences come longest first; both ways to place one take O(log count) on average."""
 
-    def __init__(self, lengths: list[int], budget: int, count: int) -> None:
+    def __init__(self, lengths: list[int], budget: int, count: int, costs: list[float] | None = None) -> None:
         # A longer sequence counts as the whole budget: it needs an empty bin and leaves no room in it.
         self.sizes = [min(length, budget) for length in lengths]
-        self.sequence_costs: list[float] = estimated_cost(torch.tensor(lengths, dtype=torch.float64)).tolist()
+        if costs is None:
+            costs = estimated_cost(torch.tensor(lengths, dtype=torch.float64)).tolist()
+        self.sequence_costs: list[float] = costs
         self.parts: list[list[int]] = [[] for _ in range(count)]
         self.room = [budget] * count
         self.costs = [0.0] * count

@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences without Transformer Engine, for Megatron's core-attention slot.
+"""Causal attention over packed rows for Megatron's core-attention slot, without Transformer Engine.
 
-CUDA uses torch's variable-length attention kernel. Elsewhere sequences of one length are attended together with SDPA,
-so that a batch costs as many calls as it has different lengths. Nothing crosses `cu_seqlens`, and nothing is padded.
+CUDA uses torch's variable-length attention kernel. Elsewhere pieces of one shape are attended together with SDPA, so
+that a batch costs as many calls as it has different shapes. No padding, and nothing crosses a segment.
 """
 
 from __future__ import annotations
@@ -12,53 +12,79 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_rl.engine.context import gather_rows
+from megatron_rl.engine.packed_rows import Alike, PackedRows
+from megatron_rl.engine.rope import Rope, rotate
+
 
 class PackedAttention(nn.Module):
-    """Grouped-query causal attention. query `[T, heads, D]`, key and value `[T, kv_heads, D]` -> `[T, heads * D]`."""
+    """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
+
+    It applies the rotary embedding itself, because rows need not stand in the order of their positions: `rope` is set
+    after building, None where the model has applied one. Under context parallelism keys and values are gathered.
+    """
+
+    rope: Rope | None = None
+    window: int | None = None
+    """Most keys that a query sees, itself included; None is all."""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params, **_
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params: PackedRows, **_
     ) -> Tensor:
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        if query.is_cuda:
-            out = self._varlen_kernel(query, key, value, cu_seqlens, packed_seq_params.max_seqlen_q)
-        else:
-            out = self._by_length(query, key, value, cu_seqlens)
-        return out.reshape(out.shape[0], -1)
+        packed = packed_seq_params
+        if self.rope is not None:
+            rotation = packed.rotation(self.rope)
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        if packed.context.size > 1:
+            key, value = (gather_rows(x, packed.context)[packed.gathered] for x in (key, value))
+        if query.is_cuda and query.dtype != torch.float32:
+            out = self._varlen_kernel(query, key, value, packed)
+        else:  # the kernel takes half precision; float32 serves checks against a reference
+            out = self._by_shape(query, key, value, packed)
+        return out.flatten(1)
 
-    def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        if packed.key_rows is not None:
+            key, value = key.index_select(0, packed.key_rows), value.index_select(0, packed.key_rows)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # torch 2.11's kernel call has no grouped-query option
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        if query.dtype == torch.float32:  # the kernel takes half precision; float32 serves checks against a reference
-            return self._by_length(query, key, value, cu_seqlens)
         return varlen_attn(
-            query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), scale=self.scale
+            query,
+            key,
+            value,
+            packed.query_cu,
+            packed.key_cu,
+            packed.longest_query,
+            packed.longest_key,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            scale=self.scale,
         )
 
-    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-        starts, lengths = cu_seqlens[:-1].tolist(), (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-        same_length: dict[int, list[int]] = {}
-        for start, length in zip(starts, lengths, strict=True):
-            same_length.setdefault(length, []).append(start)
-        if len(same_length) == 1:
-            return self._attend(query, key, value, next(iter(same_length)))
-        rows, parts = [], []
-        for length, firsts in same_length.items():
-            picked = (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten().to(query.device)
-            rows.append(picked)
-            parts.append(self._attend(query[picked], key[picked], value[picked], length))
-        return torch.cat(parts)[torch.cat(rows).argsort()]
+    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        parts = [self._attend(query, key, value, alike) for alike in packed.alike]
+        return parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
-        q, k, v = (t.reshape(-1, length, t.shape[1], t.shape[2]).transpose(1, 2) for t in (query, key, value))
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, alike: Alike) -> Tensor:
+        if alike.queries is not None:
+            query = query.index_select(0, alike.queries)
+            key, value = key.index_select(0, alike.keys), value.index_select(0, alike.keys)
+        q = query.unflatten(0, (-1, alike.n)).transpose(1, 2)
+        k, v = (t.unflatten(0, (-1, alike.m)).transpose(1, 2) for t in (key, value))
+        is_windowed = self.window is not None and self.window < alike.m
+        is_square = alike.n == alike.m and not is_windowed
+        mask = None
+        if not is_square and (alike.n > 1 or is_windowed):
+            mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
+            if is_windowed:
+                mask = mask.triu(alike.m - alike.n - self.window + 1)
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, is_causal=is_square, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.transpose(1, 2).reshape(query.shape)
+        return out.transpose(1, 2).flatten(0, 1)

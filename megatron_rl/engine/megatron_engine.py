@@ -32,8 +32,10 @@ from megatron_rl.batch import packing  # noqa: E402
 from megatron_rl.batch.exchange import pack_alike  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
+from megatron_rl.engine.context import sum_for_all  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
+from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
 from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
@@ -160,14 +162,14 @@ class MegatronEngine(TrainEngine):
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
         self.groups.activate()
         batch = TrajectoryBatch.of(data)
-        microbatches = self._pack(batch)
+        microbatches = self._pack(batch, final_rows=post_hook is not None)
 
-        def last_stage(hidden: Tensor, microbatch: MicroBatch):
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
             if post_hook is None:
-                values, _ = self._head_logprobs(hidden, rows["labels"], temperature)
+                values, _ = self._head_logprobs(hidden, rows["labels"], packed, temperature)
             else:
-                values = post_hook(self._logits(hidden), rows)
+                values = post_hook(self._logits(hidden, packed), rows)
             return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()
 
         with torch.no_grad():
@@ -184,7 +186,9 @@ class MegatronEngine(TrainEngine):
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, forward_only: bool) -> dict[str, Tensor]:
         """Run all microbatches; return the global sums of loss, weight and statistics."""
 
-        def last_stage(hidden: Tensor, microbatch: MicroBatch):
+        is_of_logprobs = isinstance(loss_fn, LogprobLoss)
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
             weight = torch.as_tensor(loss_weight_fn(rows))
             if weight.is_floating_point() and float(weight) != int(weight):
@@ -194,27 +198,37 @@ class MegatronEngine(TrainEngine):
                     f"gradient is divided by their global sum; return the count and put fractions into the loss."
                 )
             weight = weight.to(self.device, torch.int)
-            if isinstance(loss_fn, LogprobLoss):
-                logprobs, entropy = self._head_logprobs(hidden, rows["labels"], loss_fn.temperature)
+            if is_of_logprobs:
+                logprobs, entropy = self._head_logprobs(hidden, rows["labels"], packed, loss_fn.temperature)
                 loss_sum, sums = loss_fn.fn(logprobs, entropy, rows)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
-                loss_sum, sums = self._logits(hidden).sum() * 0.0, {}
+                loss_sum, sums = self._logits(hidden, packed).sum() * 0.0, {}
             else:
-                loss_sum, sums = loss_fn(self._logits(hidden), rows) * weight, {}
+                loss_sum, sums = loss_fn(self._logits(hidden, packed), rows) * weight, {}
             loss_sum = loss_sum.as_subclass(Tensor)
             kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
-            return loss_sum, weight, kept | {k: v.detach().float() for k, v in sums.items()}
+            # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
+            counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
+            return loss_sum, counted, kept | {k: v.detach().float() for k, v in sums.items()}
 
-        kept = self._run(self._pack(TrajectoryBatch.of(data)), last_stage, forward_only=forward_only)
+        microbatches = self._pack(TrajectoryBatch.of(data), final_rows=not is_of_logprobs)
+        kept = self._run(microbatches, last_stage, forward_only=forward_only)
         return self._global_sums(kept)
 
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
-        pad_to = self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
+        groups = self.groups
+        split = groups.tensor.size if self.config.parallel.sequence_parallel else 1
         return schedule.run(
-            self.wrapped, microbatches, last_stage, forward_only=forward_only, pad_to=pad_to, device=self.device
+            self.wrapped,
+            microbatches,
+            last_stage,
+            forward_only=forward_only,
+            context=groups.context,
+            row_multiple=row_multiple(context=groups.context.size, sequence_split=split),
+            device=self.device,
         )
 
-    def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
+    def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
         # The interleaved schedule takes its microbatches in rounds of the pipeline's length.
         rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
         return pack_alike(
@@ -223,19 +237,34 @@ class MegatronEngine(TrainEngine):
             tokens_per_microbatch=self.config.tokens_per_microbatch,
             allow_longer=self.config.allow_longer_sequences,
             multiple_of=rounds,
+            share_prompts=self.config.share_prompts,
+            final_rows=final_rows,
         )
 
     def _output_weight(self) -> Tensor:
         return self.chunks[-1].output_weight()[: self.shard.stop - self.shard.start]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
+        """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
+        missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
+        own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
+        return sum_for_all(own, self.groups.context)
+
+    def _logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
         weight = self._output_weight()
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
-        return VocabParallelLogits.wrap(logits, self.shard)
+        return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
 
-    def _head_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return lm_head_logprobs(hidden, self._output_weight(), labels, shard=self.shard, temperature=temperature)
+    def _head_logprobs(
+        self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        own = labels.masked_fill(packed.reads < 0, -100)
+        parts = lm_head_logprobs(
+            hidden, self._output_weight(), own, rows=packed.reads, shard=self.shard, temperature=temperature
+        )
+        logprobs, entropy = sum_for_all(torch.stack(parts), self.groups.context)
+        return logprobs, entropy
 
     def _from_last_stage(self, tensor: Tensor) -> None:
         if self.groups.pipeline.size > 1:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.rope import Rope
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
@@ -112,6 +113,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=groups.tensor.size,
+        context_parallel_size=groups.context.size,
         pipeline_model_parallel_size=groups.pipeline.size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         # Two chunks on two stages send twice between the same two ranks; batched, upstream mixes the two up silently.
@@ -150,10 +152,6 @@ def _build(
     block = TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(tf_config, vp_stage=vp_stage), layer_norm=RMSNorm
     )
-    scaling = arch.rope_scaling
-    upstream = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if scaling and any(scaling[key] != value for key, value in upstream.items()):
-        raise ValueError(f"rope_scaling = {scaling}: megatron.core fixes {upstream}; only `factor` may differ.")
     model = PolicyModel(
         config=tf_config,
         transformer_layer_spec=block,
@@ -162,12 +160,12 @@ def _build(
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
         post_process=groups.is_last_stage and vp_stage in (None, count - 1),
         vp_stage=vp_stage,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling["factor"] if scaling else 8.0,
+        position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
+    rope = Rope.of(arch)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.rope = rope
     for parameter, rule in rules_of(model, arch):
         # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
         # norm.

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.engine.packed_rows import PackedRows, own_rows
+from megatron_rl.parallel import Axis
 from megatron_rl.types import MicroBatch
 
-LastStage = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
-"""(hidden `[T, H]`, microbatch) -> (loss sum, integer weight, anything to keep)."""
+LastStage = Callable[[Tensor, MicroBatch, PackedRows], tuple[Tensor, Tensor, Any]]
+"""(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep)."""
 
 
 def run(
@@ -26,48 +27,31 @@ def run(
     last_stage: LastStage,
     *,
     forward_only: bool,
-    pad_to: int,
+    context: Axis,
+    row_multiple: int,
     device: torch.device,
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Row
-    counts are rounded up to a multiple of `pad_to` (sequence parallelism cuts rows evenly over the tensor axis);
-    padding is a sequence of its own and is cut off before `last_stage`.
+    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Each
+    context rank computes its share of a microbatch's rows, of which there are a multiple of `row_multiple`.
     """
 
     def forward_step(iterator, model):
         microbatch = next(iterator)
-        rows = microbatch.rows.to(device)
-        padding = -microbatch.tokens % pad_to
-        input_ids = torch.nn.functional.pad(rows["input_ids"], (0, padding))
-        cu_seqlens, longest = rows["cu_seqlens"], max(microbatch.max_seqlen, padding)
-        if padding:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        positions = torch.nn.functional.pad(microbatch.positions.to(device), (0, padding))
+        ids, packed = own_rows(microbatch, context, multiple_of=row_multiple, device=device)
         hidden = model(
-            input_ids=input_ids[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed
+            input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
         )
+        return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)
 
-        def loss(hidden: Tensor):
-            return last_stage(hidden[: microbatch.tokens, 0], microbatch)
-
-        return hidden, loss
-
-    rows_per_microbatch = max(microbatch.tokens for microbatch in microbatches)
+    most_rows = max(len(microbatch.computed) for microbatch in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in chunks],
         model=chunks,
         num_microbatches=len(microbatches),
-        seq_length=rows_per_microbatch + -rows_per_microbatch % pad_to,
+        seq_length=most_rows + -most_rows % row_multiple,
         micro_batch_size=1,
         forward_only=forward_only,
     )

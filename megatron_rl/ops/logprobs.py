@@ -150,21 +150,24 @@ def lm_head_logprobs(
     labels: Tensor,
     *,
     shard: VocabShard,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
     rows_per_chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]`.
 
-    hidden `[T, H]`, weight `[V_local, H]`, labels `[T]` int64. Rows with a negative label are not computed. Rows go
+    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64. Label t is predicted by row `rows[t]` of hidden (int64,
+    several labels may share one), by row t where `rows` is absent. Rows with a negative label are not computed. Rows go
     through the head in chunks, and with more than one chunk the backward recomputes each chunk's logits.
     """
-    rows = (labels >= 0).nonzero()[:, 0]
-    picked, targets = hidden.index_select(0, rows).to(weight.dtype), labels.index_select(0, rows)
+    kept = (labels >= 0).nonzero()[:, 0]
+    targets = labels.index_select(0, kept)
+    picked = hidden.index_select(0, kept if rows is None else rows.index_select(0, kept)).to(weight.dtype)
 
     def chunk_logprobs(chunk_hidden: Tensor, chunk_labels: Tensor) -> tuple[Tensor, Tensor]:
         return _LogprobsEntropy.apply(F.linear(chunk_hidden, weight), chunk_labels, shard, temperature)
 
-    if len(rows) <= rows_per_chunk:
+    if len(kept) <= rows_per_chunk:
         logprobs, entropy = chunk_logprobs(picked, targets)
     else:
         parts = [
@@ -173,4 +176,4 @@ def lm_head_logprobs(
         ]
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     zeros = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-    return zeros.index_copy(0, rows, logprobs), zeros.index_copy(0, rows, entropy)
+    return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)

@@ -89,18 +89,21 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+
+
 def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    rope = _rope(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """Return the scaling as transformers 5 writes it, or None. Scalings that depend on the batch are refused."""
+    rope = dict(_rope(config))
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
+    if kind not in ROPE_SCALINGS:
         raise ValueError(
-            f"{path}: rope type {kind!r}: supported are default and llama3; pick a model with one of these."
+            f"{path}: rope type {kind!r}: supported are default, {', '.join(ROPE_SCALINGS)}; pick a model with one of "
+            f"these."
         )
-    return {
-        key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    }
+    return rope
 
 
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:

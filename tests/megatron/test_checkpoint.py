@@ -173,7 +173,7 @@ def test_truncated_safetensors_file_is_refused(folder):
 
 
 def world_of_three(folder):
-    with pytest.raises(ValueError, match=r"tensor\(2\) x pipeline\(1\) = 2 ranks.*world size 3"):
+    with pytest.raises(ValueError, match=r"tensor\(2\) x pipeline\(1\) x context\(1\) = 2 ranks.*world size 3"):
         make_engine(folder, LAYOUTS["tp2"][1])
 
 

@@ -5,12 +5,13 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_model, share_of
+from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_groups, make_model, share_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.engine import schedule
 from megatron_rl.ops import gather_logprobs
 
 
@@ -62,7 +63,9 @@ def assert_same_updates(result, expected):
 
 
 # Every axis alone, the axes together, and data parallelism with the optimizer's state split.
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "dp2", "tp2_pp2_dp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "dp2", "cp2", "cp4", "cp2_tp2_pp2", "tp2_pp2_dp2"]
+)
 @pytest.mark.parametrize("kind", ["logits", "logprobs"])
 def test_update_does_not_depend_on_the_layout(layout, kind, model_folder, one_process):
     options = {"distributed": True} if "dp2" in layout else {}
@@ -78,6 +81,26 @@ def test_update_does_not_depend_on_the_layout(layout, kind, model_folder, one_pr
 def test_update_does_not_depend_on_the_microbatch_split(tokens, kind, model_folder, one_process):
     result = run_ranks(1, two_updates, model_folder, "1", make_batch(), kind, tokens)[0]
     assert_same_updates(result, one_process[kind])
+
+
+def shared_prompts(folder, layout, kind, tokens_per_microbatch, share):
+    batch, counted = make_groups(), []
+    engine_rows = schedule.own_rows
+    schedule.own_rows = lambda m, *a, **k: counted.append(len(m.computed)) or engine_rows(m, *a, **k)
+    options = {"share_prompts": share}
+    return two_updates(folder, layout, batch, kind, tokens_per_microbatch, options), sum(counted)
+
+
+# 16: families are cut, and their parts compute the prompt again.
+@pytest.mark.parametrize("tokens", [16, 200])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", "cp2_tp2_pp2"])
+@pytest.mark.parametrize("kind", ["logits", "logprobs"])
+def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_folder):
+    plain, all_rows = run_ranks(1, shared_prompts, model_folder, "1", kind, 200, False)[0]
+    results = run_ranks(LAYOUTS[layout][0], shared_prompts, model_folder, layout, kind, tokens, True)
+    assert_same_updates(results[0][0], plain)
+    if layout == "1":
+        assert results[0][1] < (0.7 if tokens == 200 else 0.95) * all_rows
 
 
 def test_a_rank_without_trajectories_keeps_step(model_folder):

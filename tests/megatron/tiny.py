@@ -21,18 +21,27 @@ SIZES = dict(
     vocab_size=VOCAB,
     max_position_embeddings=128,
 )
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+ROPES = {
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 64,
+    },
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
 }
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama3_rope": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    **{
+        f"{kind}_rope": LlamaConfig(
+            **SIZES,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": kind, "rope_theta": 10000.0} | scaling,
+        )
+        for kind, scaling in ROPES.items()
+    },
     "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
@@ -46,6 +55,9 @@ LAYOUTS = {
     "pp2_vpp2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "tp2_pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "dp2": (2, ParallelConfig()),
+    "cp2": (2, ParallelConfig(context=2)),
+    "cp4": (4, ParallelConfig(context=4)),
+    "cp2_tp2_pp2": (8, ParallelConfig(context=2, tensor=2, pipeline=2)),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
 }
 
@@ -78,12 +90,36 @@ def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -
     return TrajectoryBatch(tokens, sequences, torch.tensor([0, *lengths]).cumsum(0))
 
 
+def make_groups(seed: int = 0, prompts: tuple[int, ...] = (9, 1, 14), replies: int = 4) -> TrajectoryBatch:
+    """Groups of replies to common prompts, as RL has them, the first reply of each empty or of one token."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, masks, groups = [], [], []
+    for number, length in enumerate(prompts):
+        prompt = torch.randint(0, VOCAB, (length,), generator=generator)
+        for reply in range(replies):
+            own = int(torch.randint(1, 8, (1,), generator=generator)) if reply else number % 2
+            parts.append(torch.cat([prompt, torch.randint(0, VOCAB, (own,), generator=generator)]))
+            masks.append(torch.arange(length + own) >= length)
+            groups.append(number)
+    mask, count = torch.cat(masks), sum(map(len, parts))
+    tokens = {
+        "input_ids": torch.cat(parts),
+        "loss_mask": mask,
+        "logprobs": -torch.rand(count, generator=generator) * mask,
+        "versions": torch.where(mask, 0, -1),
+        "advantages": torch.randn(count, generator=generator),
+    }
+    sequences = {"rewards": torch.rand(len(parts), generator=generator), "group": torch.tensor(groups)}
+    return TrajectoryBatch(tokens, sequences, torch.tensor([0, *map(len, parts)]).cumsum(0))
+
+
 def make_engine(
     folder: Path,
     parallel: ParallelConfig,
     *,
     tokens_per_microbatch: int = 64,
     megatron: dict | None = None,
+    share_prompts: bool = True,
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -95,6 +131,7 @@ def make_engine(
             parallel=parallel,
             optimizer=optimizer,
             tokens_per_microbatch=tokens_per_microbatch,
+            share_prompts=share_prompts,
         ),
         megatron=megatron,
     )

@@ -26,7 +26,13 @@ OUR_KEYS = {
         "clip_grad",
         "distributed",
     ],
-    "batch": ["prompts_per_step", "updates_per_step", "tokens_per_microbatch", "allow_longer_sequences"],
+    "batch": [
+        "prompts_per_step",
+        "updates_per_step",
+        "tokens_per_microbatch",
+        "allow_longer_sequences",
+        "share_prompts",
+    ],
     "generation": [
         "n_samples",
         "max_new_tokens",

@@ -107,3 +107,69 @@ def test_shares_partition_every_update_and_updates_the_batch(batch, ranks, updat
             tokens = [batch["input_ids"][batch.cu_seqlens[n] : batch.cu_seqlens[n + 1]] for n in share["number"]]
             assert torch.equal(share["input_ids"], torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]))
     assert sorted(whole) == list(range(len(batch)))
+
+
+@st.composite
+def families(draw):
+    """Groups of replies that begin alike, over a small alphabet so that replies agree by chance too."""
+    sizes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=8))
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+    parts, group = [torch.zeros(0, dtype=torch.int64)], []
+    for number, (prompt_length, replies) in enumerate(sizes):
+        prompt = torch.randint(0, 3, (prompt_length,), generator=generator)
+        for _ in range(replies):
+            own = int(torch.randint(0, 6, (1,), generator=generator))
+            parts.append(torch.cat([prompt, torch.randint(0, 3, (own,), generator=generator)]))
+            group.append(number)
+    order = torch.randperm(len(group), generator=generator)  # members need not be neighbours
+    lengths = torch.tensor([len(part) for part in parts[1:]], dtype=torch.int64)
+    ids, cu_seqlens = torch.cat(parts), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = {"input_ids": ids, "loss_mask": torch.ones(len(ids), dtype=torch.bool)}
+    sequences = {"group": torch.tensor(group, dtype=torch.int64), "number": torch.arange(len(group))}
+    return TrajectoryBatch(tokens, sequences, cu_seqlens).select(order.tolist())
+
+
+def history(microbatch, row):
+    """The tokens that a computed row sees, by the segments' definition."""
+    ids = microbatch.rows["input_ids"][microbatch.computed]
+    for start, rows, prefix, prefix_rows in microbatch.segments.tolist():
+        if start <= row < start + rows:
+            return ids[prefix : prefix + prefix_rows].tolist() + ids[start : row + 1].tolist()
+    raise AssertionError(f"row {row} is in no segment")
+
+
+@random_batches
+@given(families(), BUDGETS, st.booleans())
+def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(batch, budget, final_rows):
+    options = {"share_prompts": True, "final_rows": final_rows}
+    parts = packing.units(batch, budget, **options)
+    assert sorted(i for unit in parts for i in unit.members) == list(range(len(batch)))
+    count = packing.least_microbatches([unit.rows for unit in parts], budget)
+    microbatches = packing.pack(batch, tokens_per_microbatch=budget, count=count, **options)
+    seen = []
+    for microbatch in microbatches:
+        edges = microbatch.rows["cu_seqlens"].tolist()
+        assert len(microbatch.computed) <= budget or len(edges) == 2
+        assert int(microbatch.segments[:, 1].sum()) == len(microbatch.computed) <= microbatch.tokens
+        for start, stop in zip(edges, edges[1:], strict=False):
+            ids = microbatch.rows["input_ids"][start:stop].tolist()
+            needed = range(len(ids) if final_rows else max(1, len(ids) - 1))
+            for offset in needed:
+                row = int(microbatch.read[start + offset])
+                assert history(microbatch, row) == ids[: offset + 1]
+                assert int(microbatch.positions[microbatch.computed[row]]) == offset
+        if microbatch.tokens > 1:  # one token may be an idle microbatch's
+            seen += microbatch.rows["number"].tolist()
+    longer = [n for n, length in zip(batch["number"].tolist(), batch.lengths.tolist(), strict=True) if length > 1]
+    assert set(longer) <= set(seen) and len(seen) == len(set(seen))
+
+
+@random_batches
+@given(families(), st.integers(1, 4), st.integers(1, 3), SEEDS)
+def test_shares_of_groups_partition_the_batch(batch, ranks, updates, seed):
+    numbers = []
+    for rank in range(ranks):
+        groups = SimpleNamespace(data=SimpleNamespace(size=ranks, rank=rank))
+        for share in exchange.update_shares(batch, updates, groups, seed=seed, share_prompts=True):
+            numbers += share["number"].tolist()
+    assert sorted(numbers) == list(range(len(batch)))

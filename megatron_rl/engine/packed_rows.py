@@ -1,0 +1,183 @@
+"""Which rows of a microbatch this context rank computes, and which rows each of them attends to.
+
+A microbatch is a list of segments of rows. A segment attends to itself causally and to all of its prefix, an earlier
+segment that several share. Context parallelism cuts the rows, not the sequences, into 2 x size chunks and gives rank r
+the chunks r and 2 x size - 1 - r (zigzag), so that early and late rows are spread evenly. Either way the queries of one
+piece are the last ones of its keys, which is the causal mask of variable-length kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_rl.engine.rope import Rope
+from megatron_rl.parallel import Axis
+from megatron_rl.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Pieces with as many queries and keys as one another: one call of dense attention.
+
+    queries: `[pieces * n]` rows of this rank, or None for all in order. keys: `[pieces * m]` rows, or None likewise.
+    """
+
+    n: int
+    m: int
+    queries: Tensor | None
+    keys: Tensor | None
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """What upstream hands to every layer. R rows of this rank, S pieces of attention.
+
+    Upstream's own fields describe one sequence of R rows: positions are ours to apply.
+    """
+
+    positions: Tensor = field(kw_only=True)
+    """`[R]` int64 rotary positions."""
+    reads: Tensor = field(kw_only=True)
+    """`[T]` int64: the row of this rank that each row of the loss reads, -1 where another context rank has it."""
+    query_cu: Tensor = field(kw_only=True)
+    """`[S + 1]` int32 prefix sums of the pieces' queries."""
+    key_cu: Tensor = field(kw_only=True)
+    key_rows: Tensor | None = field(kw_only=True)
+    """int64 rows of the context axis that the pieces' keys are, one piece after the other; None: all in order."""
+    longest_query: int = field(kw_only=True)
+    longest_key: int = field(kw_only=True)
+    alike: list[Alike] = field(kw_only=True)
+    unsorted: Tensor | None = field(kw_only=True)
+    """`[R]`: where each row is in the outputs of `alike`, one after the other."""
+    context: Axis = field(kw_only=True)
+    gathered: Tensor | None = field(kw_only=True)
+    """int64: where each row is after gathering over the context axis."""
+    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines `[R, 1, D]` of the rows, computed once for all layers."""
+        if rope not in self._rotations:
+            self._rotations[rope] = rope.rotation(self.positions)
+        return self._rotations[rope]
+
+
+def row_multiple(*, context: int, sequence_split: int) -> int:
+    """What the number of rows must divide by: two chunks per context rank, rows that tensor ranks share evenly."""
+    return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
+
+
+def own_rows(
+    microbatch: MicroBatch, context: Axis, *, multiple_of: int, device: torch.device
+) -> tuple[Tensor, PackedRows]:
+    """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
+
+    Rows are padded to `multiple_of`; padding is a segment of its own.
+    """
+    count = len(microbatch.computed)
+    padding = -count % multiple_of
+    total = count + padding
+    segments = microbatch.segments
+    if padding:
+        segments = torch.cat([segments, torch.tensor([[count, padding, 0, 0]])])
+    ranges = _zigzag(total, context)
+    own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    first, rows, keys, prefix, prefix_rows = _pieces(segments, ranges)
+    query_cu, key_cu = _prefix_sums(rows), _prefix_sums(prefix_rows + keys)
+    is_plain = context.size == 1 and not bool(prefix_rows.any())
+    key_rows = None
+    if not is_plain:
+        key_rows = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
+    alike, unsorted = _alike(query_cu, key_cu, key_rows)
+    padded = torch.nn.functional.pad
+    ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
+    positions = padded(microbatch.positions[microbatch.computed], (0, padding))[own]
+    place = torch.full((total,), -1)
+    place[own] = torch.arange(len(own))
+    whole = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
+    packed = PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        max_seqlen_q=len(own),
+        max_seqlen_kv=len(own),
+        positions=positions.to(device),
+        reads=place[microbatch.read].to(device),
+        query_cu=query_cu.to(device, torch.int32),
+        key_cu=key_cu.to(device, torch.int32),
+        key_rows=_moved(key_rows, device),
+        longest_query=int(rows.max()),
+        longest_key=int((prefix_rows + keys).max()),
+        alike=[Alike(a.n, a.m, _moved(a.queries, device), _moved(a.keys, device)) for a in alike],
+        unsorted=_moved(unsorted, device),
+        context=context,
+        gathered=_gathered(total, context).to(device) if context.size > 1 else None,
+    )
+    return ids.to(device), packed
+
+
+def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
+    """The ranges of rows that this context rank has."""
+    if context.size == 1:
+        return [(0, total)]
+    chunk = total // (2 * context.size)
+    return [(c * chunk, (c + 1) * chunk) for c in (context.rank, 2 * context.size - 1 - context.rank)]
+
+
+def _gathered(total: int, context: Axis) -> Tensor:
+    chunk = total // (2 * context.size)
+    places = []
+    for number in range(2 * context.size):
+        is_second = number >= context.size
+        rank = 2 * context.size - 1 - number if is_second else number
+        places.append((2 * rank + is_second) * chunk + torch.arange(chunk))
+    return torch.cat(places)
+
+
+def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Cut the segments at the ranges' ends. Columns of the pieces, in the order of this rank's rows.
+
+    The segment's first row, the piece's rows, its keys within the segment, the prefix's first row and its length.
+    """
+    parts = []
+    for start, stop in ranges:
+        first, end = segments[:, 0], segments[:, 0] + segments[:, 1]
+        rows = end.clamp(max=stop) - first.clamp(min=start)
+        kept = rows > 0
+        keys = end.clamp(max=stop) - first
+        parts.append(torch.stack([first, rows, keys, segments[:, 2], segments[:, 3]])[:, kept])
+    return tuple(torch.cat(parts, dim=1))
+
+
+def _alike(query_cu: Tensor, key_cu: Tensor, key_rows: Tensor | None) -> tuple[list[Alike], Tensor | None]:
+    """Put pieces of one shape together; the second result leads from their outputs back to the rows' order."""
+    rows, keys = query_cu.diff(), key_cu.diff()
+    shapes, member = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True)
+    if len(shapes) == 1 and key_rows is None:
+        return [Alike(int(shapes[0, 0]), int(shapes[0, 1]), None, None)], None
+    groups, order = [], []
+    for number, (n, m) in enumerate(shapes.tolist()):
+        chosen = member == number
+        queries = _runs(query_cu[:-1][chosen], rows[chosen])
+        places = _runs(key_cu[:-1][chosen], keys[chosen])
+        groups.append(Alike(n, m, queries, places if key_rows is None else key_rows[places]))
+        order.append(queries)
+    return groups, torch.cat(order).argsort()
+
+
+def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
+    offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return offsets + torch.arange(len(offsets))
+
+
+def _prefix_sums(lengths: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
