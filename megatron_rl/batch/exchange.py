@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.batch import packing
 from megatron_rl.parallel import ParallelGroups
@@ -16,16 +17,47 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryBatch:
     """Return the whole step's trajectories on every rank. All ranks call it; data heads give theirs, others None.
 
-    Trajectories come in the order of the data axis, and `group` numbers are made unique over the heads.
+    Trajectories come in the order of the data axis, and `group` numbers are made unique over the heads. Only names and
+    sizes travel as objects; each head's tensors are one flat broadcast.
     """
-    parts: list[TrajectoryBatch | None] = [None] * groups.world_size
-    dist.all_gather_object(parts, batch, group=groups.control)
-    present = [part for part in parts if part is not None]
+    columns = {} if batch is None else _columns(batch)
+    header = [(key, column.dtype, len(column)) for key, column in columns.items()]
+    headers: list[list[tuple[tuple[str, str], torch.dtype, int]]] = [[] for _ in range(groups.world_size)]
+    dist.all_gather_object(headers, header, group=groups.control)
+    parts: list[TrajectoryBatch] = []
+    for rank, layout in enumerate(headers):
+        if layout:
+            parts.append(_broadcast(columns, layout, rank, groups))
     offset = 0
-    for part in present:
+    for part in parts:
         part.sequences["group"] = part.sequences["group"] + offset
         offset = int(part.sequences["group"].max()) + 1
-    return TrajectoryBatch.cat(present)
+    return TrajectoryBatch.cat(parts)
+
+
+def _columns(batch: TrajectoryBatch) -> dict[tuple[str, str], Tensor]:
+    columns = {("tokens", key): column for key, column in batch.tokens.items()}
+    columns |= {("sequences", key): column for key, column in batch.sequences.items()}
+    return columns | {("", "cu_seqlens"): batch.cu_seqlens}
+
+
+def _broadcast(
+    columns: dict[tuple[str, str], Tensor],
+    layout: list[tuple[tuple[str, str], torch.dtype, int]],
+    source: int,
+    groups: ParallelGroups,
+) -> TrajectoryBatch:
+    """Send one head's columns to every rank as bytes."""
+    sizes = [length * dtype.itemsize for _, dtype, length in layout]
+    if groups.rank == source:
+        flat = torch.cat([columns[key].contiguous().view(torch.uint8) for key, _, _ in layout])
+    else:
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.broadcast(flat, src=source, group=groups.control)
+    received: dict[str, dict[str, Tensor]] = {"tokens": {}, "sequences": {}, "": {}}
+    for ((where, name), dtype, _), part in zip(layout, torch.split(flat, sizes), strict=True):
+        received[where][name] = part.clone().view(dtype)  # a copy of its own is aligned for its dtype
+    return TrajectoryBatch(received["tokens"], received["sequences"], received[""]["cu_seqlens"])
 
 
 def pack_alike(
