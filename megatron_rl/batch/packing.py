@@ -103,11 +103,11 @@ def _families(batch: TrajectoryBatch, indices: list[int]) -> list[tuple[list[int
     """Return the trajectories of one `group` that begin with the same tokens, with the length of that beginning."""
     if "group" not in batch.sequences:
         return []
-    lengths, starts = batch.lengths.tolist(), batch.cu_seqlens.tolist()
+    lengths, starts, groups = batch.lengths.tolist(), batch.cu_seqlens.tolist(), batch.sequences["group"].tolist()
     by_group: dict[int, list[int]] = {}
     for index in indices:
         if lengths[index]:
-            by_group.setdefault(int(batch.sequences["group"][index]), []).append(index)
+            by_group.setdefault(groups[index], []).append(index)
     families = []
     for members in by_group.values():
         if len(members) > 1:

@@ -246,6 +246,8 @@ class MegatronEngine(TrainEngine):
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
+        if packed.in_order:
+            return values[: len(packed.reads)]
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
         own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
         return sum_for_all(own, self.groups.context)

@@ -44,6 +44,8 @@ class PackedRows(PackedSeqParams):
     """`[R]` int64 rotary positions."""
     reads: Tensor = field(kw_only=True)
     """`[T]` int64: the row of this rank that each row of the loss reads, -1 where another context rank has it."""
+    in_order: bool = field(kw_only=True)
+    """True where row t of the loss reads row t."""
     query_cu: Tensor = field(kw_only=True)
     """`[S + 1]` int32 prefix sums of the pieces' queries."""
     key_cu: Tensor = field(kw_only=True)
@@ -107,6 +109,7 @@ def own_rows(
         max_seqlen_kv=len(own),
         positions=positions.to(device),
         reads=place[microbatch.read].to(device),
+        in_order=is_plain and count == microbatch.tokens,
         query_cu=query_cu.to(device, torch.int32),
         key_cu=key_cu.to(device, torch.int32),
         key_rows=_moved(key_rows, device),
