@@ -27,6 +27,7 @@ def prepare() -> None:
         imports.install(after_import=upstream.FIXES)
     elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
         cpu.stand_in_for_cuda()
+        cpu.keep_freed_memory()
         if cpu.has_slow_matrix_products():
             _kept.append(cpu.use_onednn_for_matrix_products())
 
