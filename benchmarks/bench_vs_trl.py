@@ -3,12 +3,12 @@
     python3 -m venv .venv-trl && .venv-trl/bin/pip install -r requirements/trl.txt
     python benchmarks/bench_vs_trl.py
 
-A step is 8 prompts x 8 samples in float32 on all cores: generation, rewards, one AdamW update, no KL term. Each side is
-a process of its own, run in turns; ours is `megatron_rl.launch configs/demo.yaml` with the embedded server, whose weight
-publication counts. Both sides sample at temperature 1. The length of every reply is drawn beforehand, so both generate
-the same number of tokens in every step: our requests ignore the end of sequence, TRL's sampler forbids it until the
-reply's last token and then demands it. Shapes: `demo`, 4 tokens each; `log-normal`, 1 to 64 tokens (median 16,
-sigma 0.8).
+A step is 8 prompts x 8 samples in float32 on all cores: generation, rewards, one AdamW update, no KL term. Each side
+is a process of its own, run in turns; ours is `megatron_rl.launch configs/demo.yaml` with the embedded server, and its
+weight publication counts. Both sides sample at temperature 1. The length of every reply is drawn beforehand, so both
+generate the same number of tokens in every step: our requests ignore the end of sequence, TRL's sampler forbids it
+until the reply's last token and then demands it. Shapes: `demo`, 4 tokens each; `log-normal`, 1 to 64 tokens (median
+16, sigma 0.8).
 """
 
 import argparse
@@ -148,7 +148,9 @@ def main() -> None:
     print(f"{'':<12}{'tokens':>7}{'TRL s/step':>12}{'generation':>12}{'ours s/step':>13}{'generation':>12}", end="")
     print(f"{'update':>9}{'publish':>9}{'TRL / ours':>12}")
     for shape, trl, ours in rows:
-        print(f"{shape:<12}{ours['tokens']:>7.0f}{trl['step']:>12.2f}{trl['rollout']:>12.2f}{ours['step']:>13.2f}", end="")
+        print(
+            f"{shape:<12}{ours['tokens']:>7.0f}{trl['step']:>12.2f}{trl['rollout']:>12.2f}{ours['step']:>13.2f}", end=""
+        )
         print(f"{ours['rollout']:>12.2f}{ours['update']:>9.2f}{ours['publish']:>9.2f}", end="")
         print(f"{trl['step'] / ours['step']:>12.2f}")
 
