@@ -1,7 +1,7 @@
 """Seconds of a whole GRPO step, megatron_rl beside TRL's GRPOTrainer: the same model, prompts and reply lengths.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install -r requirements/trl.txt
-    python benchmarks/bench_vs_trl.py
+    make bench-trl        # TRL goes into an environment of its own; or, with one that exists:
+    python benchmarks/bench_vs_trl.py --trl-python TRL_ENVIRONMENT/bin/python
 
 A step is 8 prompts x 8 samples in float32 on all cores: generation, rewards, one AdamW update, no KL term. Each side
 is a process of its own, run in turns; ours is `megatron_rl.launch configs/demo.yaml` with the embedded server, and its
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if not args.trl_python.exists():
-        parser.error(f"--trl-python {args.trl_python}: is not there; install it as this script's first lines say")
+        parser.error(f"--trl-python {args.trl_python}: is not there; `make bench-trl` installs it")
 
     load, rows = os.getloadavg()[0], []
     for shape in args.shapes:
