@@ -136,7 +136,7 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed for the next allocation instead of giving it back to the system.
 
     A training step allocates gigabytes for activations and frees them again. Given back, they are faulted in anew page
-    by page in every step, which takes a quarter of it. The process stays as large as its largest step.
+    by page in every step. The process stays as large as its largest step.
     """
     libc = ctypes.CDLL(None)
     try:
