@@ -151,6 +151,8 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 leaves gradients alone."""
     distributed: bool = False
     """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
+    overlap: bool = False
+    """Reduce gradients during the backward pass and gather updated weights during the next forward pass."""
 
     def __post_init__(self) -> None:
         check(
@@ -168,6 +170,11 @@ class OptimizerConfig:
             beta2=(self.beta2, 0 <= self.beta2 < 1, "must be in [0, 1)"),
             eps=(self.eps, self.eps > 0, "must be above 0"),
             clip_grad=(self.clip_grad, self.clip_grad >= 0, "must be at least 0; 0 turns clipping off"),
+            overlap=(
+                self.overlap,
+                self.distributed or not self.overlap,
+                "hides the distributed optimizer's communication; set optimizer.distributed=true too",
+            ),
         )
 
 

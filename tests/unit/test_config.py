@@ -25,6 +25,7 @@ OUR_KEYS = {
         "eps",
         "clip_grad",
         "distributed",
+        "overlap",
     ],
     "batch": [
         "prompts_per_step",
@@ -176,6 +177,7 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         ("optimizer.beta2=-1", r"optimizer.beta2 = -1.0: must be in \[0, 1\)"),
         ("optimizer.eps=0", "optimizer.eps = 0.0: must be above 0"),
         ("optimizer.clip_grad=-1", "optimizer.clip_grad = -1.0: must be at least 0; 0 turns clipping off"),
+        ("optimizer.overlap=true", "optimizer.overlap = True: hides .*; set optimizer.distributed=true too"),
         ("batch.prompts_per_step=0", "batch.prompts_per_step = 0: must be at least 1"),
         ("batch.updates_per_step=0", "batch.updates_per_step = 0: must be at least 1"),
         ("batch.tokens_per_microbatch=0", "batch.tokens_per_microbatch = 0: must be at least 1"),
