@@ -46,6 +46,10 @@ GRID = {
     "dp2": Row("dp2"),
     "dp2_distributed": Row("dp2", DISTRIBUTED),
     "dp2_overlap": Row("dp2", OVERLAP),
+    "cp2": Row("cp2"),
+    "cp4": Row("cp4"),
+    "tp2_pp2": Row("tp2_pp2"),
+    "cp2_tp2_pp2": Row("cp2_tp2_pp2"),
     "tp2_pp2_dp2_sp": Row("tp2_pp2_dp2", DISTRIBUTED),
 }
 
