@@ -75,12 +75,19 @@ class ModelConfig:
     """`hf` loads the folder's safetensors; `random` draws weights from run.seed, the same in every layout."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
+    transformer_impl: str = "auto"
+    """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
 
     def __post_init__(self) -> None:
         check(
             "model",
             init=(self.init, self.init in ("hf", "random"), "must be hf or random"),
             dtype=(self.dtype, self.dtype in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+            transformer_impl=(
+                self.transformer_impl,
+                self.transformer_impl in ("auto", "transformer_engine", "local"),
+                "must be auto, transformer_engine or local",
+            ),
         )
 
 

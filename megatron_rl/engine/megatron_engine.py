@@ -79,12 +79,14 @@ class MegatronEngine(TrainEngine):
             source = HFFolder(config.model.path, hf_shapes(self.arch))
         else:
             source = RandomWeights(hf_shapes(self.arch), config.seed)
+        self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
+        assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
         self.groups.activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
-        self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
         load_shards(self.chunks, source, self.arch, self.groups)
         self.wrapped: list[Any] = list(self.chunks)

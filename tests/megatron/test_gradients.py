@@ -166,27 +166,19 @@ def test_learning_rate_follows_the_schedule(schedule, half_way, model_folder):
     assert rates[10:] == pytest.approx([1.0, 1.0] if schedule == "constant" else [0.1, 0.1])
 
 
-RECOMPUTE = {
+MEGATRON = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "fusions": {"bias_activation_fusion": True, "bias_dropout_fusion": True},
 }
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_recomputed_activations_give_the_same_update(recompute, layout, model_folder, one_process):
-    options = {"megatron": RECOMPUTE[recompute]}
+@pytest.mark.parametrize("section", MEGATRON)
+def test_recomputed_activations_and_fused_functions_give_the_same_update(section, layout, model_folder, one_process):
+    options = {"megatron": MEGATRON[section]}
     result = run_ranks(LAYOUTS[layout][0], two_updates, model_folder, layout, make_batch(), "logprobs", 64, options)
     assert_same_updates(result[0], one_process)
-
-
-def unknown_field(folder):
-    with pytest.raises(ValueError, match="megatron.recompute_everything: not a field of megatron.core's"):
-        make_engine(folder, LAYOUTS["1"][1], megatron={"recompute_everything": True})
-
-
-def test_unknown_megatron_option_is_refused(model_folder):
-    run_ranks(1, unknown_field, model_folder)
 
 
 def sequence_above_the_budget(folder):

@@ -12,7 +12,7 @@ from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, Train
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 OUR_KEYS = {
-    "model": ["path", "init", "dtype"],
+    "model": ["path", "init", "dtype", "transformer_impl"],
     "parallel": ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"],
     "optimizer": [
         "lr",
@@ -165,6 +165,7 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         # The value is out of range.
         ("model.init=zeros", "model.init = 'zeros': must be hf or random"),
         ("model.dtype=float16", "model.dtype = 'float16': must be float32 or bfloat16"),
+        ("model.transformer_impl=te", "model.transformer_impl = 'te': must be auto, transformer_engine or local"),
         ("parallel.tensor=0", "parallel.tensor = 0: must be at least 1; 1 leaves the axis out"),
         ("parallel.pipeline=-1", "parallel.pipeline = -1: must be at least 1"),
         ("parallel.sequence=true", "parallel.sequence = True: needs parallel.tensor > 1"),
