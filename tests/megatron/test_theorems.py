@@ -165,6 +165,8 @@ def assert_close(ours, expected, what):
     assert errors[worst] <= TOLERANCE, f"{what}: {worst} differs by {errors[worst]:.1e}"
 
 
+@pytest.mark.proves("layouts", "{line}", "policy")
+@pytest.mark.proves("layouts", "{line}", "SFT")
 @pytest.mark.parametrize("line", GRID)
 def test_update_is_that_of_one_process(line, folder_of, one_process):
     row = GRID[line]
