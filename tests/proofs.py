@@ -18,7 +18,13 @@ README = ROOT / "README.md"
 Cell = tuple[str, str, str]
 """(table, row, column)."""
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama",
+    "linear_rope": "Llama",
+    "yarn_rope": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 """How the names of tiny.FAMILIES begin (the longest that fits counts), and what the README calls them."""
 
 
@@ -100,9 +106,9 @@ def _families(cells: list[tuple[str, str, bool]]) -> str:
 
 
 def family_name(variant: str) -> str:
-    if variant.endswith("_rope"):  # tiny.ROPES are Llamas with scaled rotary embeddings
-        return f"Llama, {variant.removesuffix('_rope')} RoPE"
-    return FAMILIES[max((start for start in FAMILIES if variant.startswith(start)), key=len)]
+    fitting = [start for start in FAMILIES if variant.startswith(start)]
+    assert fitting, f"{variant}: say in FAMILIES what the README calls this family"
+    return FAMILIES[max(fitting, key=len)]
 
 
 def layout_name(layout: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,9 @@ from megatron_rl.algo.loss import PolicyLoss, supervised
 from megatron_rl.api import LogprobLoss
 from megatron_rl.batch import packing
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.engine.packed_rows import own_rows
 from megatron_rl.ops import gather_logprobs
+from megatron_rl.parallel import Axis
 
 TOLERANCE = 1e-5
 
@@ -86,16 +89,13 @@ CORNERS = [("policy", "full", 5), ("policy", "sparse", 2), ("policy_per_sequence
 
 
 def batch_of(kind):
-    """Twelve trajectories. Of the "sparse" ones every second trains nothing, and the others their last token only.
+    """Twelve trajectories; of the "sparse" ones only the last trains, three tokens at its end.
 
-    Two data-parallel replicas take every second one each, and of two context ranks one has a sequence's ends, the other
-    its middle: in both layouts one rank has no trained token. Twelve microbatches' worth of weight are left empty too.
+    So every replica but one, every context rank but one and every microbatch but one has no trained token.
     """
     batch = make_batch(lengths=(16, 12, 7, 12, 8, 9, 24, 8, 13, 4, 16, 11))
     if kind == "sparse":
-        is_last = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
-        is_last[batch.cu_seqlens[1:] - 1] = True
-        batch.tokens["loss_mask"] = is_last & (batch.sequence_ids % 2 == 0)
+        batch.tokens["loss_mask"] = torch.arange(len(batch["input_ids"])) >= len(batch["input_ids"]) - 3
     # Near what a random policy gives one of 97 tokens: about a quarter of the ratios is clipped.
     batch.tokens |= {"proximal_logprobs": batch["logprobs"] - 4.0, "ref_logprobs": batch["logprobs"] - 5.0}
     return batch
@@ -112,9 +112,10 @@ def budget_for(count, batch, replicas):
 
 
 def run_cases(folder, row, cases):
-    """Return (stats, whole gradients of both updates, weights after them) of each case."""
+    """Return the loaded weights; and of each case (stats, whole gradients of both updates, weights after them)."""
     engine = make_engine(folder, LAYOUTS[row.layout][1], **dict(row.options)).train()
     gradients, results = record_gradients(engine), {}
+    loaded = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
     pipeline, is_interleaved = engine.groups.pipeline, engine.config.parallel.virtual_pipeline > 1
     for name, kind, count in cases:
         engine.load(folder)
@@ -137,7 +138,7 @@ def run_cases(folder, row, cases):
         whole = [as_hf_tensors(engine, values) for values in gradients]
         weights = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
         results[name, kind, count] = stats, whole, weights, [int(weight) for weight in weighed]
-    return results
+    return loaded, results
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def folder_of(tmp_path_factory):
 def one_process(folder_of):
     """The results of one process with one microbatch, by family."""
     cases = [(loss, kind, 1) for loss in LOSSES for kind in ("full", "sparse")]
-    return cache(lambda family: run_ranks(1, run_cases, folder_of(family), Row("1", family=family), cases)[0])
+    return cache(lambda family: run_ranks(1, run_cases, folder_of(family), Row("1", family=family), cases)[0][1])
 
 
 def assert_close(ours, expected, what):
@@ -167,11 +168,15 @@ def assert_close(ours, expected, what):
 
 @pytest.mark.proves("layouts", "{line}", "policy")
 @pytest.mark.proves("layouts", "{line}", "SFT")
+@pytest.mark.proves("layouts", "{line}", "HF round trip")
 @pytest.mark.parametrize("line", GRID)
 def test_update_is_that_of_one_process(line, folder_of, one_process):
     row = GRID[line]
     world = LAYOUTS[row.layout][0]
-    first, *others = run_ranks(world, run_cases, folder_of(row.family), row, CASES if world <= 2 else CORNERS)
+    ranks = run_ranks(world, run_cases, folder_of(row.family), row, CASES if world <= 2 else CORNERS)
+    loaded, (first, *others) = ranks[0][0], [results for _, results in ranks]
+    in_folder = load_file(folder_of(row.family) / "model.safetensors")
+    assert loaded.keys() == in_folder.keys() and all(torch.equal(loaded[name], in_folder[name]) for name in loaded)
     expected = one_process(row.family)
     for case, (stats, gradients, weights, _) in first.items():
         loss, kind, _ = case
@@ -185,8 +190,18 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
         for rank in others:
             assert rank[case][0] == stats, "every rank reports the same step"
     if "dp2" in line:
-        weights = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
-        assert [0] * 4 in weights, "a replica has no trained token"
+        replicas = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
+        assert [0] * 4 in replicas and [0, 0, 3, 3] in map(sorted, replicas)
+
+
+def test_sparse_batch_leaves_a_context_rank_without_a_trained_token():
+    batch, trained = batch_of("sparse"), []
+    for rank in range(2):
+        for microbatch in packing.pack(batch, tokens_per_microbatch=budget_for(2, batch, 1), count=2):
+            axis, labels = Axis(None, 2, rank), microbatch.rows["labels"]
+            _, packed = own_rows(microbatch, axis, multiple_of=4, device=torch.device("cpu"))
+            trained.append(int((packed.reads[labels >= 0] >= 0).sum()))
+    assert sorted(trained) == [0, 0, 0, 3]
 
 
 def float64_gradients(folder, batch, name):
