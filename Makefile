@@ -1,4 +1,4 @@
-# make demo | demo-tiny | test | test-fast | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-fast | readme-tables | bench-trl | lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -22,7 +22,7 @@ SGLANG ?= 1
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 
-.PHONY: help demo demo-tiny test test-fast bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-fast readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
@@ -47,6 +47,9 @@ test: .venv/.installed $(SGLANG_TEST)
 
 test-fast: .venv/.installed
 	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
+
+readme-tables: .venv/.installed
+	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables
 
 bench-trl: .venv/.installed .venv-trl/.installed $(MODEL)/config.json
 	@$(PYTHON) benchmarks/bench_vs_trl.py
