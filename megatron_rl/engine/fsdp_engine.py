@@ -45,6 +45,11 @@ class FSDPEngine(TrainEngine):
         check_layout(config.parallel)
         self.config, self.groups, self.trainable = config, groups, trainable
         self.arch = read_architecture(config.model.path)
+        if self.arch.mixture is not None:
+            raise ValueError(
+                f"model.path = {config.model.path!r}: the FSDP engine has no mixtures of experts ({self.arch.family}); "
+                f"use the Megatron engine."
+            )
         self.dtype = getattr(torch, config.model.dtype)
         self.version = 0
         self.publisher: WeightPublisher | None = None

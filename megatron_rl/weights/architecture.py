@@ -9,14 +9,31 @@ from typing import Any
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts: where it stands and how its router spreads a token."""
+
+    experts: int
+    per_token: int
+    ffn: int
+    """Width of one expert."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has the mixture (or one dense feed-forward)."""
+    renormalised: bool
+    """The chosen experts' weights sum to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes of a dense decoder: counts of layers and heads, widths in elements, the vocabulary in tokens."""
+    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens."""
 
     family: str
     layers: int
@@ -31,6 +48,7 @@ class Architecture:
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     max_positions: int
+    mixture: Mixture | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -38,7 +56,11 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
+
+    def has_mixture(self, layer_number: int) -> bool:
+        """Whether the layer (counted from 0 over the whole model) is a mixture of experts."""
+        return self.mixture is not None and self.mixture.layers[layer_number]
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -77,6 +99,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10_000.0)),
             rope_scaling=_scaling(config, path),
             max_positions=config.get("max_position_embeddings", 4096),
+            mixture=_mixture(config, family),
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
@@ -106,6 +129,29 @@ def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
     return rope
 
 
+def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
+    layers = range(config["num_hidden_layers"])
+    if family == "mixtral":
+        return Mixture(
+            experts=config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["intermediate_size"],
+            layers=tuple(True for _ in layers),
+            renormalised=True,
+        )
+    if family == "qwen3_moe":
+        dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        return Mixture(
+            # transformers 5 writes the second name.
+            experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["moe_intermediate_size"],
+            layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+            renormalised=config.get("norm_topk_prob", False),
+        )
+    return None
+
+
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:
     demands = {
         "hidden_act": ("silu", "silu"),
@@ -119,6 +165,12 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
             )
+    window = config.get("sliding_window")
+    if arch.family in ("mistral", "mixtral") and window is not None and window < arch.max_positions:
+        raise ValueError(
+            f"{path}: sliding_window = {window}: attention within a window is not supported, and "
+            f"max_position_embeddings = {arch.max_positions} reaches beyond it; lower that to {window}."
+        )
     if arch.heads % arch.kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads = {arch.heads}: must be a multiple of num_key_value_heads = {arch.kv_heads}; "

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -45,8 +54,17 @@ FAMILIES = {
     "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=128),
     "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
 }
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+MIXTURES = {
+    # Layer 1 is dense; the last family does not renormalise the chosen experts' weights.
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_raw_weights": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+}
+FAMILIES |= MIXTURES
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
@@ -59,17 +77,29 @@ LAYOUTS = {
     "cp4": (4, ParallelConfig(context=4)),
     "cp2_tp2_pp2": (8, ParallelConfig(context=2, tensor=2, pipeline=2)),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
+    "ep2": (2, ParallelConfig(expert=2)),
+    "tp2_etp2": (2, ParallelConfig(tensor=2, expert_tensor=2)),
+    "etp2": (2, ParallelConfig(expert_tensor=2)),
+    "tp2_ep2": (2, ParallelConfig(tensor=2, expert=2)),
+    "tp2_ep2_etp2": (4, ParallelConfig(tensor=2, expert=2, expert_tensor=2)),
+    "pp2_ep2": (4, ParallelConfig(pipeline=2, expert=2)),
+    "tp2_pp2_ep2": (4, ParallelConfig(tensor=2, pipeline=2, expert=2)),
+    "tp2_pp2_dp2_ep2": (8, ParallelConfig(tensor=2, pipeline=2, expert=2)),
 }
 
 
-def make_model(family: str, folder: Path):
+def make_model(family: str, folder: Path, **changes):
     """Write the family's tiny random model to `folder` and return it as transformers has it, in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).float().eval()
+    config = copy.deepcopy(FAMILIES[family])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mix-up
         for name, parameter in model.named_parameters():
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("mlp.gate.weight"):  # experts of clearly different weight
+                parameter.mul_(10.0)
     model.save_pretrained(folder)
     return model
 
