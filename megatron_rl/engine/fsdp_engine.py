@@ -47,8 +47,8 @@ class FSDPEngine(TrainEngine):
         self.arch = read_architecture(config.model.path)
         if self.arch.mixture is not None:
             raise ValueError(
-                f"model.path = {config.model.path!r}: the FSDP engine has no mixtures of experts ({self.arch.family}); "
-                f"use the Megatron engine."
+                f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
+                f"one; use MegatronEngine."
             )
         self.dtype = getattr(torch, config.model.dtype)
         self.version = 0

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor, nn, ones
+from torch import Tensor, nn
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.engine.rope import Rope, rotate
 from megatron_rl.weights.architecture import Architecture
 
 
@@ -26,18 +31,105 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(ones(hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
+class LatentNorm(RMSNorm):
+    """The norm between latent attention's projections: HF gives it an epsilon of its own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class WholeLinear(nn.Module):
+    """A matrix that every tensor rank holds whole and applies to its own rows. `[..., H]` -> `[..., size]`."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention that rotates rows by their own positions.
+
+    Upstream's local layers cut the down projections over the tensor axis; each rank would then keep only its own heads'
+    gradient of the rotated key that all heads share. Here they are whole, which needs sequence parallelism.
+    """
+
+    rope: Rope
+    """Set after building."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states=None,
+        position_ids=None,
+        packed_seq_params: PackedRows | None = None,
+        **_,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`[R, 1, H]` (this tensor rank's rows) -> query, key, value `[R, heads, ...]` (all rows), and what they are
+        projected from."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query_source = hidden_states
+            query, _ = self.linear_q_proj(query_source)
+        else:
+            query_source = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query, _ = self.linear_q_up_proj(query_source)
+        down = self.linear_kv_down_proj(hidden_states)
+        kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        kv_source = self.kv_layernorm(kv_source)
+        if config.sequence_parallel:
+            rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
+        key_value, _ = self.linear_kv_up_proj(kv_source)
+
+        query, key_value = (x.squeeze(1).unflatten(-1, (heads, -1)) for x in (query, key_value))
+        plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        rotation = packed_seq_params.rotation(self.rope)
+        # HF's pairs are neighbours, `rotate` pairs the halves; queries and keys may be reordered alike.
+        rotated_query, rotated_key = (
+            rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), rotation) for x in (rotated_query, rotated_key)
+        )
+        query = torch.cat([plain_query, rotated_query], dim=-1)
+        key = torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1)
+        return query, key, value, query_source, kv_source
+
+
+def config_class(arch: Architecture) -> type[TransformerConfig]:
+    """Upstream's class of options for the family."""
+    return TransformerConfig if arch.latent is None else MLATransformerConfig
+
+
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """The fields of TransformerConfig that dense Llama-like decoders leave alone.
 
-    Raises ValueError where the layout and the model's experts do not fit together.
+    Raises ValueError where the layout and the model do not fit together.
     """
+    is_special = arch.mixture is not None or arch.latent is not None
+    if is_special and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
+            f"key out."
+        )
+    return _mixture_options(arch, parallel) | _latent_options(arch)
+
+
+def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     mixture = arch.mixture
     if mixture is None:
         for key in ("expert", "expert_tensor"):
@@ -50,22 +142,43 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
         raise ValueError(
             f"parallel.expert = {parallel.expert}: does not divide the model's {mixture.experts} experts; lower it."
         )
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
-        raise ValueError(
-            "parallel.sequence = False: a mixture of experts under parallel.tensor > 1 needs sequence parallelism; "
-            "leave the key out."
-        )
     return dict(
         num_moe_experts=mixture.experts,
         moe_ffn_hidden_size=mixture.ffn,
+        moe_shared_expert_intermediate_size=mixture.shared_ffn,
         moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
         moe_router_topk=mixture.per_token,
+        moe_router_score_function="sigmoid" if mixture.is_biased else "softmax",
         # A softmax over the chosen experts alone is the softmax over all of them, renormalised.
         moe_router_pre_softmax=not mixture.renormalised,
+        moe_router_num_groups=mixture.groups,
+        moe_router_group_topk=mixture.groups_per_token,
+        moe_router_topk_scaling_factor=mixture.scale,
+        moe_router_enable_expert_bias=mixture.is_biased,
+        moe_router_bias_update_rate=0.0,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+    )
+
+
+def _latent_options(arch: Architecture) -> dict[str, Any]:
+    latent, scaling = arch.latent, arch.rope_scaling or {}
+    if latent is None:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.plain_dim,
+        qk_pos_emb_head_dim=arch.head_dim,
+        v_head_dim=latent.value_dim,
+        qk_layernorm=True,
+        # Upstream takes from these only the scale of the softmax; the rotation is ours.
+        rope_type="rope",
+        rotary_scaling_factor=scaling.get("factor", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )
 
 
@@ -77,15 +190,23 @@ def layer_spec(
         num_experts=tf_config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=tf_config.moe_grouped_gemm,
         qk_layernorm=tf_config.qk_layernorm,
+        multi_latent_attention=arch.latent is not None,
     )
     if use_transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(**options)
-    spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+    else:
+        spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+    if arch.latent is not None:
+        spec.submodules.self_attention.module = LatentAttention
+    if use_transformer_engine:
+        return spec
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if arch.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
     return spec
 
 
@@ -106,3 +227,12 @@ def block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=RMSNorm
     )
+
+
+def place_attention(layers: nn.ModuleList, arch: Architecture) -> None:
+    """Give the attention of each built layer its rotary embedding and its window."""
+    rope = Rope.of(arch)
+    for layer in layers:
+        attention = layer.self_attention
+        attention.core_attention.window = arch.windows[layer.layer_number - 1]
+        (attention.core_attention if arch.latent is None else attention).rope = rope

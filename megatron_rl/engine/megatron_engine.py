@@ -86,10 +86,10 @@ class MegatronEngine(TrainEngine):
         self.shard = vocab_shard(self.arch, self.groups)
         self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
-        load_shards(self.chunks, source, self.arch, self.groups)
         self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
+        load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
         self.optimizer = self.scheduler = None
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)

@@ -20,8 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.config import EngineConfig
-from megatron_rl.engine.layers import block_spec, family_options
-from megatron_rl.engine.rope import Rope
+from megatron_rl.engine.layers import block_spec, config_class, family_options, place_attention
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
@@ -70,11 +69,12 @@ def transformer_config(
             f"parallel: pipeline({groups.pipeline.size}) x virtual_pipeline({chunks}) does not divide the model's "
             f"{arch.layers} layers; lower one of the two."
         )
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    cls = config_class(arch)
+    known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(passed_through) - known)
     if unknown:
         raise ValueError(
-            f"megatron.{unknown[0]}: not a field of megatron.core's TransformerConfig; see its documentation."
+            f"megatron.{unknown[0]}: not a field of megatron.core's {cls.__name__}; see its documentation."
         )
     options = dict(
         num_layers=arch.layers,
@@ -115,7 +115,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
     )
-    return TransformerConfig(**options | family_options(arch, config.parallel) | passed_through)
+    return cls(**options | family_options(arch, config.parallel) | passed_through)
 
 
 def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
@@ -139,9 +139,7 @@ def _build(
         position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
-    rope = Rope.of(arch)
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention.rope = rope
+    place_attention(model.decoder.layers, arch)
     for parameter, rule in rules_of(model, arch):
         # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
         # norm.

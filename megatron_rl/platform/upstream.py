@@ -27,6 +27,12 @@ def router_without_transformer_engine(module: ModuleType) -> None:
     vars(module).setdefault("te_general_gemm", None)
 
 
+def latent_attention_without_transformer_engine(module: ModuleType) -> None:
+    """0.16.1: takes stand-ins for Transformer Engine's classes for the real ones; isinstance() is then a TypeError."""
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False
+
+
 def distributed_adam_resume(module: ModuleType) -> None:
     """0.16.1 to 0.19.2: loading the distributed optimizer's state with torch's Adam is wrong in two ways.
 
@@ -79,6 +85,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 FIXES = {
+    "megatron.core.transformer.multi_latent_attention": latent_attention_without_transformer_engine,
     "megatron.core.jit": no_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,

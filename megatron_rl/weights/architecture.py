@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
@@ -27,8 +28,29 @@ class Mixture:
     """Width of one expert."""
     layers: tuple[bool, ...]
     """For each layer, whether it has the mixture (or one dense feed-forward)."""
-    renormalised: bool
+    renormalised: bool = True
     """The chosen experts' weights sum to 1."""
+    shared_ffn: int | None = None
+    """Width of the experts that every token takes, together."""
+    groups: int | None = None
+    """Groups of experts; a token chooses from `groups_per_token` of them only."""
+    groups_per_token: int | None = None
+    scale: float | None = None
+    """Factor on the chosen experts' weights."""
+    is_biased: bool = False
+    """Scores are sigmoids, and a bias that gradients do not reach takes part in choosing (arXiv 2412.19437)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): ranks of its projections, widths of each head's parts."""
+
+    query_rank: int | None
+    """None: queries are projected from the hidden state at once."""
+    kv_rank: int
+    plain_dim: int
+    """What of a query and a key is not rotated."""
+    value_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +64,17 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
+    """Of latent attention the rotated part alone."""
     vocab: int
     tied: bool
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     max_positions: int
+    windows: tuple[int | None, ...]
+    """For each layer, the most tokens that one attends to, itself included; None is all."""
     mixture: Mixture | None = None
+    latent: Latent | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -92,14 +118,16 @@ def read_architecture(folder: str | Path) -> Architecture:
             ffn=config["intermediate_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10_000.0)),
             rope_scaling=_scaling(config, path),
             max_positions=config.get("max_position_embeddings", 4096),
+            windows=_windows(config, family),
             mixture=_mixture(config, family),
+            latent=_latent(config) if family == "deepseek_v3" else None,
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
@@ -137,7 +165,6 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             per_token=config["num_experts_per_tok"],
             ffn=config["intermediate_size"],
             layers=tuple(True for _ in layers),
-            renormalised=True,
         )
     if family == "qwen3_moe":
         dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
@@ -149,27 +176,69 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
             renormalised=config.get("norm_topk_prob", False),
         )
+    if family == "deepseek_v3":
+        is_grouped, shared = config.get("n_group", 1) > 1, config.get("n_shared_experts") or 0
+        return Mixture(
+            experts=config["n_routed_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["moe_intermediate_size"],
+            layers=tuple(layer >= config["first_k_dense_replace"] for layer in layers),
+            shared_ffn=shared * config["moe_intermediate_size"] or None,
+            groups=config["n_group"] if is_grouped else None,
+            groups_per_token=config["topk_group"] if is_grouped else None,
+            scale=config["routed_scaling_factor"],
+            is_biased=True,
+        )
     return None
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    return Latent(
+        query_rank=config["q_lora_rank"],
+        kv_rank=config["kv_lora_rank"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+    )
+
+
+def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if "layer_types" in config:
+        return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
+    if family in ("mistral", "mixtral"):
+        return (window,) * layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * layers
+    whole = 0 if family == "qwen3_moe" else config["max_window_layers"]
+    return tuple(None if layer < whole else window for layer in range(layers))
 
 
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:
     demands = {
         "hidden_act": ("silu", "silu"),
-        "use_sliding_window": (False, False),
         "mlp_bias": (False, False),
         "attention_bias": (False, False),
+        "quantization_config": (None, None),
     }
+    if arch.family == "deepseek_v3":
+        demands |= {
+            "norm_topk_prob": (True, True),
+            "rope_interleave": (True, True),
+            "scoring_func": ("sigmoid", "sigmoid"),
+            "topk_method": ("noaux_tc", "noaux_tc"),
+            "moe_layer_freq": (1, 1),
+        }
     for key, (default, supported) in demands.items():
         value = config.get(key, default)
         if value != supported:
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
             )
-    window = config.get("sliding_window")
-    if arch.family in ("mistral", "mixtral") and window is not None and window < arch.max_positions:
+    mixture = arch.mixture
+    if mixture is not None and mixture.groups is not None and mixture.per_token != 2 * mixture.groups_per_token:
         raise ValueError(
-            f"{path}: sliding_window = {window}: attention within a window is not supported, and "
-            f"max_position_embeddings = {arch.max_positions} reaches beyond it; lower that to {window}."
+            f"{path}: num_experts_per_tok = {mixture.per_token}: megatron.core ranks groups of experts as the model "
+            f"does only with twice topk_group = {mixture.groups_per_token}; pick another model."
         )
     if arch.heads % arch.kv_heads:
         raise ValueError(

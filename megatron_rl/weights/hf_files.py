@@ -112,7 +112,7 @@ class RandomWeights:
         shape = self.expected[name]
         if name.endswith("norm.weight"):
             full = torch.ones(shape)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             full = torch.zeros(shape)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
@@ -148,7 +148,9 @@ def write_hf_folder(
         shard, shard_size = {}, 0
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        # Routers choose experts by sums with this bias, which bfloat16 would make equal.
+        kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
+        tensor = tensor.detach().to("cpu", kept).contiguous()
         if shard_size + tensor.nbytes > shard_bytes:
             flush()
         shard[name] = tensor

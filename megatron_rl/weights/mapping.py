@@ -47,6 +47,18 @@ class VocabRows:
         return [torch.cat(shards)[: arch.vocab]]
 
 
+class Rows:
+    """Split along the output dimension: column-parallel linear layers."""
+
+    split_dim: int | None = 0
+
+    def load(self, source, names, shape, rank, size, arch):
+        return source.read(names[0], 0, rank * shape[0], (rank + 1) * shape[0])
+
+    def export(self, shards, arch):
+        return [torch.cat(shards)]
+
+
 class Columns:
     """Split along the input dimension: row-parallel linear layers."""
 
@@ -103,12 +115,13 @@ class FusedQKV:
 class Rule:
     """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
 
-    Of an expert's rule `{}` in both names is its number, on this rank in Megatron's and in the whole model in HF's.
+    A rule with a word that the architecture has no size for is not the model's. Of an expert's rule `{}` in both names
+    is its number, on this rank in Megatron's and in the whole model in HF's.
     """
 
     megatron: str
     hf: dict[str, str]
-    layout: Replicated | VocabRows | Columns | GateUp | FusedQKV
+    layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV
     expert: int | None = None
     """Which of this rank's experts the parameter belongs to."""
 
@@ -123,8 +136,11 @@ EDGES = (
     Rule("output_layer.weight", {"lm_head.weight": "vocab hidden"}, VocabRows()),
 )
 # Parts of a layer: left to right to publish, right to left to load.
-ATTENTION = (
+NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
+    Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
+)
+ATTENTION = (
     Rule(
         "self_attention.linear_qkv.weight",
         {
@@ -135,7 +151,6 @@ ATTENTION = (
         FusedQKV(),
     ),
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, Columns()),
-    Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
 )
 QKV_BIAS = (
     Rule(
@@ -147,6 +162,20 @@ QKV_BIAS = (
 QK_NORM = (
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, Replicated()),
+)
+LATENT_ATTENTION = (
+    Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "latent_query no_query_rank"}, Rows()),
+    Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, Replicated()),
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": "query_rank"}, Replicated()),
+    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "latent_query query_rank"}, Rows()),
+    Rule(
+        "self_attention.linear_kv_down_proj.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": "kv_rank_and_head hidden"},
+        Replicated(),
+    ),
+    Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, Replicated()),
+    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "latent_kv kv_rank"}, Rows()),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden latent_value"}, Columns()),
 )
 DENSE = (
     Rule(
@@ -169,6 +198,15 @@ EXPERTS = (
         Columns(),
     ),
 )
+SHARED_EXPERTS = (
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        {"mlp.shared_experts.gate_proj.weight": "shared hidden", "mlp.shared_experts.up_proj.weight": "shared hidden"},
+        GateUp(),
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
+)
+ROUTER_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
 MIXTRAL_EXPERTS = (
     Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
     Rule(
@@ -185,18 +223,21 @@ MIXTRAL_EXPERTS = (
         Columns(),
     ),
 )
-LAYERS = {  # of each family: attention with its norms, the dense feed-forward, the mixture of experts
-    "llama": (ATTENTION, DENSE, ()),
-    "mistral": (ATTENTION, DENSE, ()),
-    "mixtral": (ATTENTION, (), MIXTRAL_EXPERTS),
-    "qwen2": ((*ATTENTION, *QKV_BIAS), DENSE, ()),
-    "qwen3": ((*ATTENTION, *QK_NORM), DENSE, ()),
-    "qwen3_moe": ((*ATTENTION, *QK_NORM), DENSE, EXPERTS),
+LAYERS = {  # of each family: norms and attention, the dense feed-forward, the mixture of experts
+    "deepseek_v3": ((*NORMS, *LATENT_ATTENTION), DENSE, (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS)),
+    "llama": ((*NORMS, *ATTENTION), DENSE, ()),
+    "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
+    "mixtral": ((*NORMS, *ATTENTION), (), MIXTRAL_EXPERTS),
+    "qwen2": ((*NORMS, *ATTENTION, *QKV_BIAS), DENSE, ()),
+    "qwen3": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
+    "qwen3_moe": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, EXPERTS),
 }
 # Transformer Engine fuses a norm into the matrix behind it and keeps a rank's experts in one module.
 TRANSFORMER_ENGINE = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight"), "self_attention.q_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight"), "self_attention.kv_layernorm.weight"),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.local_experts.\2.\1.weight"),
 )
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -214,6 +255,18 @@ def sizes(arch: Architecture) -> dict[str, int]:
     }
     if arch.mixture is not None:
         words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn}
+        if arch.mixture.shared_ffn is not None:
+            words["shared"] = arch.mixture.shared_ffn
+    if arch.latent is not None:
+        latent = arch.latent
+        words |= {
+            "kv_rank": latent.kv_rank,
+            "kv_rank_and_head": latent.kv_rank + arch.head_dim,
+            "latent_query": arch.heads * (latent.plain_dim + arch.head_dim),
+            "latent_kv": arch.heads * (latent.plain_dim + latent.value_dim),
+            "latent_value": arch.heads * latent.value_dim,
+            "query_rank" if latent.query_rank else "no_query_rank": latent.query_rank or arch.hidden,
+        }
     return words
 
 
@@ -235,10 +288,12 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
     return shapes | final_norm | ({} if arch.tied else output)
 
 
-def layer_rules(arch: Architecture, layer_number: int) -> tuple[Rule, ...]:
+def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
     """The rules of one layer, counted from 0 over the whole model."""
     attention, dense, mixture = LAYERS[arch.family]
-    return attention + (mixture if arch.has_mixture(layer_number) else dense)
+    words = sizes(arch).keys()
+    rules = attention + (mixture if arch.has_mixture(layer_number) else dense)
+    return [rule for rule in rules if all(words >= set(dims.split()) for dims in rule.hf.values())]
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:

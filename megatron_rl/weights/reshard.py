@@ -23,8 +23,9 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
-    """Yield each parameter of a model chunk with its rule."""
-    for name, parameter in model.named_parameters():
+    """Yield each parameter of a model chunk, and each router's bias, with its rule."""
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
+    for name, parameter in itertools.chain(model.named_parameters(), biases):
         if match := _LAYER.fullmatch(name):
             layer_number = model.decoder.layers[int(match[1])].layer_number - 1
             yield parameter, rule_for(match[2], layer_number, arch)
@@ -42,7 +43,10 @@ def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, gro
     for parameter, rule in _all_rules(chunks, arch):
         axis = _split_axis(rule, groups)
         names = rule.names(_first_expert(groups.expert.rank, arch, groups))
-        parameter.copy_(rule.layout.load(source, names, tuple(parameter.shape), axis.rank, axis.size, arch))
+        shard = rule.layout.load(source, names, tuple(parameter.shape), axis.rank, axis.size, arch)
+        if not isinstance(parameter, nn.Parameter):  # a router's bias stays in float32 whatever the model is in
+            parameter.data = parameter.float()
+        parameter.copy_(shard)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from test_models import all_logprobs_on_rank, export, hf_logprobs
 from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_model
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "tp2_pp2", "ep2", "tp2_ep2", "tp2_pp2_ep2"])
@@ -53,7 +54,18 @@ def one_process(folders):
 
 # Experts over data ranks, over tensor ranks, cut in two, and both; tp2_sp and etp2 give experts other replicas than
 # the rest of the layer has, without expert parallelism.
-ALL = ["tp2_sp", "ep2", "etp2", "tp2_etp2", "tp2_ep2", "tp2_ep2_etp2", "pp2_ep2", "tp2_pp2_ep2", "tp2_pp2_dp2_ep2"]
+ALL = [
+    "tp2_sp",
+    "ep2",
+    "etp2",
+    "tp2_etp2",
+    "tp2_ep2",
+    "tp2_ep2_etp2",
+    "cp2_ep2",
+    "pp2_ep2",
+    "tp2_pp2_ep2",
+    "tp2_pp2_dp2_ep2",
+]
 SOME = ["ep2", "tp2_pp2_ep2"]
 
 
@@ -114,10 +126,31 @@ def test_resume_continues_the_same_run(before, after, options, folders, tmp_path
         torch.testing.assert_close(resumed[1][name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+def bias_in_bfloat16(folder, target):
+    model = ModelConfig(path=str(folder), dtype="bfloat16")
+    engine = MegatronEngine(EngineConfig(model=model, parallel=LAYOUTS["pp2_ep2"][1]))
+    engine.initialize()
+    engine.train().train_batch(make_batch(), user_loss, user_weight)
+    engine.save(target)
+
+
+def test_router_bias_is_neither_rounded_nor_trained(folders, tmp_path):
+    run_ranks(4, bias_in_bfloat16, folders["deepseek_v3"], tmp_path)
+    before, after = (load_file(path / "model.safetensors") for path in (folders["deepseek_v3"], tmp_path))
+    name = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert torch.equal(before[name], after[name]) and not torch.equal(before[name], before[name].bfloat16().float())
+    gate = "model.layers.3.mlp.gate.weight"
+    assert after[gate].dtype is torch.bfloat16 and not torch.equal(before[gate].bfloat16(), after[gate])
+
+
 REFUSED = {
     "parallel.expert = 2: does not divide": (2, "odd", ParallelConfig(expert=2)),
     "parallel.expert = 2: llama has no experts": (2, "llama", ParallelConfig(expert=2)),
-    "parallel.sequence = False: a mixture": (2, "qwen3_moe", ParallelConfig(tensor=2, sequence=False)),
+    "parallel.sequence = False: qwen3_moe under parallel.tensor > 1": (
+        2,
+        "qwen3_moe",
+        ParallelConfig(tensor=2, sequence=False),
+    ),
 }
 
 

@@ -8,6 +8,8 @@ from tiny import FAMILIES, LAYOUTS, MIXTURES, make_batch, make_engine, make_mode
 
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.mapping import rule_for
 
 
 def full_logits(logits, rows):
@@ -82,7 +84,7 @@ def export(folder, layout, target, hf_names):
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2_tied", "qwen3_tied_one_kv_head"])
+@pytest.mark.parametrize("family", [family for family in DENSE if not family.endswith("_rope")])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
     make_model(family, tmp_path / "in")
     before = load_file(tmp_path / "in" / "model.safetensors")
@@ -111,3 +113,22 @@ def test_random_initial_weights_do_not_depend_on_the_layout(tmp_path):
     assert one.keys() == four.keys()
     assert all(torch.equal(one[name], four[name]) for name in one)
     assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_transformer_engine_names_lead_to_the_same_rules(tmp_path):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    make_model("deepseek_v3", tmp_path)
+    arch = read_architecture(tmp_path)
+    fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    assert len(fused) == 2
+    names = {local + "weight": theirs + "weight" for local, theirs in fused.items()}
+    names["self_attention.q_layernorm.weight"] = "self_attention.linear_q_up_proj.layer_norm_weight"
+    names["self_attention.kv_layernorm.weight"] = "self_attention.linear_kv_up_proj.layer_norm_weight"
+    for number in (0, 11):
+        for fc in ("linear_fc1", "linear_fc2"):
+            names[f"mlp.experts.local_experts.{number}.{fc}.weight"] = f"mlp.experts.{fc}.weight{number}"
+    for local, theirs in names.items():
+        assert rule_for(theirs, 1, arch) == rule_for(local, 1, arch)
+    expert = rule_for("mlp.experts.linear_fc2.weight3", 1, arch)
+    assert expert.names(first_expert=4) == ["model.layers.1.mlp.experts.7.down_proj.weight"]

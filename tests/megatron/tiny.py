@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -54,15 +55,39 @@ FAMILIES = {
     "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
-    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=128),
+    "qwen2_half_windowed": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
+    "mistral_windowed": MistralConfig(**SIZES, head_dim=24, sliding_window=4),
     "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
 }
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+DEEPSEEK = dict(
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=40,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rms_norm_eps=1e-5,
+)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
 MIXTURES = {
     # Layer 1 is dense; the last family does not renormalise the chosen experts' weights.
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe_raw_weights": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    "deepseek_v3": DeepseekV3Config(**SIZES | DEEPSEEK, q_lora_rank=24),
+    "deepseek_v3_yarn_whole_queries": DeepseekV3Config(
+        **SIZES | DEEPSEEK | {"n_group": 1, "topk_group": 1},
+        q_lora_rank=None,
+        rope_parameters=YARN | {"mscale_all_dim": 0.9},
+    ),
 }
 FAMILIES |= MIXTURES
 LAYOUTS = {
@@ -82,6 +107,7 @@ LAYOUTS = {
     "etp2": (2, ParallelConfig(expert_tensor=2)),
     "tp2_ep2": (2, ParallelConfig(tensor=2, expert=2)),
     "tp2_ep2_etp2": (4, ParallelConfig(tensor=2, expert=2, expert_tensor=2)),
+    "cp2_ep2": (2, ParallelConfig(context=2, expert=2)),
     "pp2_ep2": (4, ParallelConfig(pipeline=2, expert=2)),
     "tp2_pp2_ep2": (4, ParallelConfig(tensor=2, pipeline=2, expert=2)),
     "tp2_pp2_dp2_ep2": (8, ParallelConfig(tensor=2, pipeline=2, expert=2)),
@@ -100,6 +126,9 @@ def make_model(family: str, folder: Path, **changes):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if name.endswith("mlp.gate.weight"):  # experts of clearly different weight
                 parameter.mul_(10.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 
