@@ -62,7 +62,7 @@ class FSDPEngine(TrainEngine):
         if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
             source: WeightSource = HFFolder(config.model.path, shapes)
         else:
-            source = RandomWeights(shapes, config.seed)
+            source = RandomWeights(shapes, config.seed, norm=1.0 - self.arch.norm_offset)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         self.device = platform.device()
         self.policy = self._sharded_model()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -36,6 +38,26 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class OffsetNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """The matrix that ends a part of a layer, with the norm that Gemma has behind it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.norm = OffsetNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        return self.norm(output), bias
 
 
 class LatentNorm(RMSNorm):
@@ -126,7 +148,10 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
             f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
             f"key out."
         )
-    return _mixture_options(arch, parallel) | _latent_options(arch)
+    options = _mixture_options(arch, parallel) | _latent_options(arch)
+    if arch.family == "gemma3":
+        options |= dict(activation_func=functools.partial(F.gelu, approximate="tanh"), softmax_scale=arch.softmax_scale)
+    return options
 
 
 def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
@@ -182,6 +207,11 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
     )
 
 
+def has_transformer_engine_layers(arch: Architecture) -> bool:
+    """Whether the family can be built of Transformer Engine's modules."""
+    return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
+
+
 def layer_spec(
     arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
 ) -> ModuleSpec:
@@ -202,12 +232,20 @@ def layer_spec(
         return spec
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
     if arch.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm_class(arch)
     if arch.latent is not None:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    if arch.family == "gemma3":
+        # megatron.core 0.19 makes the feed-forward's spec a partial.
+        mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
+        attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
     return spec
+
+
+def norm_class(arch: Architecture) -> type[RMSNorm]:
+    return OffsetNorm if arch.norm_offset else RMSNorm
 
 
 def block_spec(
@@ -225,14 +263,24 @@ def block_spec(
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=RMSNorm
+        layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=norm_class(arch)
     )
 
 
 def place_attention(layers: nn.ModuleList, arch: Architecture) -> None:
     """Give the attention of each built layer its rotary embedding and its window."""
-    rope = Rope.of(arch)
+    rope = windowed_rope = Rope.of(arch)
+    if arch.window_rope_theta is not None:
+        windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
     for layer in layers:
-        attention = layer.self_attention
-        attention.core_attention.window = arch.windows[layer.layer_number - 1]
-        (attention.core_attention if arch.latent is None else attention).rope = rope
+        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]
+        attention.core_attention.window = window
+        rotating = attention.core_attention if arch.latent is None else attention
+        rotating.rope = rope if window is None else windowed_rope
+
+
+def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
+    """Let the embedding of a Gemma model return rows times sqrt(hidden), rounded to the model's precision as in HF."""
+    if arch.family == "gemma3":
+        scale = torch.tensor(arch.hidden**0.5)
+        embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

@@ -78,7 +78,7 @@ class MegatronEngine(TrainEngine):
         if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
             source = HFFolder(config.model.path, hf_shapes(self.arch))
         else:
-            source = RandomWeights(hf_shapes(self.arch), config.seed)
+            source = RandomWeights(hf_shapes(self.arch), config.seed, norm=1.0 - self.arch.norm_offset)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         self.groups.activate()
         self.device = platform.device()

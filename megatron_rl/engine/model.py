@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.config import EngineConfig
-from megatron_rl.engine.layers import block_spec, config_class, family_options, place_attention
+from megatron_rl.engine.layers import block_spec, config_class, family_options, place_attention, scale_embedding
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
@@ -140,6 +140,8 @@ def _build(
         share_embeddings_and_output_weights=arch.tied,
     )
     place_attention(model.decoder.layers, arch)
+    if model.pre_process:
+        scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
         # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
         # norm.

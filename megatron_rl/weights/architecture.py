@@ -9,6 +9,7 @@ from typing import Any
 
 FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
@@ -75,6 +76,10 @@ class Architecture:
     """For each layer, the most tokens that one attends to, itself included; None is all."""
     mixture: Mixture | None = None
     latent: Latent | None = None
+    window_rope_theta: float | None = None
+    """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
+    softmax_scale: float | None = None
+    """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -82,7 +87,12 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.family in ("gemma3", "qwen3", "qwen3_moe")
+
+    @property
+    def norm_offset(self) -> float:
+        """What a norm adds to its weights."""
+        return 1.0 if self.family == "gemma3" else 0.0
 
     def has_mixture(self, layer_number: int) -> bool:
         """Whether the layer (counted from 0 over the whole model) is a mixture of experts."""
@@ -120,7 +130,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", family == "gemma3"),
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10_000.0)),
             rope_scaling=_scaling(config, path),
@@ -128,6 +138,8 @@ def read_architecture(folder: str | Path) -> Architecture:
             windows=_windows(config, family),
             mixture=_mixture(config, family),
             latent=_latent(config) if family == "deepseek_v3" else None,
+            window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
+            softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
@@ -137,7 +149,14 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("full_attention", rope)
+
+
+def _window_rope_theta(config: dict[str, Any]) -> float:
+    if "rope_local_base_freq" in config:  # before transformers 5
+        return config["rope_local_base_freq"]
+    return config["rope_parameters"]["sliding_attention"]["rope_theta"]
 
 
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
@@ -207,6 +226,9 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
         return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
     if family in ("mistral", "mixtral"):
         return (window,) * layers
+    if family == "gemma3":
+        every = config["sliding_window_pattern"]
+        return tuple(window if (layer + 1) % every else None for layer in range(layers))
     if not config.get("use_sliding_window", False):
         return (None,) * layers
     whole = 0 if family == "qwen3_moe" else config["max_window_layers"]
@@ -220,6 +242,14 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
         "attention_bias": (False, False),
         "quantization_config": (None, None),
     }
+    if arch.family == "gemma3":
+        tanh = "gelu_pytorch_tanh"
+        demands |= {
+            "hidden_activation": (tanh, tanh),
+            "attn_logit_softcapping": (None, None),
+            "final_logit_softcapping": (None, None),
+            "use_bidirectional_attention": (False, False),
+        }
     if arch.family == "deepseek_v3":
         demands |= {
             "norm_topk_prob": (True, True),

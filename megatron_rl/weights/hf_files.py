@@ -100,18 +100,18 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
 
 
 class RandomWeights:
-    """Initial weights of a model that has none: normal with standard deviation 0.02, norms 1, biases 0.
+    """Initial weights of a model that has none: normal with standard deviation 0.02, norms `norm`, biases 0.
 
     A tensor depends on its name and the seed alone, so that every layout starts from the same model.
     """
 
-    def __init__(self, expected: dict[str, Shape], seed: int) -> None:
-        self.expected, self.seed = expected, seed
+    def __init__(self, expected: dict[str, Shape], seed: int, *, norm: float = 1.0) -> None:
+        self.expected, self.seed, self.norm = expected, seed, norm
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = self.expected[name]
         if name.endswith("norm.weight"):
-            full = torch.ones(shape)
+            full = torch.full(shape, self.norm)
         elif name.endswith("bias"):
             full = torch.zeros(shape)
         else:

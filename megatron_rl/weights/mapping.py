@@ -140,6 +140,12 @@ NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
     Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
 )
+SANDWICH_NORMS = (
+    Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
+    Rule("self_attention.linear_proj.norm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
+    Rule("pre_mlp_layernorm.weight", {"pre_feedforward_layernorm.weight": "hidden"}, Replicated()),
+    Rule("mlp.linear_fc2.norm.weight", {"post_feedforward_layernorm.weight": "hidden"}, Replicated()),
+)
 ATTENTION = (
     Rule(
         "self_attention.linear_qkv.weight",
@@ -225,6 +231,7 @@ MIXTRAL_EXPERTS = (
 )
 LAYERS = {  # of each family: norms and attention, the dense feed-forward, the mixture of experts
     "deepseek_v3": ((*NORMS, *LATENT_ATTENTION), DENSE, (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS)),
+    "gemma3": ((*SANDWICH_NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
     "llama": ((*NORMS, *ATTENTION), DENSE, ()),
     "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
     "mixtral": ((*NORMS, *ATTENTION), (), MIXTRAL_EXPERTS),

@@ -6,9 +6,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import load_and_train, train_and_save
 from test_gradients import assert_same_updates, two_updates, user_loss, user_weight
-from test_models import all_logprobs_on_rank, export, hf_logprobs
-from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_model
-from transformers import AutoModelForCausalLM
+from test_models import all_logprobs_on_rank, export, hf_gradients, hf_logprobs
+from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model
 
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -66,7 +65,7 @@ ALL = [
     "tp2_pp2_ep2",
     "tp2_pp2_dp2_ep2",
 ]
-SOME = ["ep2", "tp2_pp2_ep2"]
+SOME = ["ep2", "cp2_ep2", "tp2_pp2_ep2"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_distributed_optimizer_gives_the_same_update(layout, folders, one_proces
     assert_same_updates(result[0], one_process["qwen3_moe"])
 
 
-def gradients(folder, batch):
+def router_gradients(folder, batch):
     engine = make_engine(folder, LAYOUTS["1"][1], clip_grad=0.0).train()
     stats = engine.train_batch(batch, user_loss, user_weight)
     return stats, [layer.mlp.router.weight.main_grad.clone() for layer in engine.chunks[0].decoder.layers[2:]]
@@ -98,22 +97,19 @@ def gradients(folder, batch):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_gradient_equals_float64_autograd(family, folders):
     batch = make_batch()
-    stats, routers = run_ranks(1, gradients, folders[family], batch)[0]
-    # transformers' grouped products are not for float64; its plain loop over experts is.
-    model = AutoModelForCausalLM.from_pretrained(folders[family], experts_implementation="eager").double()
-    bounds, total = batch.cu_seqlens.tolist(), 0.0
-    for a, b in zip(bounds, bounds[1:], strict=False):
-        ids, mask, advantages = (batch[k][a:b] for k in ("input_ids", "loss_mask", "advantages"))
-        logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-        total = total - (logprobs * advantages[1:] * mask[1:]).sum()
-    loss = total / batch["loss_mask"].sum()
-    loss.backward()
-    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    stats, routers = run_ranks(1, router_gradients, folders[family], batch)[0]
+    model = hf_gradients(folders[family], batch, stats)
     for ours, layer in zip(routers, model.model.layers[2:], strict=True):
         torch.testing.assert_close(ours.double(), layer.mlp.gate.weight.grad, rtol=0, atol=1e-6)
         assert ours.abs().max() > 1e-4
+
+
+def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
+    alone, shared = (
+        run_ranks(1, two_updates, folders["deepseek_v3"], "1", make_groups(), "logprobs", 64, {"share_prompts": share})
+        for share in (False, True)
+    )
+    assert_same_updates(shared[0], alone[0])
 
 
 @pytest.mark.parametrize("before,after,options", [("tp2_ep2", "pp2", {}), ("ep2", "ep2", {"distributed": True})])

@@ -4,7 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from test_gradients import assert_same_updates, two_updates
 from tiny import FAMILIES, LAYOUTS, MIXTURES, make_batch, make_engine, make_model, share_of
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import TrajectoryBatch
@@ -94,6 +96,34 @@ def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
     assert sorted(names[0]) == sorted(before) and not any(names[1:]), "only global rank 0 is given tensors"
+
+
+def hf_gradients(folder, batch, stats):
+    """Let transformers compute loss and gradients in float64, compare with an update's and return its model."""
+    # Of its experts' implementations only the plain loop takes float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
+    bounds, total = batch.cu_seqlens.tolist(), 0.0
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        ids, mask, advantages = (batch[k][a:b] for k in ("input_ids", "loss_mask", "advantages"))
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        total = total - (logprobs * advantages[1:] * mask[1:]).sum()
+    loss = total / batch["loss_mask"].sum()
+    loss.backward()
+    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    return model
+
+
+# Families whose gradients differ from those of test_gradients' model: windows, norms behind matrices, scaled rows.
+@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2", "cp2"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral_windowed", "qwen2"])
+def test_gradient_equals_float64_autograd_in_every_layout(family, layout, tmp_path):
+    make_model(family, tmp_path)
+    batch = make_batch()
+    one = run_ranks(1, two_updates, tmp_path, "1", batch, "logits")[0]
+    hf_gradients(tmp_path, batch, one[0][0])
+    assert_same_updates(run_ranks(LAYOUTS[layout][0], two_updates, tmp_path, layout, batch, "logits")[0], one)
 
 
 def random_init(folder, layout):

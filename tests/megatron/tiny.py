@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -58,6 +59,19 @@ FAMILIES = {
     "qwen2_half_windowed": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
     "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
     "mistral_windowed": MistralConfig(**SIZES, head_dim=24, sliding_window=4),
+    # Layers 0 and 2 have a window and a rotary embedding of their own.
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=4,
+        pad_token_id=None,  # transformers takes no gradient of that token's embedding
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    ),
     "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
 }
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
