@@ -13,7 +13,7 @@ from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "tp2_pp2", "ep2", "tp2_ep2", "tp2_pp2_ep2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "ep2", "tp2_ep2", "tp2_pp2_ep2"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_equal_transformers(family, layout, tmp_path):
     model, batch = make_model(family, tmp_path), make_batch()
@@ -112,11 +112,12 @@ def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
     assert_same_updates(shared[0], alone[0])
 
 
-@pytest.mark.parametrize("before,after,options", [("tp2_ep2", "pp2", {}), ("ep2", "ep2", {"distributed": True})])
+@pytest.mark.parametrize("before,after,options", [("tp2_ep2", "pp2", {}), ("ep2", "etp2", {"distributed": True})])
 def test_resume_continues_the_same_run(before, after, options, folders, tmp_path):
     target = tmp_path / "checkpoint"
-    stats, weights = run_ranks(LAYOUTS[before][0], train_and_save, folders["qwen3_moe"], before, target, options)[0]
-    resumed = run_ranks(LAYOUTS[after][0], load_and_train, folders["qwen3_moe"], after, target, options)[0]
+    folder = folders["deepseek_v3"]
+    stats, weights = run_ranks(LAYOUTS[before][0], train_and_save, folder, before, target, options)[0]
+    resumed = run_ranks(LAYOUTS[after][0], load_and_train, folder, after, target, options)[0]
     assert resumed[0].loss == pytest.approx(stats.loss, abs=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(resumed[1][name], tensor, rtol=0, atol=1e-5, msg=name)

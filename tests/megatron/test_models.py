@@ -136,13 +136,17 @@ def random_init(folder, layout):
     return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
-def test_random_initial_weights_do_not_depend_on_the_layout(tmp_path):
-    make_model("llama", tmp_path)
+@pytest.mark.parametrize(
+    "family,layout,norm", [("llama", "tp2_pp2", 1.0), ("deepseek_v3", "tp2_pp2_ep2", 1.0), ("gemma3", "tp2_pp2", 0.0)]
+)
+def test_random_initial_weights_do_not_depend_on_the_layout(family, layout, norm, tmp_path):
+    make_model(family, tmp_path)
     one = run_ranks(1, random_init, tmp_path, "1")[0]
-    four = run_ranks(4, random_init, tmp_path, "tp2_pp2")[0]
+    four = run_ranks(4, random_init, tmp_path, layout)[0]
     assert one.keys() == four.keys()
     assert all(torch.equal(one[name], four[name]) for name in one)
     assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert (one["model.layers.1.input_layernorm.weight"] == norm).all()
 
 
 def test_transformer_engine_names_lead_to_the_same_rules(tmp_path):
