@@ -78,7 +78,7 @@ class MegatronEngine(TrainEngine):
         if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
             source = HFFolder(config.model.path, hf_shapes(self.arch))
         else:
-            source = RandomWeights(hf_shapes(self.arch), config.seed)
+            source = RandomWeights(hf_shapes(self.arch), config.seed, norm=1.0 - self.arch.norm_offset)
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
@@ -88,10 +88,10 @@ class MegatronEngine(TrainEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
-        load_shards(self.chunks, source, self.arch, self.groups)
         self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
+        load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
         self.optimizer = self.scheduler = None
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)

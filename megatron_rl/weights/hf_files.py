@@ -100,19 +100,19 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
 
 
 class RandomWeights:
-    """Initial weights of a model that has none: normal with standard deviation 0.02, norms 1, biases 0.
+    """Initial weights of a model that has none: normal with standard deviation 0.02, norms `norm`, biases 0.
 
     A tensor depends on its name and the seed alone, so that every layout starts from the same model.
     """
 
-    def __init__(self, expected: dict[str, Shape], seed: int) -> None:
-        self.expected, self.seed = expected, seed
+    def __init__(self, expected: dict[str, Shape], seed: int, *, norm: float = 1.0) -> None:
+        self.expected, self.seed, self.norm = expected, seed, norm
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = self.expected[name]
         if name.endswith("norm.weight"):
-            full = torch.ones(shape)
-        elif name.endswith(".bias"):
+            full = torch.full(shape, self.norm)
+        elif name.endswith("bias"):
             full = torch.zeros(shape)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
@@ -148,7 +148,9 @@ def write_hf_folder(
         shard, shard_size = {}, 0
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        # Routers choose experts by sums with this bias, which bfloat16 would make equal.
+        kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
+        tensor = tensor.detach().to("cpu", kept).contiguous()
         if shard_size + tensor.nbytes > shard_bytes:
             flush()
         shard[name] = tensor

@@ -21,14 +21,17 @@ def reference(model, batch, temperature=1.0):
     return torch.cat(parts).cpu() * batch["loss_mask"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+FAMILIES = ["llama", "qwen2_tied", "qwen3", "mistral_windowed", "gemma3", "mixtral", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32_logprobs_equal_transformers(family, tmp_path):
     model, batch = make_model(family, tmp_path).cuda(), make_batch()
     ours = make_engine(tmp_path, LAYOUTS["1"][1]).eval().forward(batch, temperature=0.8)
     torch.testing.assert_close(ours, reference(model, batch, 0.8), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logprobs_are_as_near_to_float32_as_transformers(family, tmp_path):
     from megatron_rl.config import EngineConfig, ModelConfig
     from megatron_rl.engine.megatron_engine import MegatronEngine

@@ -118,6 +118,8 @@ def test_every_fix_has_its_module():
         "megatron.core.jit",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.tensor_parallel.mappings",
+        "megatron.core.transformer.multi_latent_attention",
     }
 
 
