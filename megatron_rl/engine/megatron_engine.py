@@ -69,6 +69,7 @@ class MegatronEngine(TrainEngine):
         self.arch = read_architecture(config.model.path)
         self.version = 0
         self.publisher: WeightPublisher | None = None
+        self.checkpoints: checkpoint.CheckpointWriter | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,7 @@ class MegatronEngine(TrainEngine):
     def destroy(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+        self.finish_saves()
         parallel.stop()
 
     def train(self, mode: bool = True) -> MegatronEngine:
@@ -315,7 +317,8 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self.groups.activate()
         if with_optimizer:
-            checkpoint.save(path, self)
+            self.save_async(path)
+            self.finish_saves()
             return
         if self.groups.is_main:
             write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
@@ -324,10 +327,33 @@ class MegatronEngine(TrainEngine):
                 pass
         dist.barrier(group=self.groups.control)
 
-    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+    def save_async(self, path: str | Path) -> None:
+        """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
+
+        It appears under its name in the first `finish_saves` after the writers are done.
+        """
         self.groups.activate()
-        if with_optimizer:
-            checkpoint.load(path, self)
+        if self.optimizer is None:
+            raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; save HF weights.")
+        self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
+        state = checkpoint.training_state(self, is_loading=False)
+        self.checkpoints.start(path, state, model_folder=self.config.model.path)
+
+    def finish_saves(self, *, wait: bool = True) -> bool:
+        """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
+
+        All ranks call it. RuntimeError where a writer failed; an earlier checkpoint of that name is still there then.
+        """
+        if self.checkpoints is None:
+            return True
+        self.groups.activate()
+        return self.checkpoints.finish(wait=wait)
+
+    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
+        self.groups.activate()
+        if with_optimizer or checkpoint.is_checkpoint(path):
+            checkpoint.load(path, self, with_optimizer=with_optimizer)
             return
         load_shards(self.chunks, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
         if self.optimizer is not None:

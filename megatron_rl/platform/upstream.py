@@ -6,7 +6,12 @@ installed.
 
 from __future__ import annotations
 
+import os
+import pickle
+import queue
+import tempfile
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -51,8 +56,36 @@ def distributed_adam_resume(module: ModuleType) -> None:
     cls._set_main_param_and_optimizer_states, cls.load_state_dict = set_states_with_step, load_with_own_steps
 
 
+class _ResultsFile:
+    """A queue from forked writers to their parent: a nameless file that only grows."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(buffering=0)
+        self.read_bytes = 0
+
+    def put(self, item: Any) -> None:
+        self.file.write(pickle.dumps(item))
+
+    def get_nowait(self) -> Any:
+        data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.read_bytes, self.read_bytes)
+        if not data:
+            raise queue.Empty
+        self.read_bytes += len(data)
+        return pickle.loads(data)
+
+
+def checkpoint_results_without_a_server(module: ModuleType) -> None:
+    """0.16.1 to 0.19.2: each save hands its results over in a queue that a spawned process serves.
+
+    That process runs the main script once more (seconds, and for ever where it has no `__main__` guard) and outlives
+    the save.
+    """
+    module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
+
+
 FIXES = {
     "megatron.core.jit": no_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
 }

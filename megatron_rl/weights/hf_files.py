@@ -163,23 +163,50 @@ def write_hf_folder(
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
         (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for name in COPIED_WITH_WEIGHTS:
-        if (Path(model_folder) / name).is_file():
-            shutil.copy(Path(model_folder) / name, aside / name)
+    copy_model_files(model_folder, aside)
     config = json.loads((aside / "config.json").read_text())
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (aside / "config.json").write_text(json.dumps(config, indent=2))
     replace_folder(aside, folder)
 
 
+def copy_model_files(source: str | Path, target: str | Path) -> None:
+    """Copy what belongs to a model beside its weights: config.json and the tokenizer."""
+    for name in COPIED_WITH_WEIGHTS:
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, Path(target) / name)
+
+
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last."""
-    for path in aside.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as handle:
-                os.fsync(handle.fileno())
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last.
+
+    Killed between its two renames it leaves the earlier folder under another name: `recover_folder` brings it back.
+    """
+    for path in [*aside.rglob("*"), aside]:
+        _sync(path)
+    old = _old_name(folder)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     aside.rename(folder)
+    _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Undo a `replace_folder` that was killed while nothing stood under the name."""
+    if not folder.exists() and _old_name(folder).exists():
+        _old_name(folder).rename(folder)
+
+
+def _old_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
