@@ -34,6 +34,7 @@ from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.context import sum_for_all  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
+from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
 from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
@@ -54,6 +55,7 @@ class MegatronEngine(TrainEngine):
     """A policy (or, with `trainable=False`, a frozen reference) on Megatron-Core.
 
     groups: the layout, where one exists already (a second engine shares the first one's).
+    turns: the engines that share this one's device, where there is not room for all of them at once.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class MegatronEngine(TrainEngine):
         groups: parallel.ParallelGroups | None = None,
         trainable: bool = True,
         megatron: dict[str, Any] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
         self.passed_through = megatron or {}
@@ -70,6 +73,7 @@ class MegatronEngine(TrainEngine):
         self.version = 0
         self.publisher: WeightPublisher | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
+        self.turns, self.host_copy = turns, HostCopy()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -81,7 +85,7 @@ class MegatronEngine(TrainEngine):
         else:
             source = RandomWeights(hf_shapes(self.arch), config.seed)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
-        self.groups.activate()
+        self._activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
@@ -111,12 +115,32 @@ class MegatronEngine(TrainEngine):
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
         """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
+        self._activate()
         options = self.config.optimizer
         if lr is not None:
             options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
         self.optimizer = build_optimizer(options, self.wrapped, self.dtype)
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
+
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory and free the device; gradients are dropped. Harmless if done."""
+        if not self.host_copy.is_out:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()  # main parameters hold gradients of their own
+            self.host_copy.take(*tensors_of(self), self.device)
+
+    def onload(self) -> None:
+        """Undo `offload`. Every method that computes does so by itself."""
+        self.host_copy.give_back()
+
+    def _activate(self) -> None:
+        """Make this the layout that megatron.core sees, and have this engine's tensors on the device."""
+        self.groups.activate()
+        if self.turns is None:
+            self.onload()
+        else:
+            self.turns.take(self)
 
     def destroy(self) -> None:
         if self.publisher is not None:
@@ -141,7 +165,7 @@ class MegatronEngine(TrainEngine):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        self.groups.activate()
+        self._activate()
         if self.optimizer is None:
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
@@ -156,13 +180,13 @@ class MegatronEngine(TrainEngine):
         return self._stats(totals, grad_norm=float(grad_norm or 0.0), applied=bool(applied), lr=float(lr))
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        self.groups.activate()
+        self._activate()
         with torch.no_grad():
             totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
         return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
-        self.groups.activate()
+        self._activate()
         batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch, final_rows=post_hook is not None)
 
@@ -299,11 +323,14 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._activate()
         return stream_hf_tensors(self.chunks, self.arch, self.groups)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
         """Take over the weights of an engine of the same architecture and layout; no rank asks another."""
+        self._activate()
+        other.onload()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
@@ -315,7 +342,7 @@ class MegatronEngine(TrainEngine):
         self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        self.groups.activate()
+        self._activate()
         if with_optimizer:
             self.save_async(path)
             self.finish_saves()
@@ -332,7 +359,7 @@ class MegatronEngine(TrainEngine):
 
         It appears under its name in the first `finish_saves` after the writers are done.
         """
-        self.groups.activate()
+        self._activate()
         if self.optimizer is None:
             raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; save HF weights.")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
@@ -351,7 +378,7 @@ class MegatronEngine(TrainEngine):
 
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
-        self.groups.activate()
+        self._activate()
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer)
             return
