@@ -52,7 +52,7 @@ def _convert(source: str, target: Path) -> str:
         return str(convert_gguf(find_smollm2() if source == "smollm2" else Path(source), target))
     from megatron_rl.engine.convert import convert_folder
 
-    return convert_folder(Path(source), target)
+    return convert_folder(Path(source), target, say=print)
 
 
 if __name__ == "__main__":

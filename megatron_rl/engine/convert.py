@@ -7,12 +7,13 @@ them out at any time; besides them no more is held than the tensors under conver
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,20 @@ from megatron_rl.engine.checkpoint import (  # noqa: E402
     open_checkpoint,
 )
 from megatron_rl.engine.model import build_chunks, transformer_config  # noqa: E402
+from megatron_rl.parallel import ParallelGroups  # noqa: E402
 from megatron_rl.weights.architecture import Architecture, read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder  # noqa: E402
 from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
 from megatron_rl.weights.reshard import load_shards, rules_of, stream_hf_tensors  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
 SHARD_BYTES = 2 * 1024**3
 
 
-def convert_folder(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> str:
+def convert_folder(
+    source: Path, target: Path, *, say: Callable[[str], None] = logger.info, shard_bytes: int = SHARD_BYTES
+) -> str:
     """Write `target` from the HF folder or the checkpoint `source`, and say what was written.
 
     Dtypes stay as they are. ValueError where the source is neither, or the target exists; RuntimeError for a damaged
@@ -59,29 +65,26 @@ def convert_folder(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES
         raise ValueError(f"source = {str(source)!r}: no such folder; give a Hugging Face folder or a checkpoint.")
     if target.exists():
         raise ValueError(f"target = {str(target)!r}: exists already; remove it or name another folder.")
-    if is_checkpoint(source):
-        kind, arch, convert = "Hugging Face folder", read_architecture(source / HF_FILES), _to_hf
-    elif (source / "config.json").is_file():
-        kind, arch, convert = "checkpoint", read_architecture(source), _to_checkpoint
-    else:
+    is_to_hf = is_checkpoint(source)
+    if not is_to_hf and not (source / "config.json").is_file():
         raise ValueError(
             f"source = {str(source)!r}: neither a Hugging Face folder (no config.json) nor a checkpoint (no "
             f"manifest.json); give one of the two, or a .gguf file."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with _layout_of_one() as groups, torch.no_grad():
-        size = convert(source, target, arch, groups, shard_bytes)
-    parameters = sum(math.prod(shape) for shape in hf_shapes(arch).values())
-    return f"{target}: {kind} of {arch.family} with {parameters:,} parameters, {size / 1e6:,.1f} MB"
+        if is_to_hf:
+            _to_hf(source, target, groups, say, shard_bytes)
+            return f"{target}: Hugging Face folder"
+        _to_checkpoint(source, target, groups, say)
+        return f"{target}: checkpoint"
 
 
-def _to_checkpoint(
-    source: Path, target: Path, arch: Architecture, groups: parallel.ParallelGroups, shard_bytes: int
-) -> int:
+def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Callable[[str], None]) -> None:
+    arch = read_architecture(source)
     shapes = hf_shapes(arch)
     weights = HFFolder(source, shapes)
-    size = sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items())
-    _require_space(target, 2 * size)
+    _announce(target, arch, sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items()), say)
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
@@ -90,22 +93,32 @@ def _to_checkpoint(
     writer = CheckpointWriter(groups)
     writer.start(target, scratch.state_of(chunks, groups), model_folder=source)
     writer.finish(wait=True)
-    return size
 
 
-def _to_hf(source: Path, target: Path, arch: Architecture, groups: parallel.ParallelGroups, shard_bytes: int) -> int:
+def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[str], None], shard_bytes: int) -> None:
+    arch = read_architecture(source / HF_FILES)
     open_checkpoint(source, groups)
     saved = dist_checkpointing.load_tensors_metadata(str(source))
     chunks, scratch = _empty_model(source / HF_FILES, arch, groups), _Scratch(target.parent)
     parts = [part for part in nested_values(model_state(chunks, groups)) if _has_tensor(part)]
-    size = sum(part.data.numel() * saved[part.key].dtype.itemsize for part in parts)
-    _require_space(target, 2 * size)
+    _announce(target, arch, sum(part.data.numel() * saved[part.key].dtype.itemsize for part in parts), say)
     for part in parts:
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
     tensors = stream_hf_tensors(chunks, arch, groups)
     write_hf_folder(target, tensors, model_folder=source / HF_FILES, dtype=None, shard_bytes=shard_bytes)
-    return size
+
+
+def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], None]) -> None:
+    """Say what is to come, once the disk has room for the result and a scratch file of the same size."""
+    free = shutil.disk_usage(target.parent).free
+    if free < 2 * size:
+        raise RuntimeError(
+            f"target = {str(target)!r}: {2 * size / 1e6:,.1f} MB are needed there, for the result and a scratch file "
+            f"of the same size, and {free / 1e6:,.1f} MB are free; make space or name a folder on another disk."
+        )
+    parameters = sum(math.prod(shape) for shape in hf_shapes(arch).values())
+    say(f"converting {arch.family} with {parameters:,} parameters, {size / 1e6:,.1f} MB")
 
 
 class _Scratch:
@@ -125,7 +138,7 @@ class _Scratch:
         self.starts[tensor.data_ptr()] = start
         return tensor
 
-    def state_of(self, chunks: list[Any], groups: parallel.ParallelGroups) -> dict[str, Any]:
+    def state_of(self, chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
         """The chunks' sharded state, over this file: each tensor in a mapping that it fills.
 
         `FileSystemWriterAsync` of megatron.core copies views of larger storages, such as the halves of the gated MLP.
@@ -148,25 +161,16 @@ def _has_tensor(part: Any) -> bool:
     return isinstance(part, ShardedTensor | ShardedTensorFactory)
 
 
-def _empty_model(folder: Path, arch: Architecture, groups: parallel.ParallelGroups) -> list[Any]:
+def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
     """The model without weights; memory that is never written is never taken."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
     return build_chunks(arch, transformer_config(arch, config, groups, {}), groups)
 
 
 @contextlib.contextmanager
-def _layout_of_one() -> Iterator[parallel.ParallelGroups]:
+def _layout_of_one() -> Iterator[ParallelGroups]:
     groups = parallel.start(ParallelConfig(), seed=0)
     try:
         yield groups
     finally:
         parallel.stop()
-
-
-def _require_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise RuntimeError(
-            f"target = {str(target)!r}: {needed / 1e6:,.1f} MB are needed there, for the result and a scratch file of "
-            f"the same size, and {free / 1e6:,.1f} MB are free; make space or name a folder on another disk."
-        )

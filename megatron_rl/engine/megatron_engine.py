@@ -361,7 +361,7 @@ class MegatronEngine(TrainEngine):
         """
         self._activate()
         if self.optimizer is None:
-            raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; save HF weights.")
+            raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; leave it out.")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         state = checkpoint.training_state(self, is_loading=False)
         self.checkpoints.start(path, state, model_folder=self.config.model.path)
@@ -379,6 +379,8 @@ class MegatronEngine(TrainEngine):
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
         self._activate()
+        if with_optimizer and self.optimizer is None:
+            raise RuntimeError("load with_optimizer on an engine with trainable=False: it has none; leave it out.")
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer)
             return

@@ -215,9 +215,9 @@ def flip_a_bit(path):
 @pytest.mark.parametrize(
     "damage,parts",
     [
-        (lambda c: flip_a_bit(c / "__0_1.distcp"), ["RuntimeError", "content of __0_1.distcp", "CRC-32"]),
+        (lambda c: flip_a_bit(c / "__0_0.distcp"), ["RuntimeError", "content of __0_0.distcp", "CRC-32"]),
         (lambda c: os.truncate(c / "__0_0.distcp", 100), ["RuntimeError", "__0_0.distcp has 100 bytes"]),
-        (lambda c: (c / "common.pt").unlink(), ["RuntimeError", "common.pt is missing", "earlier checkpoint"]),
+        (lambda c: (c / "metadata.json").unlink(), ["RuntimeError", "metadata.json is missing", "earlier checkpoint"]),
         (lambda c: (c / "manifest.json").write_text("{"), ["RuntimeError", "manifest.json is not readable"]),
         (lambda c: (c / "manifest.json").unlink(), ["ValueError", "no manifest.json", "megatron-rl convert"]),
     ],

@@ -1,5 +1,6 @@
 """megatron-rl convert returns the same bits both ways, in little memory, and every layout loads what it writes."""
 
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tiny import LAYOUTS, make_engine, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_rl.cli import main
 from megatron_rl.engine import convert
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import RandomWeights, write_hf_folder
@@ -26,7 +28,7 @@ MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 
 
 
 def convert_both_ways(model, checkpoint, folder):
-    return convert.convert_folder(model, checkpoint), convert.convert_folder(checkpoint, folder)
+    return [convert.convert_folder(model, checkpoint), convert.convert_folder(checkpoint, folder)]
 
 
 # A tied model and an untied one, with odd vocabularies, and both dtypes.
@@ -34,7 +36,7 @@ def convert_both_ways(model, checkpoint, folder):
 def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(family, dtype, tmp_path):
     make_model(family, tmp_path / "model").to(dtype).save_pretrained(tmp_path / "model")
     said = run_ranks(1, convert_both_ways, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "back")[0]
-    assert "checkpoint of qwen" in said[0] and "Hugging Face folder of qwen" in said[1]
+    assert said == [f"{tmp_path}/checkpoint: checkpoint", f"{tmp_path}/back: Hugging Face folder"]
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
     weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
@@ -64,12 +66,13 @@ def test_a_training_checkpoint_becomes_what_the_engine_exports_and_transformers_
     for path in COUNT_TINY.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "model")
     run_ranks(4, save_both, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "exported")
-    run_ranks(1, convert.convert_folder, tmp_path / "checkpoint", tmp_path / "hf")
-    weights, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "exported"))
-    assert weights.keys() == exported.keys() and all(torch.equal(weights[name], exported[name]) for name in exported)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter), name
+    in_shards = functools.partial(convert.convert_folder, shard_bytes=100_000)
+    run_ranks(1, in_shards, tmp_path / "checkpoint", tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    for folder in ("hf", "exported"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([3, 4]) == (
         AutoTokenizer.from_pretrained(COUNT_TINY).decode([3, 4])
     )
@@ -152,3 +155,16 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path, monkey
     message = run_ranks(1, refusal, tmp_path / "model", tmp_path / "target")[0]
     assert "1.1 MB are needed" in message and "1.0 MB are free" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
+
+
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", str(tmp_path / "none"), str(tmp_path / "target")])
+    assert str(stopped.value).startswith("megatron-rl convert: source = ") and "\n" not in str(stopped.value)
+
+
+def test_the_command_says_what_it_converts(tmp_path, capfd):
+    make_model("llama", tmp_path / "model")
+    run_ranks(1, main, ["convert", str(tmp_path / "model"), str(tmp_path / "checkpoint")])
+    said = capfd.readouterr().out
+    assert said == f"converting llama with 135,872 parameters, 0.5 MB\n{tmp_path}/checkpoint: checkpoint\n"
