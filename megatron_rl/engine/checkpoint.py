@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl.engine import manifest
+from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
@@ -205,16 +205,19 @@ def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool) -> N
             f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
         )
-    is_distributed = engine.config.optimizer.distributed
-    if common["is_distributed"] != is_distributed:
-        raise ValueError(
-            f"optimizer.distributed = {is_distributed}: checkpoint {str(path)!r} was written with "
-            f"{common['is_distributed']}, and an optimizer keeps its kind; set it so, or load the weights alone with "
-            f"with_optimizer=False."
-        )
     wanted = training_state(engine, is_loading=True)
     wanted["random"] = _random_state(engine.groups, common["layout"])
-    state = dist_checkpointing.load(wanted, str(path))
+    was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
+    if is_distributed and not was_distributed:
+        main_parameters = optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
+        state = dist_checkpointing.load(wanted, str(path))
+        state["optimizer"] = optimizer_kinds.arrange_as_distributed(state["optimizer"], main_parameters)
+    elif was_distributed and not is_distributed:
+        optimizer_kinds.ask_as_distributed(wanted["optimizer"])
+        state = dist_checkpointing.load(wanted, str(path))
+        state["optimizer"] = optimizer_kinds.arrange_as_plain(state["optimizer"])
+    else:
+        state = dist_checkpointing.load(wanted, str(path))
     _load_models(engine, state)
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
