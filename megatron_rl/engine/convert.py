@@ -164,7 +164,7 @@ def _has_tensor(part: Any) -> bool:
 def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
     """The model without weights; memory that is never written is never taken."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
-    return build_chunks(arch, transformer_config(arch, config, groups, {}), groups)
+    return build_chunks(arch, transformer_config(arch, config, {}), groups)
 
 
 @contextlib.contextmanager

@@ -84,12 +84,14 @@ class MegatronEngine(TrainEngine):
             source = HFFolder(config.model.path, hf_shapes(self.arch))
         else:
             source = RandomWeights(hf_shapes(self.arch), config.seed)
+        self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
+        assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
         self._activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
-        self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
         load_shards(self.chunks, source, self.arch, self.groups)
         self.wrapped: list[Any] = list(self.chunks)
@@ -103,14 +105,21 @@ class MegatronEngine(TrainEngine):
                 chunk.requires_grad_(False).eval()
 
     def _prepare_training(self, total_updates: int) -> None:
+        options = self.config.optimizer
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=options.distributed,
+            overlap_grad_reduce=options.overlap,
+            overlap_param_gather=options.overlap,
         )
         self.wrapped = [
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
         self.tf_config.finalize_model_grads_func = finalize_model_grads
+        if options.overlap:  # gradients are complete, and may be reduced, in the last microbatch only
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            self.tf_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
@@ -124,8 +133,12 @@ class MegatronEngine(TrainEngine):
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
     def offload(self) -> None:
-        """Move weights and optimizer to host memory and free the device; gradients are dropped. Harmless if done."""
+        """Move weights and optimizer to host memory and free the device; gradients are dropped. Harmless if done.
+
+        All ranks call it.
+        """
         if not self.host_copy.is_out:
+            self._gather_weights()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()  # main parameters hold gradients of their own
             self.host_copy.take(*tensors_of(self), self.device)
@@ -268,7 +281,10 @@ class MegatronEngine(TrainEngine):
         )
 
     def _output_weight(self) -> Tensor:
-        return self.chunks[-1].output_weight()[: self.shard.stop - self.shard.start]
+        weight = self.chunks[-1].output_weight()
+        if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
+            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
+        return weight[: self.shard.stop - self.shard.start]
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
@@ -316,6 +332,17 @@ class MegatronEngine(TrainEngine):
         loss, weight = totals.pop("loss"), totals.pop("weight")
         return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether an update leaves other ranks' parts of the weights stale until the next forward pass."""
+        return self.optimizer is not None and self.config.optimizer.overlap
+
+    def _gather_weights(self) -> None:
+        """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""
+        if self._gathers_late:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
     def parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, chunk by chunk."""
         return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
@@ -324,13 +351,15 @@ class MegatronEngine(TrainEngine):
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._activate()
+        self._gather_weights()
         return stream_hf_tensors(self.chunks, self.arch, self.groups)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
-        """Take over the weights of an engine of the same architecture and layout; no rank asks another."""
+        """Take over the weights of an engine of the same architecture and layout. All ranks call it."""
         self._activate()
         other.onload()
+        other._gather_weights()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
@@ -363,6 +392,7 @@ class MegatronEngine(TrainEngine):
         if self.optimizer is None:
             raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; leave it out.")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
+        self._gather_weights()
         state = checkpoint.training_state(self, is_loading=False)
         self.checkpoints.start(path, state, model_folder=self.config.model.path)
 

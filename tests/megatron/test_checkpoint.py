@@ -62,19 +62,22 @@ def resume_and_save(folder, layout, source, target, options, in_background):
     return loaded, saved
 
 
-# From one process to tensor and pipeline ranks, chunks and replicas, and back; from one kind of optimizer to the other.
+# From one process to tensor, pipeline and context ranks, chunks and replicas, and back; from one kind of optimizer to
+# the other, which some links of each chain change.
+@pytest.mark.proves("layouts", "{links}", "checkpoint")
 @pytest.mark.parametrize(
     "family,links",
     [
-        ("llama_tied", [("1", GENTLE), ("tp2_pp2", GENTLE), ("pp2_vpp2", GENTLE), ("dp2", DISTRIBUTED)]),
-        ("qwen3", [("dp2", DISTRIBUTED), ("tp2_pp2", DISTRIBUTED), ("pp2_vpp2", DISTRIBUTED), ("tp2_sp", GENTLE)]),
+        ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
+        ("qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"]),
     ],
 )
 def test_a_run_continues_in_any_layout(family, links, tmp_path):
     make_model(family, tmp_path / "model")
     expected = run_ranks(1, uninterrupted, tmp_path / "model", len(links))[0]
     source, last = None, None
-    for number, (layout, options) in enumerate(links):
+    for number, link in enumerate(links):
+        layout, options = link.removesuffix("_distributed"), DISTRIBUTED if link.endswith("_distributed") else GENTLE
         target, in_background = tmp_path / f"checkpoint{number}", number % 2 == 1
         arguments = (tmp_path / "model", layout, source, target, options, in_background)
         loaded, saved = run_ranks(LAYOUTS[layout][0], resume_and_save, *arguments)[0]

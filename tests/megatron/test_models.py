@@ -44,6 +44,7 @@ def all_logprobs_on_rank(folder, layout, batch):
     return collected
 
 
+@pytest.mark.proves("families", "{family}", "{layout}")
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family, layout, tmp_path):
@@ -78,6 +79,7 @@ def export(folder, layout, target, hf_names):
     return [name for name, _ in engine.hf_tensors()]
 
 
+@pytest.mark.proves("layouts", "{layout}", "HF round trip")
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "tp2_pp2"])
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2_tied", "qwen3_tied_one_kv_head"])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):

@@ -11,12 +11,15 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns, tensors_of
 from megatron_rl.types import FinetuneSpec
 
+PLAIN, DISTRIBUTED = {}, {"distributed": True}
+OVERLAPPED = DISTRIBUTED | {"overlap": True}
 
-def start(folder, layout, dtype="float32", *, distributed=False, **options):
+
+def start(folder, layout, dtype="float32", kind=PLAIN, **options):
     config = EngineConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),
         parallel=LAYOUTS[layout][1],
-        optimizer=OptimizerConfig(lr=1e-3, distributed=distributed),
+        optimizer=OptimizerConfig(lr=1e-3, **kind),
     )
     engine = MegatronEngine(config, **options)
     engine.initialize(None, FinetuneSpec(total_updates=10))
@@ -41,8 +44,8 @@ def phases(engine, batch, between):
     return results
 
 
-def offload_between_phases(folder, layout, dtype, distributed):
-    engine = start(folder, layout, dtype, distributed=distributed)
+def offload_between_phases(folder, layout, dtype, kind):
+    engine = start(folder, layout, dtype, kind)
     batch = share_of(make_batch(), engine)
     out = []
 
@@ -53,24 +56,26 @@ def offload_between_phases(folder, layout, dtype, distributed):
         out.append((before, device_bytes(engine)))
 
     apart = phases(engine, batch, between)
-    together = phases(start(folder, layout, dtype, distributed=distributed, groups=engine.groups), batch, lambda: None)
+    together = phases(start(folder, layout, dtype, kind, groups=engine.groups), batch, lambda: None)
     return [torch.equal(a, b) for a, b in zip(apart, together, strict=True)], out
 
 
-# Tensor and pipeline ranks, chunks, gradients of replicas, DDP's parameter buffers, float32 main parameters.
+# Tensor and pipeline ranks, chunks, gradients of replicas, DDP's parameter buffers, float32 main parameters, and
+# weights of which an update leaves other ranks' parts stale.
 @pytest.mark.parametrize(
-    "layout,dtype,distributed",
+    "layout,dtype,kind",
     [
-        ("tp2_sp", "float32", False),
-        ("pp2_vpp2", "float32", False),
-        ("dp2", "float32", True),
-        ("1", "bfloat16", False),
-        ("dp2", "bfloat16", True),
+        ("tp2_sp", "float32", PLAIN),
+        ("pp2_vpp2", "float32", PLAIN),
+        ("dp2", "float32", DISTRIBUTED),
+        ("1", "bfloat16", PLAIN),
+        ("dp2", "bfloat16", DISTRIBUTED),
+        ("dp2", "bfloat16", OVERLAPPED),
     ],
 )
-def test_offloading_between_phases_changes_no_bit_and_empties_the_device(layout, dtype, distributed, tmp_path):
+def test_offloading_between_phases_changes_no_bit_and_empties_the_device(layout, dtype, kind, tmp_path):
     make_model("qwen3", tmp_path)
-    for same, out in run_ranks(LAYOUTS[layout][0], offload_between_phases, tmp_path, layout, dtype, distributed):
+    for same, out in run_ranks(LAYOUTS[layout][0], offload_between_phases, tmp_path, layout, dtype, kind):
         assert same and all(same)
         assert len(out) == 6 and all(before > 0 and after == 0 for before, after in out)
 
