@@ -36,6 +36,8 @@ class ParallelGroups:
     """Data and context together: the ranks that gradients of dense layers are summed over."""
     expert: Axis
     expert_tensor: Axis
+    expert_data: Axis
+    """Replicas of an expert: the ranks that its gradients are summed over."""
     control: dist.ProcessGroup
     """All ranks over gloo, for small Python objects."""
     rank: int
@@ -106,6 +108,7 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         data_context=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         expert=_axis(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
+        expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
         control=dist.new_group(backend="gloo"),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -55,7 +55,9 @@ class PackedAttention(nn.Module):
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # torch 2.11's kernel call has no grouped-query option
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        return varlen_attn(
+        width = value.shape[-1]  # narrower than the queries in latent attention; the kernel wants one width
+        value = F.pad(value, (0, query.shape[-1] - width))
+        out = varlen_attn(
             query,
             key,
             value,
@@ -66,6 +68,7 @@ class PackedAttention(nn.Module):
             window_size=(-1 if self.window is None else self.window - 1, 0),
             scale=self.scale,
         )
+        return out[..., :width]
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         parts = [self._attend(query, key, value, alike) for alike in packed.alike]

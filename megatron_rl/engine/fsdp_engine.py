@@ -45,6 +45,11 @@ class FSDPEngine(TrainEngine):
         check_layout(config.parallel)
         self.config, self.groups, self.trainable = config, groups, trainable
         self.arch = read_architecture(config.model.path)
+        if self.arch.mixture is not None:
+            raise ValueError(
+                f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
+                f"one; use MegatronEngine."
+            )
         self.dtype = getattr(torch, config.model.dtype)
         self.version = 0
         self.publisher: WeightPublisher | None = None
@@ -57,7 +62,7 @@ class FSDPEngine(TrainEngine):
         if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
             source: WeightSource = HFFolder(config.model.path, shapes)
         else:
-            source = RandomWeights(shapes, config.seed)
+            source = RandomWeights(shapes, config.seed, norm=1.0 - self.arch.norm_offset)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         self.device = platform.device()
         self.policy = self._sharded_model()

@@ -10,40 +10,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl import platform
 from megatron_rl.config import EngineConfig
-from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.layers import (
+    block_spec,
+    config_class,
+    family_options,
+    has_transformer_engine_layers,
+    place_attention,
+    scale_embedding,
+)
 from megatron_rl.engine.passthrough import check_passed_through
-from megatron_rl.engine.rope import Rope
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
 from megatron_rl.weights.reshard import rules_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as HF computes it; its gradient is summed over the tensor axis under SP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class PolicyModel(GPTModel):
@@ -88,7 +79,14 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
             f"{arch.layers} layers; lower one of the two."
         )
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
-    options = dict(
+    if uses_transformer_engine and not has_transformer_engine_layers(arch):
+        if config.model.transformer_impl != "auto":
+            raise ValueError(
+                f"model.transformer_impl = 'transformer_engine': {arch.family} has norms that Transformer Engine's "
+                f"layers lack; set it to auto or local."
+            )
+        uses_transformer_engine = False
+    options: dict[str, Any] = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         ffn_hidden_size=arch.ffn,
@@ -128,8 +126,10 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         transformer_impl="transformer_engine" if uses_transformer_engine else "local",
         gradient_accumulation_fusion=platform.has_gradient_accumulation_kernel(),
     )
-    check_passed_through(passed_through, options)
-    return TransformerConfig(**options | passed_through)
+    options |= family_options(arch, parallel)
+    cls = config_class(arch)
+    check_passed_through(passed_through, options, cls)
+    return cls(**options | passed_through)
 
 
 def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
@@ -142,18 +142,14 @@ def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: Paral
 def _build(
     arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, *, vp_stage: int | None, count: int
 ) -> PolicyModel:
-    layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if arch.qk_norm:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(tf_config, vp_stage=vp_stage), layer_norm=RMSNorm
-    )
     model = PolicyModel(
         config=tf_config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=block_spec(
+            arch,
+            tf_config,
+            vp_stage=vp_stage,
+            use_transformer_engine=tf_config.transformer_impl == "transformer_engine",
+        ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
@@ -162,13 +158,17 @@ def _build(
         position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
-    rope = Rope.of(arch)
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention.rope = rope
+    place_attention(model.decoder.layers, arch)
+    if model.pre_process:
+        scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
         # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
         # norm.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+        if rule.expert is not None:
+            # Upstream does this only under expert parallelism; but wherever the expert-tensor axis is not the tensor
+            # axis, an expert has other replicas than the rest of the layer, over which its gradient is to be summed.
+            parameter.allreduce = False
     return model

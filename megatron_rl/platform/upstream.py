@@ -6,9 +6,17 @@ installed.
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import queue
+import tempfile
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 def no_jit_fuser(module: ModuleType) -> None:
@@ -23,6 +31,12 @@ def no_jit_fuser(module: ModuleType) -> None:
 def router_without_transformer_engine(module: ModuleType) -> None:
     """0.16.1: the MoE router reads `te_general_gemm`, which is undefined without Transformer Engine (NameError)."""
     vars(module).setdefault("te_general_gemm", None)
+
+
+def latent_attention_without_transformer_engine(module: ModuleType) -> None:
+    """0.16.1: takes stand-ins for Transformer Engine's classes for the real ones; isinstance() is then a TypeError."""
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False
 
 
 def distributed_adam_resume(module: ModuleType) -> None:
@@ -51,8 +65,65 @@ def distributed_adam_resume(module: ModuleType) -> None:
     cls._set_main_param_and_optimizer_states, cls.load_state_dict = set_states_with_step, load_with_own_steps
 
 
+def uneven_parts_over_gloo(module: ModuleType) -> None:
+    """gloo gathers and scatters equal parts only, but experts that are cut over ranks get uneven numbers of tokens."""
+    if torch.cuda.is_available():
+        return
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: Tensor, group, output_split_sizes=None, *args, **kwargs) -> Tensor:
+        if output_split_sizes is None:
+            return gather(input_, group, None, *args, **kwargs)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter_parts(input_: Tensor, group, input_split_sizes=None, *args, **kwargs) -> Tensor:
+        if input_split_sizes is None:
+            return scatter(input_, group, None, *args, **kwargs)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
+
+
+class _ResultsFile:
+    """A queue from forked writers to their parent: a nameless file that only grows."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(buffering=0)
+        self.read_bytes = 0
+
+    def put(self, item: Any) -> None:
+        self.file.write(pickle.dumps(item))
+
+    def get_nowait(self) -> Any:
+        data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.read_bytes, self.read_bytes)
+        if not data:
+            raise queue.Empty
+        stream = io.BytesIO(data)  # several writers may have put theirs
+        item = pickle.load(stream)
+        self.read_bytes += stream.tell()
+        return item
+
+
+def checkpoint_results_without_a_server(module: ModuleType) -> None:
+    """0.16.1 to 0.19.2: each save hands its results over in a queue that a spawned process serves.
+
+    That process runs the main script once more (seconds, and for ever where it has no `__main__` guard) and outlives
+    the save.
+    """
+    module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
+
+
 FIXES = {
+    "megatron.core.transformer.multi_latent_attention": latent_attention_without_transformer_engine,
     "megatron.core.jit": no_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
+    "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
 }

@@ -1,4 +1,4 @@
-"""Decoder-only models (Llama, Qwen2, Qwen3 dense) in plain torch, with a KV cache of rows.
+"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3 dense) in plain torch, with a KV cache of rows.
 
 Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name is a view of the tensor the
 forward pass multiplies with, so an update is a `copy_` by HF name and a checksum reads what is used. Tested: logits
@@ -49,8 +49,17 @@ class ModelConfig:
             raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
         raw = json.loads((folder / "config.json").read_text())
         kind = raw.get("model_type")
-        if kind not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(f"config.json: model_type = {kind!r}; the embedded server runs llama, qwen2 and qwen3")
+        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+            raise ValueError(
+                f"config.json: model_type = {kind!r}: the embedded server runs llama, mistral, qwen2 and qwen3; serve "
+                f"this model with SGLang"
+            )
+        window = raw.get("sliding_window") if kind == "mistral" else None
+        if window is not None and window < raw.get("max_position_embeddings", 2048):
+            raise ValueError(
+                f"config.json: sliding_window = {window}: the embedded server attends to all tokens; serve this model "
+                f"with SGLang, or lower max_position_embeddings to the window"
+            )
         if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
             raise ValueError("config.json: sliding-window attention is not supported; set use_sliding_window to false")
         if raw.get("hidden_act", "silu") != "silu":

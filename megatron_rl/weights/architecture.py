@@ -8,15 +8,55 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts: where it stands and how its router spreads a token."""
+
+    experts: int
+    per_token: int
+    ffn: int
+    """Width of one expert."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has the mixture (or one dense feed-forward)."""
+    renormalised: bool = True
+    """The chosen experts' weights sum to 1."""
+    shared_ffn: int | None = None
+    """Width of the experts that every token takes, together."""
+    groups: int | None = None
+    """Groups of experts; a token chooses from `groups_per_token` of them only."""
+    groups_per_token: int | None = None
+    scale: float | None = None
+    """Factor on the chosen experts' weights."""
+    is_biased: bool = False
+    """Scores are sigmoids, and a bias that gradients do not reach takes part in choosing (arXiv 2412.19437)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): ranks of its projections, widths of each head's parts."""
+
+    query_rank: int | None
+    """None: queries are projected from the hidden state at once."""
+    kv_rank: int
+    plain_dim: int
+    """What of a query and a key is not rotated."""
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes of a dense decoder: counts of layers and heads, widths in elements, the vocabulary in tokens."""
+    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens."""
 
     family: str
     layers: int
@@ -25,12 +65,21 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
+    """Of latent attention the rotated part alone."""
     vocab: int
     tied: bool
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     max_positions: int
+    windows: tuple[int | None, ...]
+    """For each layer, the most tokens that one attends to, itself included; None is all."""
+    mixture: Mixture | None = None
+    latent: Latent | None = None
+    window_rope_theta: float | None = None
+    """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
+    softmax_scale: float | None = None
+    """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -38,7 +87,16 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("gemma3", "qwen3", "qwen3_moe")
+
+    @property
+    def norm_offset(self) -> float:
+        """What a norm adds to its weights."""
+        return 1.0 if self.family == "gemma3" else 0.0
+
+    def has_mixture(self, layer_number: int) -> bool:
+        """Whether the layer (counted from 0 over the whole model) is a mixture of experts."""
+        return self.mixture is not None and self.mixture.layers[layer_number]
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -70,13 +128,18 @@ def read_architecture(folder: str | Path) -> Architecture:
             ffn=config["intermediate_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", family == "gemma3"),
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10_000.0)),
             rope_scaling=_scaling(config, path),
             max_positions=config.get("max_position_embeddings", 4096),
+            windows=_windows(config, family),
+            mixture=_mixture(config, family),
+            latent=_latent(config) if family == "deepseek_v3" else None,
+            window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
+            softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
@@ -86,7 +149,14 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("full_attention", rope)
+
+
+def _window_rope_theta(config: dict[str, Any]) -> float:
+    if "rope_local_base_freq" in config:  # before transformers 5
+        return config["rope_local_base_freq"]
+    return config["rope_parameters"]["sliding_attention"]["rope_theta"]
 
 
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
@@ -106,19 +176,100 @@ def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
     return rope
 
 
+def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
+    layers = range(config["num_hidden_layers"])
+    if family == "mixtral":
+        return Mixture(
+            experts=config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["intermediate_size"],
+            layers=tuple(True for _ in layers),
+        )
+    if family == "qwen3_moe":
+        dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        return Mixture(
+            # transformers 5 writes the second name.
+            experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["moe_intermediate_size"],
+            layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+            renormalised=config.get("norm_topk_prob", False),
+        )
+    if family == "deepseek_v3":
+        is_grouped, shared = config.get("n_group", 1) > 1, config.get("n_shared_experts") or 0
+        return Mixture(
+            experts=config["n_routed_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["moe_intermediate_size"],
+            layers=tuple(layer >= config["first_k_dense_replace"] for layer in layers),
+            shared_ffn=shared * config["moe_intermediate_size"] or None,
+            groups=config["n_group"] if is_grouped else None,
+            groups_per_token=config["topk_group"] if is_grouped else None,
+            scale=config["routed_scaling_factor"],
+            is_biased=True,
+        )
+    return None
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    return Latent(
+        query_rank=config["q_lora_rank"],
+        kv_rank=config["kv_lora_rank"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+    )
+
+
+def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if "layer_types" in config:
+        return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
+    if family in ("mistral", "mixtral"):
+        return (window,) * layers
+    if family == "gemma3":
+        every = config["sliding_window_pattern"]
+        return tuple(window if (layer + 1) % every else None for layer in range(layers))
+    if not config.get("use_sliding_window", False):
+        return (None,) * layers
+    whole = 0 if family == "qwen3_moe" else config["max_window_layers"]
+    return tuple(None if layer < whole else window for layer in range(layers))
+
+
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:
     demands = {
         "hidden_act": ("silu", "silu"),
-        "use_sliding_window": (False, False),
         "mlp_bias": (False, False),
         "attention_bias": (False, False),
+        "quantization_config": (None, None),
     }
+    if arch.family == "gemma3":
+        tanh = "gelu_pytorch_tanh"
+        demands |= {
+            "hidden_activation": (tanh, tanh),
+            "attn_logit_softcapping": (None, None),
+            "final_logit_softcapping": (None, None),
+            "use_bidirectional_attention": (False, False),
+        }
+    if arch.family == "deepseek_v3":
+        demands |= {
+            "norm_topk_prob": (True, True),
+            "rope_interleave": (True, True),
+            "scoring_func": ("sigmoid", "sigmoid"),
+            "topk_method": ("noaux_tc", "noaux_tc"),
+            "moe_layer_freq": (1, 1),
+        }
     for key, (default, supported) in demands.items():
         value = config.get(key, default)
         if value != supported:
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
             )
+    mixture = arch.mixture
+    if mixture is not None and mixture.groups is not None and mixture.per_token != 2 * mixture.groups_per_token:
+        raise ValueError(
+            f"{path}: num_experts_per_tok = {mixture.per_token}: megatron.core ranks groups of experts as the model "
+            f"does only with twice topk_group = {mixture.groups_per_token}; pick another model."
+        )
     if arch.heads % arch.kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads = {arch.heads}: must be a multiple of num_key_value_heads = {arch.kv_heads}; "

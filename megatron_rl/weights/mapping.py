@@ -6,7 +6,8 @@ them again. The round trip is a test and returns the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,15 +36,25 @@ class VocabRows:
     def load(self, source, names, shape, rank, size, arch):
         start = rank * shape[0]
         stop = min(start + shape[0], arch.vocab)
-        shard = torch.zeros(shape)
-        if stop > start:
-            rows = source.read(names[0], 0, start, stop)
-            shard = shard.to(rows.dtype)
-            shard[: stop - start] = rows
-        return shard
+        if stop <= start:
+            return torch.zeros(shape)
+        rows = source.read(names[0], 0, start, stop)
+        return rows if rows.shape == shape else torch.cat([rows, rows.new_zeros(shape[0] - len(rows), *shape[1:])])
 
     def export(self, shards, arch):
         return [torch.cat(shards)[: arch.vocab]]
+
+
+class Rows:
+    """Split along the output dimension: column-parallel linear layers."""
+
+    split_dim: int | None = 0
+
+    def load(self, source, names, shape, rank, size, arch):
+        return source.read(names[0], 0, rank * shape[0], (rank + 1) * shape[0])
+
+    def export(self, shards, arch):
+        return [torch.cat(shards)]
 
 
 class Columns:
@@ -100,77 +111,213 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class Rule:
-    """Megatron parameter <-> HF tensors; in a layer rule `{}` of the HF prefix is the global layer number."""
+    """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
+
+    A rule with a word that the architecture has no size for is not the model's. Of an expert's rule `{}` in both names
+    is its number, on this rank in Megatron's and in the whole model in HF's.
+    """
 
     megatron: str
-    hf: tuple[str, ...]
-    layout: Replicated | VocabRows | Columns | GateUp | FusedQKV
+    hf: dict[str, str]
+    layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV
+    expert: int | None = None
+    """Which of this rank's experts the parameter belongs to."""
 
-
-def _heads(suffix: str) -> tuple[str, ...]:
-    return tuple(f"self_attn.{part}_proj.{suffix}" for part in "qkv")
+    def names(self, first_expert: int = 0) -> list[str]:
+        """The HF names; `first_expert` is the number of the rank's first expert in the whole model."""
+        return list(self.hf) if self.expert is None else [name.format(first_expert + self.expert) for name in self.hf]
 
 
 EDGES = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabRows()),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
-    Rule("output_layer.weight", ("lm_head.weight",), VocabRows()),
+    Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, VocabRows()),
+    Rule("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}, Replicated()),
+    Rule("output_layer.weight", {"lm_head.weight": "vocab hidden"}, VocabRows()),
 )
-LLAMA = (  # left to right to publish, right to left to load
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), Replicated()),
-    Rule("self_attention.linear_qkv.weight", _heads("weight"), FusedQKV()),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated()),
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
+# Parts of a layer: left to right to publish, right to left to load.
+NORMS = (
+    Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
+    Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
 )
-QWEN2 = (*LLAMA, Rule("self_attention.linear_qkv.bias", _heads("bias"), FusedQKV()))
-QWEN3 = (
-    *LLAMA,
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Replicated()),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Replicated()),
+SANDWICH_NORMS = (
+    Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
+    Rule("self_attention.linear_proj.norm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
+    Rule("pre_mlp_layernorm.weight", {"pre_feedforward_layernorm.weight": "hidden"}, Replicated()),
+    Rule("mlp.linear_fc2.norm.weight", {"post_feedforward_layernorm.weight": "hidden"}, Replicated()),
 )
-LAYERS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+ATTENTION = (
+    Rule(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "query hidden",
+            "self_attn.k_proj.weight": "key hidden",
+            "self_attn.v_proj.weight": "key hidden",
+        },
+        FusedQKV(),
+    ),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, Columns()),
+)
+QKV_BIAS = (
+    Rule(
+        "self_attention.linear_qkv.bias",
+        {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "key", "self_attn.v_proj.bias": "key"},
+        FusedQKV(),
+    ),
+)
+QK_NORM = (
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, Replicated()),
+    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, Replicated()),
+)
+LATENT_ATTENTION = (
+    Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "latent_query no_query_rank"}, Rows()),
+    Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, Replicated()),
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": "query_rank"}, Replicated()),
+    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "latent_query query_rank"}, Rows()),
+    Rule(
+        "self_attention.linear_kv_down_proj.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": "kv_rank_and_head hidden"},
+        Replicated(),
+    ),
+    Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, Replicated()),
+    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "latent_kv kv_rank"}, Rows()),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden latent_value"}, Columns()),
+)
+DENSE = (
+    Rule(
+        "mlp.linear_fc1.weight",
+        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
+        GateUp(),
+    ),
+    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, Columns()),
+)
+EXPERTS = (
+    Rule("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, Replicated()),
+    Rule(
+        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        {"mlp.experts.{}.gate_proj.weight": "expert hidden", "mlp.experts.{}.up_proj.weight": "expert hidden"},
+        GateUp(),
+    ),
+    Rule(
+        "mlp.experts.local_experts.{}.linear_fc2.weight",
+        {"mlp.experts.{}.down_proj.weight": "hidden expert"},
+        Columns(),
+    ),
+)
+SHARED_EXPERTS = (
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        {"mlp.shared_experts.gate_proj.weight": "shared hidden", "mlp.shared_experts.up_proj.weight": "shared hidden"},
+        GateUp(),
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
+)
+ROUTER_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
+MIXTRAL_EXPERTS = (
+    Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
+    Rule(
+        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        {
+            "block_sparse_moe.experts.{}.w1.weight": "expert hidden",
+            "block_sparse_moe.experts.{}.w3.weight": "expert hidden",
+        },
+        GateUp(),
+    ),
+    Rule(
+        "mlp.experts.local_experts.{}.linear_fc2.weight",
+        {"block_sparse_moe.experts.{}.w2.weight": "hidden expert"},
+        Columns(),
+    ),
+)
+LAYERS = {  # of each family: norms and attention, the dense feed-forward, the mixture of experts
+    "deepseek_v3": ((*NORMS, *LATENT_ATTENTION), DENSE, (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS)),
+    "gemma3": ((*SANDWICH_NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
+    "llama": ((*NORMS, *ATTENTION), DENSE, ()),
+    "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
+    "mixtral": ((*NORMS, *ATTENTION), (), MIXTRAL_EXPERTS),
+    "qwen2": ((*NORMS, *ATTENTION, *QKV_BIAS), DENSE, ()),
+    "qwen3": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
+    "qwen3_moe": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, EXPERTS),
+}
+# Transformer Engine fuses a norm into the matrix behind it and keeps a rank's experts in one module.
+TRANSFORMER_ENGINE = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight"), "self_attention.q_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight"), "self_attention.kv_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def sizes(arch: Architecture) -> dict[str, int]:
+    """The words that rules describe the dimensions of HF tensors with."""
+    words = {
+        "vocab": arch.vocab,
+        "hidden": arch.hidden,
+        "ffn": arch.ffn,
+        "head": arch.head_dim,
+        "query": arch.heads * arch.head_dim,
+        "key": arch.kv_heads * arch.head_dim,
+    }
+    if arch.mixture is not None:
+        words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn}
+        if arch.mixture.shared_ffn is not None:
+            words["shared"] = arch.mixture.shared_ffn
+    if arch.latent is not None:
+        latent = arch.latent
+        words |= {
+            "kv_rank": latent.kv_rank,
+            "kv_rank_and_head": latent.kv_rank + arch.head_dim,
+            "latent_query": arch.heads * (latent.plain_dim + arch.head_dim),
+            "latent_kv": arch.heads * (latent.plain_dim + latent.value_dim),
+            "latent_value": arch.heads * latent.value_dim,
+            "query_rank" if latent.query_rank else "no_query_rank": latent.query_rank or arch.hidden,
+        }
+    return words
 
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
     """Name and shape of every HF tensor of the model, in the order of its layers."""
-    q, kv, h = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.hidden
-    layer: dict[str, Shape] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (arch.ffn, h),
-        "mlp.up_proj.weight": (arch.ffn, h),
-        "mlp.down_proj.weight": (h, arch.ffn),
-    }
-    if arch.qkv_bias:
-        layer |= {f"self_attn.{part}_proj.bias": (rows,) for part, rows in zip("qkv", (q, kv, kv), strict=True)}
-    if arch.qk_norm:
-        layer |= {f"self_attn.{part}_norm.weight": (arch.head_dim,) for part in "qk"}
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (arch.vocab, h)}
+    words = sizes(arch)
+
+    def shapes_of(rule: Rule, prefix: str = "") -> dict[str, Shape]:
+        shapes = {prefix + name: tuple(words[word] for word in dims.split()) for name, dims in rule.hf.items()}
+        if "{}" not in rule.megatron:
+            return shapes
+        return {name.format(n): shape for n in range(arch.mixture.experts) for name, shape in shapes.items()}
+
+    embedding, final_norm, output = map(shapes_of, EDGES)
+    shapes = embedding
     for number in range(arch.layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (h,)
-    if not arch.tied:
-        shapes["lm_head.weight"] = (arch.vocab, h)
-    return shapes
+        for rule in layer_rules(arch, number):
+            shapes |= shapes_of(rule, f"model.layers.{number}.")
+    return shapes | final_norm | ({} if arch.tied else output)
+
+
+def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
+    """The rules of one layer, counted from 0 over the whole model."""
+    attention, dense, mixture = LAYERS[arch.family]
+    words = sizes(arch).keys()
+    rules = attention + (mixture if arch.has_mixture(layer_number) else dense)
+    return [rule for rule in rules if all(words >= set(dims.split()) for dims in rule.hf.values())]
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     """Return the rule of a Megatron parameter, with full HF names.
 
-    name: the parameter's name within the model, or within its layer where `layer_number` (global, from 0) is given.
+    name: the parameter's name within the model, or within its layer where `layer_number` (global, from 0) is given; as
+    upstream's local layers or those of Transformer Engine have it.
     """
-    table = EDGES if layer_number is None else LAYERS[arch.family]
-    for rule in table:
-        if rule.megatron == name:
+    for pattern, local in TRANSFORMER_ENGINE:
+        if match := pattern.fullmatch(name):
+            name = match.expand(local)
+    expert = _EXPERT.search(name)
+    general = _EXPERT.sub("{}", name)
+    for rule in EDGES if layer_number is None else layer_rules(arch, layer_number):
+        if rule.megatron == general:
             if layer_number is not None:
-                return Rule(name, tuple(f"model.layers.{layer_number}.{hf}" for hf in rule.hf), rule.layout)
+                hf = {f"model.layers.{layer_number}.{hf}": dims for hf, dims in rule.hf.items()}
+                return replace(rule, hf=hf, expert=int(expert[0]) if expert else None)
             if name == "output_layer.weight" and arch.tied:  # a last pipeline stage keeps its own copy
-                return Rule(name, ("model.embed_tokens.weight",), rule.layout)
+                return replace(rule, hf=EDGES[0].hf)
             return rule
     raise KeyError(f"{name}: no rule for this parameter in the {arch.family} table of weights/mapping.py; add one.")

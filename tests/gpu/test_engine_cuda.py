@@ -21,14 +21,17 @@ def reference(model, batch, temperature=1.0):
     return torch.cat(parts).cpu() * batch["loss_mask"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+FAMILIES = ["llama", "qwen2_tied", "qwen3", "mistral_windowed", "gemma3", "mixtral", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32_logprobs_equal_transformers(family, tmp_path):
     model, batch = make_model(family, tmp_path).cuda(), make_batch()
     ours = make_engine(tmp_path, LAYOUTS["1"][1]).eval().forward(batch, temperature=0.8)
     torch.testing.assert_close(ours, reference(model, batch, 0.8), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logprobs_are_as_near_to_float32_as_transformers(family, tmp_path):
     from megatron_rl.config import EngineConfig, ModelConfig
     from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -40,6 +43,31 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_transformers(family, tmp_pa
     engine.initialize()
     ours = (engine.eval().forward(batch) - truth).abs().mean()
     assert ours <= 2 * theirs + 1e-4, f"mean error {ours:.2e}, transformers' {theirs:.2e}"
+
+
+def test_an_offloaded_engine_leaves_the_device_and_trains_on_where_it_was(tmp_path):
+    make_model("qwen3", tmp_path / "model")
+    batch = make_batch()
+
+    def train(engine, updates):
+        for _ in range(updates):
+            engine.train_batch(batch, LogprobLoss(supervised))
+
+    empty = torch.cuda.memory_allocated()
+    engine = make_engine(tmp_path / "model", LAYOUTS["1"][1]).train()
+    train(engine, 1)
+    before = torch.cuda.memory_allocated() - empty
+    engine.offload()
+    assert torch.cuda.memory_allocated() - empty < 0.1 * before
+    train(engine, 1)
+    engine.save_async(tmp_path / "checkpoint")
+    train(engine, 2)
+    engine.finish_saves()
+    expected = [parameter.clone() for parameter in engine.parameters()]
+    engine.load(tmp_path / "checkpoint", with_optimizer=True)
+    train(engine, 2)
+    for ours, theirs in zip(engine.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_training_lowers_the_loss(tmp_path):

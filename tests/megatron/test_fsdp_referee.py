@@ -293,6 +293,12 @@ def test_other_axes_are_refused(key, tied):
         FSDPEngine(EngineConfig(model=ModelConfig(path=str(tied)), parallel=ParallelConfig(**{key: 2})))
 
 
+def test_mixture_of_experts_is_refused(tmp_path):
+    make_model("mixtral", tmp_path)
+    with pytest.raises(ValueError, match="FSDPEngine has no mixtures of experts, and mixtral is one; use Megatron"):
+        FSDPEngine(EngineConfig(model=ModelConfig(path=str(tmp_path))))
+
+
 def refusals(folder):
     engine, batch = make_fsdp(folder), make_batch()
     with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: must be an integer count"):

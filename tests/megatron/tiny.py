@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -45,8 +56,54 @@ FAMILIES = {
     "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen2_half_windowed": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
+    "mistral_windowed": MistralConfig(**SIZES, head_dim=24, sliding_window=4),
+    # Layers 0 and 2 have a window and a rotary embedding of their own.
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=4,
+        pad_token_id=None,  # transformers takes no gradient of that token's embedding
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    ),
     "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
 }
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+DEEPSEEK = dict(
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=40,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rms_norm_eps=1e-5,
+)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+MIXTURES = {
+    # Layer 1 is dense; the last family does not renormalise the chosen experts' weights.
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_raw_weights": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    "deepseek_v3": DeepseekV3Config(**SIZES | DEEPSEEK, q_lora_rank=24),
+    "deepseek_v3_yarn_whole_queries": DeepseekV3Config(
+        **SIZES | DEEPSEEK | {"n_group": 1, "topk_group": 1},
+        q_lora_rank=None,
+        rope_parameters=YARN | {"mscale_all_dim": 0.9},
+    ),
+}
+FAMILIES |= MIXTURES
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
@@ -60,17 +117,34 @@ LAYOUTS = {
     "cp2_tp2_pp2": (8, ParallelConfig(context=2, tensor=2, pipeline=2)),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
     "pp2_vpp2_dp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2)),
+    "ep2": (2, ParallelConfig(expert=2)),
+    "tp2_etp2": (2, ParallelConfig(tensor=2, expert_tensor=2)),
+    "etp2": (2, ParallelConfig(expert_tensor=2)),
+    "tp2_ep2": (2, ParallelConfig(tensor=2, expert=2)),
+    "tp2_ep2_etp2": (4, ParallelConfig(tensor=2, expert=2, expert_tensor=2)),
+    "cp2_ep2": (2, ParallelConfig(context=2, expert=2)),
+    "pp2_ep2": (4, ParallelConfig(pipeline=2, expert=2)),
+    "tp2_pp2_ep2": (4, ParallelConfig(tensor=2, pipeline=2, expert=2)),
+    "tp2_pp2_dp2_ep2": (8, ParallelConfig(tensor=2, pipeline=2, expert=2)),
 }
 
 
-def make_model(family: str, folder: Path):
+def make_model(family: str, folder: Path, **changes):
     """Write the family's tiny random model to `folder` and return it as transformers has it, in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).float().eval()
+    config = copy.deepcopy(FAMILIES[family])
+    config.update(changes)
+    # The plain loop over experts; transformers' grouped products take fewer dtypes.
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").float().eval()
     with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mix-up
         for name, parameter in model.named_parameters():
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("mlp.gate.weight"):  # experts of clearly different weight
+                parameter.mul_(10.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 

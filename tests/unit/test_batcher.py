@@ -1,5 +1,6 @@
 """The embedded server below HTTP: model, sampling and batcher, against transformers and against themselves."""
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ VOCAB, CONTEXT, TIMEOUT_S = 512, 256, 30
 CPU = torch.device("cpu")
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (functools.partial(transformers.MistralConfig, sliding_window=None), transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
@@ -156,6 +158,12 @@ def test_unknown_rope_is_refused_by_name():
 def test_unknown_model_type_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="model_type = 'mamba'"):
+        ModelConfig.read(tmp_path)
+
+
+def test_window_within_the_context_is_refused(tmp_path):
+    hf_model("mistral", sliding_window=CONTEXT // 2).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"sliding_window = {CONTEXT // 2}: the embedded server attends to all"):
         ModelConfig.read(tmp_path)
 
 

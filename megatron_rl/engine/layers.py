@@ -1,0 +1,286 @@
+"""What a family's layers are made of: upstream's layer specs with our norm and attention in their slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.weights.architecture import Architecture
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, as HF computes it; its gradient is summed over the tensor axis under SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class OffsetNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """The matrix that ends a part of a layer, with the norm that Gemma has behind it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.norm = OffsetNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        return self.norm(output), bias
+
+
+class LatentNorm(RMSNorm):
+    """The norm between latent attention's projections: HF gives it an epsilon of its own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class WholeLinear(nn.Module):
+    """A matrix that every tensor rank holds whole and applies to its own rows. `[..., H]` -> `[..., size]`."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention that rotates rows by their own positions.
+
+    Upstream's local layers cut the down projections over the tensor axis; each rank would then keep only its own heads'
+    gradient of the rotated key that all heads share. Here they are whole, which needs sequence parallelism.
+    """
+
+    rope: Rope
+    """Set after building."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states=None,
+        position_ids=None,
+        packed_seq_params: PackedRows | None = None,
+        **_,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`[R, 1, H]` (this tensor rank's rows) -> query, key, value `[R, heads, ...]` (all rows), and what they are
+        projected from."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query_source = hidden_states
+            query, _ = self.linear_q_proj(query_source)
+        else:
+            query_source = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query, _ = self.linear_q_up_proj(query_source)
+        down = self.linear_kv_down_proj(hidden_states)
+        kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        kv_source = self.kv_layernorm(kv_source)
+        if config.sequence_parallel:
+            rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
+        key_value, _ = self.linear_kv_up_proj(kv_source)
+
+        query, key_value = (x.squeeze(1).unflatten(-1, (heads, -1)) for x in (query, key_value))
+        plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        rotation = packed_seq_params.rotation(self.rope)
+        # HF's pairs are neighbours, `rotate` pairs the halves; queries and keys may be reordered alike.
+        rotated_query, rotated_key = (
+            rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), rotation) for x in (rotated_query, rotated_key)
+        )
+        query = torch.cat([plain_query, rotated_query], dim=-1)
+        key = torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1)
+        return query, key, value, query_source, kv_source
+
+
+def config_class(arch: Architecture) -> type[TransformerConfig]:
+    """Upstream's class of options for the family."""
+    return TransformerConfig if arch.latent is None else MLATransformerConfig
+
+
+def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """The fields of TransformerConfig that dense Llama-like decoders leave alone.
+
+    Raises ValueError where the layout and the model do not fit together.
+    """
+    is_special = arch.mixture is not None or arch.latent is not None
+    if is_special and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
+            f"key out."
+        )
+    options = _mixture_options(arch, parallel) | _latent_options(arch)
+    if arch.family == "gemma3":
+        options |= dict(activation_func=functools.partial(F.gelu, approximate="tanh"), softmax_scale=arch.softmax_scale)
+    return options
+
+
+def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    mixture = arch.mixture
+    if mixture is None:
+        for key in ("expert", "expert_tensor"):
+            if getattr(parallel, key) > 1:
+                raise ValueError(
+                    f"parallel.{key} = {getattr(parallel, key)}: {arch.family} has no experts to share; leave it out."
+                )
+        return {}
+    if mixture.experts % parallel.expert:
+        raise ValueError(
+            f"parallel.expert = {parallel.expert}: does not divide the model's {mixture.experts} experts; lower it."
+        )
+    return dict(
+        num_moe_experts=mixture.experts,
+        moe_ffn_hidden_size=mixture.ffn,
+        moe_shared_expert_intermediate_size=mixture.shared_ffn,
+        moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
+        moe_router_topk=mixture.per_token,
+        moe_router_score_function="sigmoid" if mixture.is_biased else "softmax",
+        # A softmax over the chosen experts alone is the softmax over all of them, renormalised.
+        moe_router_pre_softmax=not mixture.renormalised,
+        moe_router_num_groups=mixture.groups,
+        moe_router_group_topk=mixture.groups_per_token,
+        moe_router_topk_scaling_factor=mixture.scale,
+        moe_router_enable_expert_bias=mixture.is_biased,
+        moe_router_bias_update_rate=0.0,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+    )
+
+
+def _latent_options(arch: Architecture) -> dict[str, Any]:
+    latent, scaling = arch.latent, arch.rope_scaling or {}
+    if latent is None:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.plain_dim,
+        qk_pos_emb_head_dim=arch.head_dim,
+        v_head_dim=latent.value_dim,
+        qk_layernorm=True,
+        # Upstream takes from these only the scale of the softmax; the rotation is ours.
+        rope_type="rope",
+        rotary_scaling_factor=scaling.get("factor", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
+    )
+
+
+def has_transformer_engine_layers(arch: Architecture) -> bool:
+    """Whether the family can be built of Transformer Engine's modules."""
+    return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
+
+
+def layer_spec(
+    arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
+) -> ModuleSpec:
+    """The spec of one layer: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+    options: dict[str, Any] = dict(
+        num_experts=tf_config.num_moe_experts if is_mixture else None,
+        moe_grouped_gemm=tf_config.moe_grouped_gemm,
+        qk_layernorm=tf_config.qk_layernorm,
+        multi_latent_attention=arch.latent is not None,
+    )
+    if use_transformer_engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+    else:
+        spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if arch.latent is not None:
+        spec.submodules.self_attention.module = LatentAttention
+    attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
+    if use_transformer_engine:
+        return spec
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm_class(arch)
+    if arch.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    if arch.family == "gemma3":
+        # megatron.core 0.19 makes the feed-forward's spec a partial.
+        mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
+        attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
+    return spec
+
+
+def norm_class(arch: Architecture) -> type[RMSNorm]:
+    return OffsetNorm if arch.norm_offset else RMSNorm
+
+
+def block_spec(
+    arch: Architecture,
+    tf_config: TransformerConfig,
+    *,
+    vp_stage: int | None = None,
+    use_transformer_engine: bool = False,
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's model chunk and the norm after the last."""
+    specs = {
+        kind: layer_spec(arch, tf_config, is_mixture=kind, use_transformer_engine=use_transformer_engine)
+        for kind in {arch.has_mixture(number) for number in range(arch.layers)}
+    }
+    first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=norm_class(arch)
+    )
+
+
+def place_attention(layers: nn.ModuleList, arch: Architecture) -> None:
+    """Give the attention of each built layer its rotary embedding and its window."""
+    rope = windowed_rope = Rope.of(arch)
+    if arch.window_rope_theta is not None:
+        windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
+    for layer in layers:
+        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]
+        attention.core_attention.window = window
+        rotating = attention.core_attention if arch.latent is None else attention
+        rotating.rope = rope if window is None else windowed_rope
+
+
+def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
+    """Let the embedding of a Gemma model return rows times sqrt(hidden), rounded to the model's precision as in HF."""
+    if arch.family == "gemma3":
+        scale = torch.tensor(arch.hidden**0.5)
+        embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

@@ -1,0 +1,166 @@
+"""A mixture of experts is the same model in HF and in every layout, and so are its updates."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_checkpoint import load_and_train, train_and_save
+from test_gradients import assert_same_updates, two_updates, user_loss, user_weight
+from test_models import all_logprobs_on_rank, export, hf_gradients, hf_logprobs
+from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model
+
+from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "ep2", "tp2_ep2", "tp2_pp2_ep2"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_equal_transformers(family, layout, tmp_path):
+    model, batch = make_model(family, tmp_path), make_batch()
+    ranks = run_ranks(LAYOUTS[layout][0], all_logprobs_on_rank, tmp_path, layout, batch)
+    last = [collected for collected in ranks if collected]
+    # Data-parallel ranks have a share of the sequences each.
+    found = {sequence: logprobs for collected in last for sequence, logprobs in collected.items()}
+    for sequence, logprobs in hf_logprobs(model, batch).items():
+        torch.testing.assert_close(found[sequence], logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "ep2", "etp2", "tp2_ep2_etp2", "pp2_ep2", "tp2_pp2_ep2"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
+    make_model(family, tmp_path / "in")
+    before = load_file(tmp_path / "in" / "model.safetensors")
+    names = run_ranks(LAYOUTS[layout][0], export, tmp_path / "in", layout, tmp_path / "out", list(before))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    assert sorted(names[0]) == sorted(before) and not any(names[1:]), "only global rank 0 is given tensors"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folders = {family: tmp_path_factory.mktemp(family) for family in MIXTURES}
+    for family, folder in folders.items():
+        make_model(family, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def one_process(folders):
+    return {f: run_ranks(1, two_updates, folder, "1", make_batch(), "logprobs")[0] for f, folder in folders.items()}
+
+
+# Experts over data ranks, over tensor ranks, cut in two, and both; tp2_sp and etp2 give experts other replicas than
+# the rest of the layer has, without expert parallelism.
+ALL = [
+    "tp2_sp",
+    "ep2",
+    "etp2",
+    "tp2_etp2",
+    "tp2_ep2",
+    "tp2_ep2_etp2",
+    "cp2_ep2",
+    "pp2_ep2",
+    "tp2_pp2_ep2",
+    "tp2_pp2_dp2_ep2",
+]
+SOME = ["ep2", "cp2_ep2", "tp2_pp2_ep2"]
+
+
+@pytest.mark.parametrize(
+    "family,layout", [(f, layout) for f in MIXTURES for layout in (ALL if f == "qwen3_moe" else SOME)]
+)
+def test_update_does_not_depend_on_the_layout(family, layout, folders, one_process):
+    result = run_ranks(LAYOUTS[layout][0], two_updates, folders[family], layout, make_batch(), "logprobs")
+    assert_same_updates(result[0], one_process[family])
+    for name, tensor in one_process[family][1].items():
+        assert (result[0][1][name] - tensor).norm() < 1e-5 * tensor.norm(), name
+    for stats, _ in result[1:]:
+        assert stats == result[0][0], "every rank reports the same step"
+
+
+@pytest.mark.parametrize("layout", ["ep2", "etp2", "tp2_pp2_dp2_ep2"])
+def test_distributed_optimizer_gives_the_same_update(layout, folders, one_process):
+    options = {"distributed": True}
+    folder, batch = folders["qwen3_moe"], make_batch()
+    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, batch, "logprobs", 64, options)
+    assert_same_updates(result[0], one_process["qwen3_moe"])
+
+
+def router_gradients(folder, batch):
+    engine = make_engine(folder, LAYOUTS["1"][1], clip_grad=0.0).train()
+    stats = engine.train_batch(batch, user_loss, user_weight)
+    return stats, [layer.mlp.router.weight.main_grad.clone() for layer in engine.chunks[0].decoder.layers[2:]]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradient_equals_float64_autograd(family, folders):
+    batch = make_batch()
+    stats, routers = run_ranks(1, router_gradients, folders[family], batch)[0]
+    model = hf_gradients(folders[family], batch, stats)
+    for ours, layer in zip(routers, model.model.layers[2:], strict=True):
+        torch.testing.assert_close(ours.double(), layer.mlp.gate.weight.grad, rtol=0, atol=1e-6)
+        assert ours.abs().max() > 1e-4
+
+
+def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
+    alone, shared = (
+        run_ranks(1, two_updates, folders["deepseek_v3"], "1", make_groups(), "logprobs", 64, {"share_prompts": share})
+        for share in (False, True)
+    )
+    assert_same_updates(shared[0], alone[0])
+
+
+@pytest.mark.parametrize("before,after,options", [("tp2_ep2", "pp2", {}), ("ep2", "etp2", {"distributed": True})])
+def test_resume_continues_the_same_run(before, after, options, folders, tmp_path):
+    target = tmp_path / "checkpoint"
+    folder = folders["deepseek_v3"]
+    stats, weights = run_ranks(LAYOUTS[before][0], train_and_save, folder, before, target, options)[0]
+    resumed = run_ranks(LAYOUTS[after][0], load_and_train, folder, after, target, options)[0]
+    assert resumed[0].loss == pytest.approx(stats.loss, abs=1e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(resumed[1][name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def bias_in_bfloat16(folder, target):
+    model = ModelConfig(path=str(folder), dtype="bfloat16")
+    engine = MegatronEngine(EngineConfig(model=model, parallel=LAYOUTS["pp2_ep2"][1]))
+    engine.initialize()
+    engine.train().train_batch(make_batch(), user_loss, user_weight)
+    engine.save(target)
+
+
+def test_router_bias_is_neither_rounded_nor_trained(folders, tmp_path):
+    run_ranks(4, bias_in_bfloat16, folders["deepseek_v3"], tmp_path)
+    before, after = (load_file(path / "model.safetensors") for path in (folders["deepseek_v3"], tmp_path))
+    name = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert torch.equal(before[name], after[name]) and not torch.equal(before[name], before[name].bfloat16().float())
+    gate = "model.layers.3.mlp.gate.weight"
+    assert after[gate].dtype is torch.bfloat16 and not torch.equal(before[gate].bfloat16(), after[gate])
+
+
+REFUSED = {
+    "parallel.expert = 2: does not divide": (2, "odd", ParallelConfig(expert=2)),
+    "parallel.expert = 2: llama has no experts": (2, "llama", ParallelConfig(expert=2)),
+    "parallel.sequence = False: qwen3_moe under parallel.tensor > 1": (
+        2,
+        "qwen3_moe",
+        ParallelConfig(tensor=2, sequence=False),
+    ),
+}
+
+
+def refused(folder, parallel, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(folder, parallel)
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_layout_that_does_not_fit_the_experts_is_refused(message, tmp_path):
+    ranks, family, parallel = REFUSED[message]
+    if family == "odd":
+        make_model("qwen3_moe", tmp_path, num_experts=3)
+    else:
+        make_model(family, tmp_path)
+    run_ranks(ranks, refused, tmp_path, parallel, message)
