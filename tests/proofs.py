@@ -22,8 +22,13 @@ FAMILIES = {
     "llama": "Llama",
     "linear_rope": "Llama",
     "yarn_rope": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "gemma3": "Gemma 3",
 }
 """How the names of tiny.FAMILIES begin (the longest that fits counts), and what the README calls them."""
 

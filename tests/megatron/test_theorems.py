@@ -54,6 +54,8 @@ GRID = {
     "tp2_pp2": Row("tp2_pp2"),
     "cp2_tp2_pp2": Row("cp2_tp2_pp2"),
     "tp2_pp2_dp2_sp": Row("tp2_pp2_dp2", DISTRIBUTED),
+    "ep2": Row("ep2", family="qwen3_moe"),
+    "tp2_pp2_ep2": Row("tp2_pp2_ep2", DISTRIBUTED, family="qwen3_moe"),
 }
 
 
