@@ -88,7 +88,7 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
-            parameter.data = scratch.empty(parameter.shape, weights.dtype(rule.hf[0]))
+            parameter.data = scratch.empty(parameter.shape, weights.dtype(rule.names(0)[0]))
     load_shards(chunks, weights, arch, groups)
     writer = CheckpointWriter(groups)
     writer.start(target, scratch.state_of(chunks, groups), model_folder=source)
