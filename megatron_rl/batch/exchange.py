@@ -5,6 +5,8 @@ Every rank gets the step's batch, then takes its data-parallel share of each upd
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -106,3 +108,25 @@ def update_shares(
         own = packing.split_evenly([unit.cost for unit in parts], groups.data.size)[groups.data.rank]
         shares.append(part.select(sorted(index for number in own for index in parts[number].members)))
     return shares
+
+
+def by_token(
+    batch: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    *,
+    share_prompts: bool = False,
+) -> Tensor:
+    """Return `compute`'s `[N]` float32 of the whole batch on every rank, each data-parallel rank computing its share.
+
+    All ranks call it with the same batch and an engine of this layout behind `compute`.
+    """
+    result = torch.zeros(len(batch["input_ids"]))
+    rows = {"row": torch.arange(len(result))}
+    numbered = TrajectoryBatch(batch.tokens | rows, batch.sequences, batch.cu_seqlens)
+    (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
+    computed = compute(share)
+    if groups.is_data_head:  # of the ranks that computed the same share one contributes
+        result[share["row"]] = computed.cpu()
+    dist.all_reduce(result, group=groups.control)
+    return result

@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.weights.architecture import with_value_head
+
 Shape = tuple[int, ...]
 COPIED_WITH_WEIGHTS = (
     "config.json",
@@ -120,15 +122,30 @@ class RandomWeights:
         return full.narrow(dim, start, stop - start)
 
 
+class ValueHeadFromZero:
+    """The tensors of another source and, under `head`, zeros: a critic that starts from a policy."""
+
+    def __init__(self, trunk: WeightSource, head: str, shape: Shape) -> None:
+        self.trunk, self.head, self.shape = trunk, head, shape
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name == self.head:
+            return torch.zeros(self.shape).narrow(dim, start, stop - start)
+        return self.trunk.read(name, dim, start, stop)
+
+
 def write_hf_folder(
     folder: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
     *,
     model_folder: str | Path,
     dtype: torch.dtype,
+    head: str = "policy",
     shard_bytes: int = 2 * 1024**3,
 ) -> None:
     """Write streamed tensors as a HF folder with index, and the config and tokenizer of `model_folder`.
+
+    head: `value` makes config.json that of a sequence classification model with one label.
 
     It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
     At most `shard_bytes` of tensors are held at a time.
@@ -169,6 +186,8 @@ def write_hf_folder(
         if (Path(model_folder) / name).is_file():
             shutil.copy(Path(model_folder) / name, aside / name)
     config = json.loads((aside / "config.json").read_text())
+    if head == "value":
+        config = with_value_head(config)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (aside / "config.json").write_text(json.dumps(config, indent=2))
     replace_folder(aside, folder)
