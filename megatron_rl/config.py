@@ -275,6 +275,17 @@ class CriticConfig:
 
 
 @dataclass(kw_only=True)
+class RewardModelConfig:
+    """A frozen model that scores whole sequences, beside the workflow's own reward."""
+
+    path: str = ""
+    """Hugging Face folder of a sequence classification model with one label and the policy's tokens; empty: none."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    coefficient: float = 1.0
+    """A trajectory's reward is the workflow's plus this times the score."""
+
+
+@dataclass(kw_only=True)
 class RolloutConfig:
     workflow: str = "megatron_rl.rollout.workflows:RLVRWorkflow"
     """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
@@ -403,6 +414,7 @@ class TrainConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -462,11 +474,18 @@ class TrainConfig:
         model = own if critic.model else self.model
         return dataclasses.replace(self.actor, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
 
+    @property
+    def reward_engine(self) -> EngineConfig:
+        model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
+        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel)
+
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where a layout does not divide the number of processes."""
         self.parallel.check_world_size(world_size)
         if self.has_critic:
             self.critic.parallel.check_world_size(world_size)
+        if self.reward_model.path:
+            self.reward_model.parallel.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:
@@ -548,6 +567,8 @@ SECTIONS: dict[str, type] = {
     "critic": CriticConfig,
     "critic.parallel": ParallelConfig,
     "critic.optimizer": OptimizerConfig,
+    "reward_model": RewardModelConfig,
+    "reward_model.parallel": ParallelConfig,
     "rollout": RolloutConfig,
     "data": DataConfig,
     "warm_start": WarmStartConfig,

@@ -25,7 +25,7 @@ from megatron_rl.algo.critic import Critic
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.batch import exchange
-from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.launch import watch
@@ -55,17 +55,18 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
 
     Returns the tokenizer, the training prompts and the held-out prompts.
     """
-    arch = read_architecture(config.model.path)
+    arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
-        weight_source(config.model.path, arch.with_head("policy"))
+        weight_source(config.model.path, arch)
     transformer_config(arch, config.actor, config.megatron)
-    if config.has_critic and config.critic.model:
-        critic = read_architecture(config.critic.model).with_head("value")
-        weight_source(config.critic.model, critic)
-        if critic.vocab != arch.vocab:
+    if config.has_critic:
+        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
+    if config.reward_model.path:
+        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
+        if read_architecture(config.reward_model.path).head != "value":
             raise ValueError(
-                f"critic.model = {config.critic.model!r}: has a vocabulary of {critic.vocab} tokens and the policy "
-                f"{arch.vocab}; it must read the policy's tokens, so give a model with the same tokenizer."
+                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
+                f"0; give a sequence classification model with one label."
             )
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -83,6 +84,20 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
         for number, prompt in enumerate(prompts, start=1):
             refuse_too_long(key, number, len(prompt_ids(tokenizer, prompt)), config.generation, arch)
     return tokenizer, train, held_out
+
+
+def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
+    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
+    folder = engine.model.path
+    arch = read_architecture(folder).with_head("value")
+    if engine.model.init == "hf":
+        weight_source(folder, arch)
+    transformer_config(arch, engine, megatron)
+    if arch.vocab != policy.vocab:
+        raise ValueError(
+            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
+            f"the policy's tokens, so give a model with the same tokenizer."
+        )
 
 
 def refuse_too_long(
@@ -236,9 +251,14 @@ class Experiment:
         self.actor = PolicyActor(
             self.engine, config.algo, temperature=config.generation.temperature, reference=reference
         )
-        self.critic: Critic | None = None
-        if config.has_critic:
-            self.critic = self._start_critic()
+        self.critic = self._start_critic() if config.has_critic else None
+        self.reward_model: MegatronEngine | None = None
+        if config.reward_model.path:
+            groups = self._layout(config.reward_model.parallel)
+            self.reward_model = MegatronEngine(
+                config.reward_engine, groups=groups, trainable=False, head="value", megatron=config.megatron
+            )
+            self.reward_model.initialize()
         parameters = sum(p.numel() for p in self.engine.parameters())
         self.say(
             f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
@@ -246,12 +266,15 @@ class Experiment:
 
     def _start_critic(self) -> Critic:
         config = self.config
-        self.critic_groups = self.groups
-        if config.critic.parallel != config.parallel:
-            self.critic_groups = parallel.start(config.critic.parallel, seed=config.run.seed)
-        engine = MegatronEngine(config.critic_engine, groups=self.critic_groups, head="value", megatron=config.megatron)
+        groups = self._layout(config.critic.parallel)
+        engine = MegatronEngine(config.critic_engine, groups=groups, head="value", megatron=config.megatron)
         engine.initialize(None, FinetuneSpec(total_updates=config.run.steps * config.batch.updates_per_step))
         return Critic(engine, config.critic)
+
+    def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
+        """The policy's groups where another model has its layout too, else groups of its own."""
+        same = layout == self.config.parallel
+        return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
 
     @property
     def _policy_updates(self) -> int:
@@ -372,15 +395,25 @@ class Experiment:
         """Return the whole step's trajectories on every rank."""
         return exchange.gather(batch, self.groups)
 
+    def score(self, batch: TrajectoryBatch) -> None:
+        """Add the reward model's scores, where there is one, to the workflow's rewards; `model_rewards` keeps them."""
+        if self.reward_model is None:
+            return
+        engine, shared = self.reward_model, self.config.batch.share_prompts
+        with self.timers("score"):
+            scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
+        batch.sequences["model_rewards"] = scores
+        batch.sequences["rewards"] = batch["rewards"] + self.config.reward_model.coefficient * scores
+
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
         if self.critic is None:
             self.actor.compute_advantages(batch)
         else:
-            shared = self.config.batch.share_prompts
-            batch.tokens["values"] = exchange.by_token(
-                batch, self.critic_groups, self.critic.values, share_prompts=shared
-            )
+            groups, shared = self.critic.engine.groups, self.config.batch.share_prompts
+            with self.timers("values"):
+                values = exchange.by_token(batch, groups, self.critic.values, share_prompts=shared)
+            batch.tokens["values"] = values
             self.critic.compute_advantages(batch)
 
     def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
@@ -400,7 +433,8 @@ class Experiment:
             return []
         if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
             self.engine.set_version(self.engine.get_version() + 1)
-        return self.critic.update(self._shares(batch, step, self.critic_groups))
+        with self.timers("critic"):
+            return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
 
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.
@@ -436,6 +470,8 @@ class Experiment:
             "batch/trained_tokens": sum(s.weight for s in stats or critic_stats),
             "batch/sequence_tokens": float(batch.lengths.float().mean()),
         }
+        if "model_rewards" in batch:
+            metrics["reward/model"] = float(batch["model_rewards"].mean())
         if stats:
             metrics |= policy_metrics(stats)
         if critic_stats:

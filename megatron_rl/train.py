@@ -27,6 +27,7 @@ def train(config: TrainConfig) -> None:
         for step in range(config.run.steps):
             with x.timers("rollout"):
                 batch = x.exchange(x.rollout_batch())
+            x.score(batch)
             with x.timers("advantages"):
                 x.compute_advantages(batch)
                 shares = x.split(batch, step)
@@ -34,8 +35,7 @@ def train(config: TrainConfig) -> None:
                 x.actor.compute_logprobs(shares)
             with x.timers("update"):
                 stats = x.actor.update(shares)
-            with x.timers("critic"):
-                critic_stats = x.update_critic(batch, step)
+            critic_stats = x.update_critic(batch, step)
             with x.timers("publish"):
                 x.publish()
             x.save(step=step + 1)

@@ -121,9 +121,31 @@ def by_token(
 
     All ranks call it with the same batch and an engine of this layout behind `compute`.
     """
-    result = torch.zeros(len(batch["input_ids"]))
-    rows = {"row": torch.arange(len(result))}
+    rows = {"row": torch.arange(len(batch["input_ids"]))}
     numbered = TrajectoryBatch(batch.tokens | rows, batch.sequences, batch.cu_seqlens)
+    return _computed_by_all(numbered, groups, compute, share_prompts)
+
+
+def by_sequence(
+    batch: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    *,
+    share_prompts: bool = False,
+) -> Tensor:
+    """The same for `compute`'s `[B]`, one number per trajectory."""
+    numbered = TrajectoryBatch(batch.tokens, batch.sequences | {"row": torch.arange(len(batch))}, batch.cu_seqlens)
+    return _computed_by_all(numbered, groups, compute, share_prompts)
+
+
+def _computed_by_all(
+    numbered: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    share_prompts: bool,
+) -> Tensor:
+    """numbered: has a column `row` that numbers the results."""
+    result = torch.zeros(len(numbered["row"]))
     (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
     computed = compute(share)
     if groups.is_data_head:  # of the ranks that computed the same share one contributes

@@ -235,6 +235,26 @@ def test_policy_and_critic_in_different_layouts_learn_as_in_one_process(policy_l
         torch.testing.assert_close(values[1], one[2][1], rtol=0, atol=1e-4)  # of weights that may be 2e-5 apart
 
 
+def scores_of_all(folder, layout, batch):
+    groups = parallel.start(layout, seed=1)
+    config = EngineConfig(model=ModelConfig(path=str(folder)), parallel=layout, tokens_per_microbatch=24)
+    engine = MegatronEngine(config, groups=groups, trainable=False, head="value")
+    engine.initialize()
+    return exchange.by_sequence(batch, groups, engine.score, share_prompts=True)
+
+
+# Two replicas of two ranks each; and more replicas than trajectories, so that one computes nothing.
+@pytest.mark.parametrize(
+    ("ranks", "layout", "count"), [(4, ParallelConfig(tensor=2), 12), (3, ParallelConfig(), 2)], ids=["dp2_tp2", "idle"]
+)
+def test_every_rank_gets_all_scores_in_the_batchs_order(ranks, layout, count, folder):
+    batch = make_groups().select(range(count))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    _, expected = hf_values(model, batch)
+    for scores in run_ranks(ranks, scores_of_all, folder, layout, batch):
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
 def wrong_head(folder):
     critic = make_engine(folder, LAYOUTS["1"][1], head="value")
     batch = critic_batch()

@@ -67,6 +67,7 @@ OUR_KEYS = {
         "value_clip",
         "warmup_steps",
     ],
+    "reward_model": ["path", "parallel", "coefficient"],
     "rollout": [
         "workflow",
         "workflow_args",
@@ -117,7 +118,8 @@ def load(write):
 
 def test_options_are_the_listed_ones():
     found = {name: [f.name for f in dataclasses.fields(section)] for name, section in SECTIONS.items()}
-    nested = {"critic.parallel": OUR_KEYS["parallel"], "critic.optimizer": OUR_KEYS["optimizer"]}
+    nested = {f"{name}.parallel": OUR_KEYS["parallel"] for name in ("critic", "reward_model")}
+    nested |= {"critic.optimizer": OUR_KEYS["optimizer"]}
     assert found == OUR_KEYS | nested
     assert [f.name for f in dataclasses.fields(TrainConfig)] == [*OUR_KEYS, "megatron"]
 
@@ -166,6 +168,14 @@ def test_critic_has_the_policys_model_unless_it_names_one(load):
     named = load(*options, "critic.model=some/critic", "model.dtype=bfloat16").critic_engine.model
     assert (named.path, named.init, named.dtype) == ("some/critic", "hf", "bfloat16")
     with pytest.raises(ValueError, match=r"tensor\(2\) .* does not divide the world size 3"):
+        config.check_world_size(3)
+
+
+def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
+    config = load("reward_model.path=some/judge", "reward_model.parallel.pipeline=2", "model.init=random")
+    engine = config.reward_engine
+    assert (engine.model.path, engine.model.init, engine.parallel.pipeline) == ("some/judge", "hf", 2)
+    with pytest.raises(ValueError, match=r"pipeline\(2\) .* does not divide the world size 3"):
         config.check_world_size(3)
 
 
