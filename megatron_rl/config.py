@@ -75,12 +75,19 @@ class ModelConfig:
     """`hf` loads the folder's safetensors; `random` draws weights from run.seed, the same in every layout."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
+    transformer_impl: str = "auto"
+    """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
 
     def __post_init__(self) -> None:
         check(
             "model",
             init=(self.init, self.init in ("hf", "random"), "must be hf or random"),
             dtype=(self.dtype, self.dtype in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+            transformer_impl=(
+                self.transformer_impl,
+                self.transformer_impl in ("auto", "transformer_engine", "local"),
+                "must be auto, transformer_engine or local",
+            ),
         )
 
 
@@ -151,6 +158,8 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 leaves gradients alone."""
     distributed: bool = False
     """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
+    overlap: bool = False
+    """Reduce gradients during the backward pass and gather updated weights during the next forward pass."""
 
     def __post_init__(self) -> None:
         check(
@@ -168,6 +177,11 @@ class OptimizerConfig:
             beta2=(self.beta2, 0 <= self.beta2 < 1, "must be in [0, 1)"),
             eps=(self.eps, self.eps > 0, "must be above 0"),
             clip_grad=(self.clip_grad, self.clip_grad >= 0, "must be at least 0; 0 turns clipping off"),
+            overlap=(
+                self.overlap,
+                self.distributed or not self.overlap,
+                "hides the distributed optimizer's communication; set optimizer.distributed=true too",
+            ),
         )
 
 

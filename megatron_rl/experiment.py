@@ -25,6 +25,7 @@ from megatron_rl.api import RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.engine.model import transformer_config
 from megatron_rl.launch import watch
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
@@ -56,6 +57,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
     arch = read_architecture(config.model.path)
     if config.model.init == "hf":
         HFFolder(config.model.path, hf_shapes(arch))
+    transformer_config(arch, config.actor, config.megatron)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError, KeyError) as error:

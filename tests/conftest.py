@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-pytest_plugins = ["tests.servers.fixtures"]
+pytest_plugins = ["tests.proofs", "tests.servers.fixtures"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

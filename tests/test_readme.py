@@ -49,7 +49,7 @@ def test_every_make_target_exists():
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "demo SERVER=sglang", "demo-tiny", "test", "test-fast", "lint", "format", "clean"]
+    "target", ["demo", "demo SERVER=sglang", "demo-tiny", "test", "test-fast", "bench-trl", "lint", "format", "clean"]
 )
 def test_make_knows_how_to_build_each_target(target):
     if "SERVER=sglang" in target or target == "test":

@@ -212,26 +212,29 @@ def has_transformer_engine_layers(arch: Architecture) -> bool:
     return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
 
 
-def layer_spec(
-    arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
-) -> ModuleSpec:
-    """The spec of one layer: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+def layer_spec(arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False) -> ModuleSpec:
+    """The spec of one layer, with a mixture of experts or a dense feed-forward, of `transformer_impl`'s modules."""
+    uses_transformer_engine = tf_config.transformer_impl == "transformer_engine"
+    if tf_config.moe_grouped_gemm and not uses_transformer_engine:
+        raise ValueError(
+            "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
+        )
     options: dict[str, Any] = dict(
         num_experts=tf_config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=tf_config.moe_grouped_gemm,
         qk_layernorm=tf_config.qk_layernorm,
         multi_latent_attention=arch.latent is not None,
     )
-    if use_transformer_engine:
+    if uses_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
     else:
         spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
-    if use_transformer_engine:
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if uses_transformer_engine:
         return spec
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
@@ -249,17 +252,11 @@ def norm_class(arch: Architecture) -> type[RMSNorm]:
 
 
 def block_spec(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    *,
-    vp_stage: int | None = None,
-    use_transformer_engine: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, *, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's model chunk and the norm after the last."""
-    specs = {
-        kind: layer_spec(arch, tf_config, is_mixture=kind, use_transformer_engine=use_transformer_engine)
-        for kind in {arch.has_mixture(number) for number in range(arch.layers)}
-    }
+    kinds = {arch.has_mixture(number) for number in range(arch.layers)}
+    specs = {is_mixture: layer_spec(arch, tf_config, is_mixture=is_mixture) for is_mixture in kinds}
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(

@@ -79,12 +79,14 @@ class MegatronEngine(TrainEngine):
             source = HFFolder(config.model.path, hf_shapes(self.arch))
         else:
             source = RandomWeights(hf_shapes(self.arch), config.seed, norm=1.0 - self.arch.norm_offset)
+        self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
+        assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
         self.groups.activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
-        self.tf_config = transformer_config(self.arch, config, self.groups, self.passed_through)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
         self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:
@@ -98,14 +100,21 @@ class MegatronEngine(TrainEngine):
                 chunk.requires_grad_(False).eval()
 
     def _prepare_training(self, total_updates: int) -> None:
+        options = self.config.optimizer
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=options.distributed,
+            overlap_grad_reduce=options.overlap,
+            overlap_param_gather=options.overlap,
         )
         self.wrapped = [
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
         self.tf_config.finalize_model_grads_func = finalize_model_grads
+        if options.overlap:  # gradients are complete, and may be reduced, in the last microbatch only
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            self.tf_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
@@ -242,7 +251,10 @@ class MegatronEngine(TrainEngine):
         )
 
     def _output_weight(self) -> Tensor:
-        return self.chunks[-1].output_weight()[: self.shard.stop - self.shard.start]
+        weight = self.chunks[-1].output_weight()
+        if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
+            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
+        return weight[: self.shard.stop - self.shard.start]
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
@@ -290,6 +302,17 @@ class MegatronEngine(TrainEngine):
         loss, weight = totals.pop("loss"), totals.pop("weight")
         return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether an update leaves other ranks' parts of the weights stale until the next forward pass."""
+        return self.optimizer is not None and self.config.optimizer.overlap
+
+    def _gather_weights(self) -> None:
+        """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""
+        if self._gathers_late:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
     def parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, chunk by chunk."""
         return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
@@ -297,11 +320,13 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._gather_weights()
         return stream_hf_tensors(self.chunks, self.arch, self.groups)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
-        """Take over the weights of an engine of the same architecture and layout; no rank asks another."""
+        """Take over the weights of an engine of the same architecture and layout. All ranks call it."""
+        other._gather_weights()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
@@ -315,6 +340,7 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self.groups.activate()
         if with_optimizer:
+            self._gather_weights()
             checkpoint.save(path, self)
             return
         if self.groups.is_main:

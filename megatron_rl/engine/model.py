@@ -5,7 +5,6 @@ The last stage returns hidden states, not logits: the engine's head decides whic
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -19,8 +18,17 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.config import EngineConfig
-from megatron_rl.engine.layers import block_spec, config_class, family_options, place_attention, scale_embedding
+from megatron_rl.engine.layers import (
+    block_spec,
+    config_class,
+    family_options,
+    has_transformer_engine_layers,
+    place_attention,
+    scale_embedding,
+)
+from megatron_rl.engine.passthrough import check_passed_through
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
@@ -59,23 +67,24 @@ def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
 
 
-def transformer_config(
-    arch: Architecture, config: EngineConfig, groups: ParallelGroups, passed_through: dict[str, Any]
-) -> TransformerConfig:
-    """Translate the architecture and the layout; `passed_through` wins and may name any field of TransformerConfig."""
-    dtype, chunks = DTYPES[config.model.dtype], config.parallel.virtual_pipeline
-    if arch.layers % (groups.pipeline.size * chunks):
+def transformer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
+    """Translate the architecture and the layout; `passed_through` adds fields that neither decides.
+
+    Needs no process group. ValueError where the parts do not fit together.
+    """
+    dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
+    if arch.layers % (parallel.pipeline * chunks):
         raise ValueError(
-            f"parallel: pipeline({groups.pipeline.size}) x virtual_pipeline({chunks}) does not divide the model's "
+            f"parallel: pipeline({parallel.pipeline}) x virtual_pipeline({chunks}) does not divide the model's "
             f"{arch.layers} layers; lower one of the two."
         )
-    cls = config_class(arch)
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(passed_through) - known)
-    if unknown:
-        raise ValueError(
-            f"megatron.{unknown[0]}: not a field of megatron.core's {cls.__name__}; see its documentation."
-        )
+    uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
+    if uses_transformer_engine and not has_transformer_engine_layers(arch):
+        if config.model.transformer_impl == "transformer_engine":
+            raise ValueError(
+                f"model.transformer_impl = 'transformer_engine': it has no layers for {arch.family}; set it to auto."
+            )
+        uses_transformer_engine = False
     options = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -97,14 +106,14 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=groups.tensor.size,
-        context_parallel_size=groups.context.size,
-        pipeline_model_parallel_size=groups.pipeline.size,
+        tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
+        pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         # Two chunks on two stages send twice between the same two ranks; batched, upstream mixes the two up silently.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too
         calculate_per_token_loss=True,
@@ -113,9 +122,12 @@ def transformer_config(
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine" if uses_transformer_engine else "local",
+        gradient_accumulation_fusion=platform.has_gradient_accumulation_kernel(),
     )
-    return cls(**options | family_options(arch, config.parallel) | passed_through)
+    options |= family_options(arch, parallel)
+    check_passed_through(passed_through, options)
+    return config_class(arch)(**options | passed_through)
 
 
 def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:

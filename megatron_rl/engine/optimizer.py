@@ -24,6 +24,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype):
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
+        overlap_param_gather=config.overlap,
     )
     return get_megatron_optimizer(options, chunks)
 

@@ -6,6 +6,7 @@ unmodified. The rest of the package asks here for its device and backend and nev
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 
@@ -27,6 +28,7 @@ def prepare() -> None:
         imports.install(after_import=upstream.FIXES)
     elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
         cpu.stand_in_for_cuda()
+        cpu.keep_freed_memory()
         if cpu.has_slow_matrix_products():
             _kept.append(cpu.use_onednn_for_matrix_products())
 
@@ -43,3 +45,25 @@ def device() -> torch.device:
 def backend() -> str:
     """The torch.distributed backend of the trainer's ranks."""
     return "nccl" if has_cuda() else "gloo"
+
+
+def has_gradient_accumulation_kernel() -> bool:
+    """Whether megatron.core's linear layers can add weight gradients in one kernel, which is apex's."""
+    return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def uses_transformer_engine(transformer_impl: str) -> bool:
+    """Whether layers are Transformer Engine's under `model.transformer_impl`. Looks for it without importing it.
+
+    ValueError where it is demanded and cannot be had.
+    """
+    if transformer_impl == "local" or (transformer_impl == "auto" and not has_cuda()):
+        return False
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "transformer_engine" and not (has_cuda() and is_installed):
+        missing = "the package transformer_engine is not installed" if has_cuda() else "there is no CUDA device"
+        raise ValueError(
+            f"model.transformer_impl = 'transformer_engine': {missing}; install transformer_engine[pytorch] on a "
+            f"machine with CUDA, or set model.transformer_impl=local (auto takes what is there)."
+        )
+    return is_installed

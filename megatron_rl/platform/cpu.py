@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import importlib.util
 import sys
 import warnings
@@ -125,6 +126,25 @@ def use_onednn_for_matrix_products() -> torch.library.Library:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         library.impl("mm", mm, "CPU")
     return library
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""glibc's names of options of `mallopt`."""
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed for the next allocation instead of giving it back to the system.
+
+    A training step allocates gigabytes for activations and frees them again. Given back, they are faulted in anew page
+    by page in every step. The process stays as large as its largest step.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        mallopt = libc.mallopt
+    except AttributeError:  # not glibc
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _ignore(*args, **kwargs) -> None: ...

@@ -233,7 +233,9 @@ class Batcher:
             self._abort(lambda request: True)
             return
         self._admit()
-        if self._prefill():
+        budget = self.prefill_tokens_per_turn
+        while computed := self._prefill(budget):
+            budget -= computed
             self._admit()  # requests that waited for a prefix computed just now
         self._decode()
         self._count()
@@ -302,8 +304,9 @@ class Batcher:
 
     # The forward passes
 
-    def _prefill(self) -> bool:
-        budget, spans, owners, tokens = self.prefill_tokens_per_turn, [], [], []
+    def _prefill(self, budget: int) -> int:
+        """Compute at most `budget` prompt tokens; returns how many there were to compute."""
+        spans, owners, tokens = [], [], []
         for request in self._running:
             count = min(len(request.tokens) - 1 - request.filled, budget)
             if count > 0:
@@ -312,7 +315,7 @@ class Batcher:
                 tokens += request.tokens[request.filled : request.filled + count]
                 budget -= count
         if not spans:
-            return False
+            return 0
         hidden = self.model.prefill(torch.tensor(tokens, device=self.model.device), spans, self.cache)
         begin = 0
         for request, span in zip(owners, spans, strict=True):
@@ -320,7 +323,7 @@ class Batcher:
                 self._score(request, hidden[begin : begin + span.count], span)
             begin += span.count
             self.rows.advance(request, span.count)
-        return True
+        return len(tokens)
 
     def _score(self, request: Request, hidden: torch.Tensor, span: Span) -> None:
         """Log-probabilities of the prompt tokens after those of `span`, at temperature 1 like SGLang's."""

@@ -117,7 +117,9 @@ class RowTable:
                 best, best_length = index, length
             if row.request is not None:
                 coming = max(coming, min(common, len(row.tokens) - 1))
-        return Prefix(best, best_length, coming >= best_length + MIN_PREFIX)
+        # A prompt that is being computed whole, as by the first sample of a group, is worth waiting for in any case.
+        waits = coming > best_length and (coming == limit or coming >= best_length + MIN_PREFIX)
+        return Prefix(best, best_length, waits)
 
     def admit(self, request: Request, prefix: Prefix) -> None:
         """Give the request a row. Its prefix is there after `copy_prefixes`."""

@@ -35,6 +35,8 @@ def one_more(engine, batch):
 
 
 # The same layout, another one, and the distributed optimizer that upstream resumes wrongly by itself.
+@pytest.mark.proves("layouts", "{before}", "checkpoint")
+@pytest.mark.proves("layouts", "{after}", "checkpoint")
 @pytest.mark.parametrize(
     "before,after,options",
     [

@@ -1,12 +1,11 @@
-"""Theorems: the update does not depend on the layout, the microbatch split or the data-parallel split."""
+"""What else an update promises: recomputation, schedules, idle ranks, frozen models. Layouts: test_theorems.py."""
 
 import functools
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_groups, make_model, share_of
-from transformers import AutoModelForCausalLM
+from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
 
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
@@ -48,7 +47,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(model_folder):
-    return {k: run_ranks(1, two_updates, model_folder, "1", make_batch(), k)[0] for k in ("logits", "logprobs")}
+    return run_ranks(1, two_updates, model_folder, "1", make_batch(), "logprobs")[0]
 
 
 def assert_same_updates(result, expected):
@@ -60,27 +59,6 @@ def assert_same_updates(result, expected):
         assert ours.sums == pytest.approx(one.sums, rel=1e-4, abs=1e-3)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, weights_one[name], rtol=0, atol=2e-5, msg=name)
-
-
-# Every axis alone, the axes together, and data parallelism with the optimizer's state split.
-@pytest.mark.parametrize(
-    "layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2", "dp2", "cp2", "cp4", "cp2_tp2_pp2", "tp2_pp2_dp2"]
-)
-@pytest.mark.parametrize("kind", ["logits", "logprobs"])
-def test_update_does_not_depend_on_the_layout(layout, kind, model_folder, one_process):
-    options = {"distributed": True} if "dp2" in layout else {}
-    result = run_ranks(LAYOUTS[layout][0], two_updates, model_folder, layout, make_batch(), kind, 64, options)
-    assert_same_updates(result[0], one_process[kind])
-    for stats, _ in result[1:]:
-        assert stats == result[0][0], "every rank reports the same step"
-
-
-# 1: every sequence is longer than the budget and runs alone; 13: uneven; 1000: all in one.
-@pytest.mark.parametrize("tokens", [1, 13, 1000])
-@pytest.mark.parametrize("kind", ["logits", "logprobs"])
-def test_update_does_not_depend_on_the_microbatch_split(tokens, kind, model_folder, one_process):
-    result = run_ranks(1, two_updates, model_folder, "1", make_batch(), kind, tokens)[0]
-    assert_same_updates(result, one_process[kind])
 
 
 def shared_prompts(folder, layout, kind, tokens_per_microbatch, share):
@@ -108,29 +86,6 @@ def test_a_rank_without_trajectories_keeps_step(model_folder):
     one = run_ranks(1, two_updates, model_folder, "1", alone, "logits")[0]
     two = run_ranks(2, two_updates, model_folder, "dp2", alone, "logits")[0]
     assert_same_updates(two, one)
-
-
-def gradients(folder, batch):
-    engine = make_engine(folder, LAYOUTS["1"][1], clip_grad=0.0).train()
-    stats = engine.train_batch(batch, user_loss, user_weight)
-    return stats, engine.chunks[0].embedding.word_embeddings.weight.main_grad[:VOCAB].clone()
-
-
-def test_gradient_equals_float64_autograd(model_folder):
-    batch = make_batch()
-    stats, ours = run_ranks(1, gradients, model_folder, batch)[0]
-    model = AutoModelForCausalLM.from_pretrained(model_folder).double()
-    bounds, total = batch.cu_seqlens.tolist(), 0.0
-    for a, b in zip(bounds, bounds[1:], strict=False):
-        ids, mask, advantages = (batch[k][a:b] for k in ("input_ids", "loss_mask", "advantages"))
-        logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-        total = total - (logprobs * advantages[1:] * mask[1:]).sum()
-    loss = total / batch["loss_mask"].sum()
-    loss.backward()
-    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    torch.testing.assert_close(ours.double(), model.get_input_embeddings().weight.grad, rtol=0, atol=1e-6)
 
 
 def softmax_of_split_logits(folder):
@@ -211,27 +166,19 @@ def test_learning_rate_follows_the_schedule(schedule, half_way, model_folder):
     assert rates[10:] == pytest.approx([1.0, 1.0] if schedule == "constant" else [0.1, 0.1])
 
 
-RECOMPUTE = {
+MEGATRON = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "fusions": {"bias_activation_fusion": True, "bias_dropout_fusion": True},
 }
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_recomputed_activations_give_the_same_update(recompute, layout, model_folder, one_process):
-    options = {"megatron": RECOMPUTE[recompute]}
+@pytest.mark.parametrize("section", MEGATRON)
+def test_recomputed_activations_and_fused_functions_give_the_same_update(section, layout, model_folder, one_process):
+    options = {"megatron": MEGATRON[section]}
     result = run_ranks(LAYOUTS[layout][0], two_updates, model_folder, layout, make_batch(), "logprobs", 64, options)
-    assert_same_updates(result[0], one_process["logprobs"])
-
-
-def unknown_field(folder):
-    with pytest.raises(ValueError, match="megatron.recompute_everything: not a field of megatron.core's"):
-        make_engine(folder, LAYOUTS["1"][1], megatron={"recompute_everything": True})
-
-
-def test_unknown_megatron_option_is_refused(model_folder):
-    run_ranks(1, unknown_field, model_folder)
+    assert_same_updates(result[0], one_process)
 
 
 def sequence_above_the_budget(folder):

@@ -78,6 +78,7 @@ EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.proves("families", "{family}", "{layout}")
 @EACH_IN_ITS_LAYOUTS
 def test_logits_equal_transformers(family, layout, run):
     model, _, ranks = run(family, layout)
@@ -89,6 +90,7 @@ def test_logits_equal_transformers(family, layout, run):
     assert seen == expected.keys()
 
 
+@pytest.mark.proves("layouts", "{layout}", "HF round trip")
 @EACH_IN_ITS_LAYOUTS
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, run):
     _, folder, ranks = run(family, layout)

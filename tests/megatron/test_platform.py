@@ -1,5 +1,8 @@
 """The stand-ins serve megatron.core and leave other libraries alone."""
 
+import resource
+import sys
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -30,9 +33,23 @@ def test_constants_are_swapped_in_nested_code_and_nowhere_else():
     assert namespace["f"]() == (("cpu", "cuda:0", "scuda"), "torch.FloatTensor")
 
 
-def late(_):
-    import sys
+def faults_of_a_repeated_allocation(_):
+    """Page faults and pages of 64 MB that were allocated and freed before."""
+    counts = []
+    for _ in range(4):  # the heap may grow once or twice until it has a hole of that size
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensor = torch.ones(16 * 2**20)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return counts[-1], tensor.nbytes // resource.getpagesize()
 
+
+@pytest.mark.skipif(platform.has_cuda() or not sys.platform.startswith("linux"), reason="glibc on a CPU machine only")
+def test_freed_memory_is_used_again_without_page_faults():
+    faults, pages = run_ranks(1, faults_of_a_repeated_allocation, None)[0]
+    assert faults < pages / 10
+
+
+def late(_):
     sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "megatron_rl.platform.imports"]
     try:
         platform.prepare()

@@ -363,6 +363,17 @@ def test_a_common_prefix_is_computed_once_and_changes_no_number(decoder):
             assert other.logprobs == pytest.approx(reply.logprobs, abs=1e-4)
 
 
+def test_a_groups_prompt_is_computed_once_whatever_it_shares_with_other_groups(decoder):
+    prompts = [prompt_of(16) + prompt_of(4, seed=100 + i) for i in range(2)]
+    group = [make_request(p, rid=f"{i} {k}") for i, p in enumerate(prompts) for k in range(4)]
+    with running(decoder) as batcher:
+        batcher.pause("in_place").result(TIMEOUT_S)
+        futures = [batcher.submit(request) for request in group]  # all of them are there in the first turn
+        batcher.resume()
+        cached = [future.result(TIMEOUT_S).cached_tokens for future in futures]
+    assert cached == [0, 19, 19, 19, 16, 19, 19, 19]
+
+
 def test_flush_forgets_prefixes(decoder):
     with running(decoder) as batcher:
         finish(batcher, make_request(prompt_of(40)))

@@ -12,7 +12,7 @@ from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, Train
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 OUR_KEYS = {
-    "model": ["path", "init", "dtype"],
+    "model": ["path", "init", "dtype", "transformer_impl"],
     "parallel": ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"],
     "optimizer": [
         "lr",
@@ -25,6 +25,7 @@ OUR_KEYS = {
         "eps",
         "clip_grad",
         "distributed",
+        "overlap",
     ],
     "batch": [
         "prompts_per_step",
@@ -164,6 +165,7 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         # The value is out of range.
         ("model.init=zeros", "model.init = 'zeros': must be hf or random"),
         ("model.dtype=float16", "model.dtype = 'float16': must be float32 or bfloat16"),
+        ("model.transformer_impl=te", "model.transformer_impl = 'te': must be auto, transformer_engine or local"),
         ("parallel.tensor=0", "parallel.tensor = 0: must be at least 1; 1 leaves the axis out"),
         ("parallel.pipeline=-1", "parallel.pipeline = -1: must be at least 1"),
         ("parallel.sequence=true", "parallel.sequence = True: needs parallel.tensor > 1"),
@@ -176,6 +178,7 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         ("optimizer.beta2=-1", r"optimizer.beta2 = -1.0: must be in \[0, 1\)"),
         ("optimizer.eps=0", "optimizer.eps = 0.0: must be above 0"),
         ("optimizer.clip_grad=-1", "optimizer.clip_grad = -1.0: must be at least 0; 0 turns clipping off"),
+        ("optimizer.overlap=true", "optimizer.overlap = True: hides .*; set optimizer.distributed=true too"),
         ("batch.prompts_per_step=0", "batch.prompts_per_step = 0: must be at least 1"),
         ("batch.updates_per_step=0", "batch.updates_per_step = 0: must be at least 1"),
         ("batch.tokens_per_microbatch=0", "batch.tokens_per_microbatch = 0: must be at least 1"),

@@ -1,0 +1,93 @@
+"""What the `megatron:` section may say: fields of TransformerConfig that no other key and no part of ours decides.
+
+A field that contradicts the layout, the model or our attention and head would be ignored or compute something else
+without a word; it is refused here, before any process group, with the way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+OUR_KEYS = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
+    "context_parallel_size": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "expert_tensor_parallel_size": "parallel.expert_tensor",
+    "sequence_parallel": "parallel.sequence",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "transformer_impl": "model.transformer_impl",
+}
+"""Fields that a key of ours sets."""
+
+MAY_BE_SET = {"bias_activation_fusion", "bias_dropout_fusion"}
+"""Of the fields that `transformer_config` sets, those that change speed and memory alone."""
+
+_PER_TOKEN = "the gradient is divided once, by the global sum of loss_weight_fn"
+_ATTENTION = "the packed attention does not read it"
+_HEAD = "the engine's own head computes the loss"
+_DROPOUT = "the trainer's log-probabilities would differ from the rollouts' at random"
+_AUX = "adds a gradient beside loss_fn's, which is not divided by loss_weight_fn; put such a term into the loss"
+_DROPPING = "which tokens an expert drops would depend on the microbatch split"
+_ROUTING = "routing would differ from the rollouts' at random"
+_PRECISION = "only float32 and bfloat16 have a loss scale and weights that agree with the rollouts'"
+_GRAPHS = "microbatches differ in their number of rows, and a graph replays one"
+_ENGINE = "the engine sets it"
+REASONS = {
+    "calculate_per_token_loss": _PER_TOKEN,
+    "hidden_dropout": _DROPOUT,
+    "attention_dropout": _DROPOUT,
+    "variable_seq_lengths": "pipeline stages exchange packed rows, of which every microbatch has another number",
+    "overlap_p2p_comm": "with virtual_pipeline, batched sends between two stages are mixed up silently",
+    "batch_p2p_comm": "with virtual_pipeline, batched sends between two stages are mixed up silently",
+    "gradient_accumulation_fusion": "it is on where apex's kernel for it is installed and off elsewhere",
+    "layernorm_zero_centered_gamma": "the norm's weight is Hugging Face's, centered at 1",
+    "microbatch_group_size_per_vp_stage": "the engine packs whole rounds of the pipeline's length",
+    "fp32_residual_connection": "pipeline stages would exchange another dtype than they expect",
+    "moe_router_enable_expert_bias": "it changes routing by a weight that no Hugging Face folder holds",
+} | {
+    field: reason
+    for reason, fields in {
+        _ATTENTION: "window_size window_attn_skip_freq softmax_scale softmax_type apply_query_key_layer_scaling "
+        "qk_clip log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel "
+        "apply_rope_fusion masked_softmax_fusion rotary_interleaved no_rope_freq flash_decode",
+        _HEAD: "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute mtp_num_layers",
+        _AUX: "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
+        _DROPPING: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping",
+        _ROUTING: "moe_input_jitter_eps moe_router_force_load_balancing",
+        _PRECISION: "fp8 fp4 fp8_param fp4_param enable_autocast autocast_dtype",
+        _GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl",
+        _ENGINE: "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func",
+    }.items()
+    for field in fields.split()
+}
+"""Why a field is not to be set, where that is more than the model's or the layout's business."""
+
+
+def check_passed_through(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise ValueError for the first of the `megatron:` fields that upstream lacks or that contradicts us.
+
+    ours: the fields that the engine sets. A field that says what holds anyway is let through.
+    """
+    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+    for key, value in given.items():
+        if key not in fields:
+            raise ValueError(
+                f"megatron.{key}: not a field of megatron.core's TransformerConfig; see its documentation."
+            )
+        is_ours = key in ours and key not in MAY_BE_SET
+        if not (is_ours or key in OUR_KEYS or key in REASONS):
+            continue
+        if value == (ours[key] if key in ours else fields[key].default):
+            continue
+        if key in OUR_KEYS:
+            raise ValueError(f"megatron.{key} = {value!r}: {OUR_KEYS[key]} decides this; set that instead.")
+        reason = REASONS.get(key, "it follows from the model's config.json and the layout")
+        raise ValueError(f"megatron.{key} = {value!r}: not to be set, {reason}; leave it out.")

@@ -1,0 +1,265 @@
+"""Theorems: loss, every gradient and the weights after two updates are those of one process, to 1e-5 relative.
+
+Whatever the layout, the number of microbatches, the loss, what its weight counts, and where the trained tokens are;
+and the gradients of one process are those of float64 autograd over transformers' model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from gathered import as_hf_tensors, record_gradients, relative_error
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.algo.loss import PolicyLoss, supervised
+from megatron_rl.api import LogprobLoss
+from megatron_rl.batch import packing
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.engine.packed_rows import own_rows
+from megatron_rl.ops import gather_logprobs
+from megatron_rl.parallel import Axis
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the grid: a layout of tiny.LAYOUTS, a family, and options of the optimizer."""
+
+    layout: str
+    options: tuple[tuple[str, Any], ...] = ()
+    family: str = "qwen3_tied_one_kv_head"
+
+
+MIXTURE = "qwen3_moe"
+DISTRIBUTED = (("distributed", True),)
+OVERLAP = (*DISTRIBUTED, ("overlap", True))
+GRID = {
+    "1": Row("1"),
+    "tp2": Row("tp2"),
+    "tp2_sp": Row("tp2_sp"),
+    "pp2": Row("pp2"),
+    "pp2_vpp2": Row("pp2_vpp2"),
+    "dp2": Row("dp2"),
+    "dp2_distributed": Row("dp2", DISTRIBUTED),
+    "dp2_overlap": Row("dp2", OVERLAP),
+    "cp2": Row("cp2"),
+    "cp4": Row("cp4"),
+    "tp2_pp2": Row("tp2_pp2"),
+    "cp2_tp2_pp2": Row("cp2_tp2_pp2"),
+    "tp2_pp2_dp2_sp": Row("tp2_pp2_dp2", DISTRIBUTED),
+    # Experts over data, context and tensor ranks; cut in two over data and tensor ranks; both.
+    "ep2": Row("ep2", family=MIXTURE),
+    "etp2": Row("etp2", DISTRIBUTED, MIXTURE),
+    "cp2_ep2": Row("cp2_ep2", family=MIXTURE),
+    "tp2_ep2": Row("tp2_ep2", DISTRIBUTED, MIXTURE),
+    "tp2_etp2": Row("tp2_etp2", family=MIXTURE),
+    "tp2_ep2_etp2": Row("tp2_ep2_etp2", family=MIXTURE),
+    "tp2_pp2_ep2": Row("tp2_pp2_ep2", family=MIXTURE),
+    "tp2_pp2_dp2_ep2": Row("tp2_pp2_dp2_ep2", DISTRIBUTED, MIXTURE),
+}
+
+
+def trained_tokens(rows):
+    return (rows["labels"] >= 0).sum()
+
+
+def trained_sequences(rows):
+    """The number of sequences that have a trained token."""
+    lengths = rows["cu_seqlens"].diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return len(sequence[rows["labels"] >= 0].unique())
+
+
+def mean_over_sequences(logits, rows):
+    """The mean over sequences with trained tokens of the sum over those, from logits."""
+    logprobs = gather_logprobs(logits, rows["labels"])
+    return torch.where(rows["labels"] >= 0, -logprobs * rows["advantages"], 0.0).sum() / trained_sequences(rows)
+
+
+LOSSES: dict[str, tuple[LogprobLoss | Callable, Callable]] = {
+    "policy": (
+        LogprobLoss(PolicyLoss(AlgorithmConfig(entropy_coefficient=0.01, kl_coefficient=0.1)), temperature=0.7),
+        trained_tokens,
+    ),
+    "policy_per_sequence": (mean_over_sequences, trained_sequences),
+    "sft": (LogprobLoss(supervised), trained_tokens),
+}
+CASES = [(loss, "full", count) for loss in LOSSES for count in (1, 2, 5)] + [(loss, "sparse", 2) for loss in LOSSES]
+"""(loss, batch, microbatches)."""
+CORNERS = [("policy", "full", 5), ("policy", "sparse", 2), ("policy_per_sequence", "full", 2), ("sft", "full", 1)]
+"""Those that layouts of more than two ranks run: each loss, count and batch once, as a pass of eight ranks is slow."""
+
+
+def batch_of(kind):
+    """Twelve trajectories; of the "sparse" ones only the last trains, three tokens at its end.
+
+    So every replica but one, every context rank but one and every microbatch but one has no trained token.
+    """
+    batch = make_batch(lengths=(16, 12, 7, 12, 8, 9, 24, 8, 13, 4, 16, 11))
+    if kind == "sparse":
+        batch.tokens["loss_mask"] = torch.arange(len(batch["input_ids"])) >= len(batch["input_ids"]) - 3
+    # Near what a random policy gives one of 97 tokens: about a quarter of the ratios is clipped.
+    batch.tokens |= {"proximal_logprobs": batch["logprobs"] - 4.0, "ref_logprobs": batch["logprobs"] - 5.0}
+    return batch
+
+
+def budget_for(count, batch, replicas):
+    """A token budget at which the replica that needs most needs `count` microbatches, final rows computed or not."""
+    shares = [batch.lengths[rank::replicas] for rank in range(replicas)]
+
+    def counts(budget):
+        return {max(packing.least_microbatches((s - cut).tolist(), budget) for s in shares) for cut in (0, 1)}
+
+    return next(budget for budget in range(200, 0, -1) if counts(budget) == {count})
+
+
+def run_cases(folder, row, cases):
+    """Return the loaded weights; and of each case (stats, whole gradients of both updates, weights after them)."""
+    engine = make_engine(folder, LAYOUTS[row.layout][1], **dict(row.options)).train()
+    gradients, results = record_gradients(engine), {}
+    loaded = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
+    pipeline, is_interleaved = engine.groups.pipeline, engine.config.parallel.virtual_pipeline > 1
+    for name, kind, count in cases:
+        engine.load(folder)
+        engine.reset_optimizer(10)
+        gradients.clear()
+        batch = batch_of(kind)
+        engine.config.tokens_per_microbatch = budget_for(count, batch, engine.groups.data.size)
+        loss, weigh = LOSSES[name]
+        weighed = []
+
+        def weigh_and_count(rows, weigh=weigh, weighed=weighed):
+            weighed.append(torch.as_tensor(weigh(rows)))
+            return weighed[-1]
+
+        stats = [engine.train_batch(share_of(batch, engine), loss, weigh_and_count) for _ in range(2)]
+        if engine.groups.is_last_stage:
+            # An interleaved schedule runs whole rounds.
+            passes = -(-count // pipeline.size) * pipeline.size if is_interleaved else count
+            assert len(weighed) == 2 * passes
+        whole = [as_hf_tensors(engine, values) for values in gradients]
+        weights = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
+        results[name, kind, count] = stats, whole, weights, [int(weight) for weight in weighed]
+    return loaded, results
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(family):
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_process(folder_of):
+    """The results of one process with one microbatch, by family."""
+    cases = [(loss, kind, 1) for loss in LOSSES for kind in ("full", "sparse")]
+    return cache(lambda family: run_ranks(1, run_cases, folder_of(family), Row("1", family=family), cases)[0][1])
+
+
+def assert_close(ours, expected, what):
+    assert ours.keys() == expected.keys()
+    errors = {name: relative_error(ours[name], expected[name]) for name in expected}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= TOLERANCE, f"{what}: {worst} differs by {errors[worst]:.1e}"
+
+
+@pytest.mark.proves("layouts", "{line}", "policy")
+@pytest.mark.proves("layouts", "{line}", "SFT")
+@pytest.mark.proves("layouts", "{line}", "HF round trip")
+@pytest.mark.parametrize("line", GRID)
+def test_update_is_that_of_one_process(line, folder_of, one_process):
+    row = GRID[line]
+    world = LAYOUTS[row.layout][0]
+    ranks = run_ranks(world, run_cases, folder_of(row.family), row, CASES if world <= 2 else CORNERS)
+    loaded, (first, *others) = ranks[0][0], [results for _, results in ranks]
+    in_folder = load_file(folder_of(row.family) / "model.safetensors")
+    assert loaded.keys() == in_folder.keys() and all(torch.equal(loaded[name], in_folder[name]) for name in loaded)
+    expected = one_process(row.family)
+    for case, (stats, gradients, weights, _) in first.items():
+        loss, kind, _ = case
+        one_stats, one_gradients, one_weights, _ = expected[loss, kind, 1]
+        for update, (ours, one) in enumerate(zip(stats, one_stats, strict=True)):
+            assert ours.weight == one.weight and ours.loss == pytest.approx(one.loss, rel=TOLERANCE), case
+            assert_close(gradients[update], one_gradients[update], f"{case}, gradient of update {update + 1}")
+            assert ours.grad_norm == pytest.approx(one.grad_norm, rel=TOLERANCE), case
+            assert ours.sums == pytest.approx(one.sums, rel=1e-4, abs=1e-3) and ours.applied, case
+        assert_close(weights, one_weights, f"{case}, weight")
+        for rank in others:
+            assert rank[case][0] == stats, "every rank reports the same step"
+    if "dp2" in line:
+        replicas = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
+        assert [0] * 4 in replicas and [0, 0, 3, 3] in map(sorted, replicas)
+
+
+def test_sparse_batch_leaves_a_context_rank_without_a_trained_token():
+    batch, trained = batch_of("sparse"), []
+    for rank in range(2):
+        for microbatch in packing.pack(batch, tokens_per_microbatch=budget_for(2, batch, 1), count=2):
+            axis, labels = Axis(None, 2, rank), microbatch.rows["labels"]
+            _, packed = own_rows(microbatch, axis, multiple_of=4, device=torch.device("cpu"))
+            trained.append(int((packed.reads[labels >= 0] >= 0).sum()))
+    assert sorted(trained) == [0, 0, 0, 3]
+
+
+def float64_gradients(folder, batch, name):
+    """Return (loss, weight, {HF name: gradient}) of transformers' model in float64, a sequence at a time."""
+    # Of transformers' ways to compute experts only the plain loop takes float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
+    loss_fn, weigh = LOSSES[name]
+    bounds, total, weight = batch.cu_seqlens.tolist(), 0.0, 0
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        # Row t predicts token t + 1; the last predicts nothing.
+        rows = {key: values[a + 1 : b].double() for key, values in batch.tokens.items()}
+        mask = batch["loss_mask"][a + 1 : b]
+        labels = batch["input_ids"][a + 1 : b].masked_fill(~mask, -100)
+        rows |= {"labels": labels, "loss_mask": mask, "cu_seqlens": torch.tensor([0, b - a - 1])}
+        rows = TensorDict(rows)
+        logits = model(batch["input_ids"][a:b][None]).logits[0, :-1]
+        if not mask.any():
+            continue
+        weight += int(weigh(rows))
+        if isinstance(loss_fn, LogprobLoss):
+            logprobs = (logits / loss_fn.temperature).log_softmax(-1)
+            entropy = -(logprobs.exp() * logprobs).sum(-1) * mask
+            total = total + loss_fn.fn(logprobs.gather(-1, labels.clamp(min=0)[:, None])[:, 0] * mask, entropy, rows)[0]
+        else:
+            total = total + loss_fn(logits, rows) * weigh(rows)
+    loss = total / weight
+    loss.backward()
+    return loss.item(), weight, dict(as_in_folder({name: p.grad for name, p in model.named_parameters()}))
+
+
+def as_in_folder(tensors):
+    """Cut transformers' stacked experts into the tensors that it saves."""
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".experts.")
+        if not layer:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            names, parts = (("gate_proj", "up_proj"), expert.chunk(2)) if "gate" in kind else ((kind,), (expert,))
+            for part_name, part in zip(names, parts, strict=True):
+                yield f"{layer}.experts.{number}.{part_name}.weight", part
+
+
+@pytest.mark.parametrize("family", sorted({row.family for row in GRID.values()}))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_is_that_of_float64_autograd(loss, family, folder_of, one_process):
+    for kind in ("full", "sparse"):
+        stats, gradients, _, _ = one_process(family)[loss, kind, 1]
+        expected, weight, whole = float64_gradients(folder_of(family), batch_of(kind), loss)
+        assert stats[0].weight == weight and stats[0].loss == pytest.approx(expected, rel=TOLERANCE)
+        assert_close(gradients[0], whole, f"{kind}, gradient")

@@ -1,0 +1,142 @@
+"""The README's tables of what is proven, made of the tests that passed.
+
+A test says what it proves with `@pytest.mark.proves(table, row, column)`, where "{name}" stands for its parameter of
+that name (of a list, for each entry). A cell is proven where all tests of the session that claim it passed. The README
+is compared once all of them have run, by tests/test_readme_tables.py; `make readme-tables` rewrites it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+Cell = tuple[str, str, str]
+"""(table, row, column)."""
+
+FAMILIES = {
+    "deepseek_v3": "DeepSeek-V3",
+    "gemma3": "Gemma 3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "linear_rope": "Llama",
+    "yarn_rope": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
+"""How the names of tiny.FAMILIES begin (the longest that fits counts), and what the README calls them."""
+
+
+class Proofs:
+    """What the session's tests claim, and which of them passed."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, set[Cell]] = {}
+        """By the test's node id."""
+        self.passed: set[str] = set()
+        self.left_out: set[Path] = set()
+
+    def tables(self) -> dict[str, str]:
+        """The proven cells as Markdown, by the name of their table."""
+        claimed: set[Cell] = set().union(*self.claims.values())
+        unproven: set[Cell] = set().union(*(cells for test, cells in self.claims.items() if test not in self.passed))
+        return {name: _table(name, claimed, unproven) for name in sorted({table for table, _, _ in claimed})}
+
+    # -- pytest's hooks -----------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.claims = {item.nodeid: cells for item in items if (cells := set(_cells(item)))}
+        # A folder or a whole file may be asked for; a test's own name leaves others of its file out.
+        asked = [Path(config.invocation_params.dir, argument).resolve() for argument in config.args]
+        for path in (ROOT / "tests").rglob("test_*.py"):
+            if "mark.proves(" in path.read_text() and not any(path.is_relative_to(folder) for folder in asked):
+                self.left_out.add(path)
+        items.sort(key=lambda item: item.path.name == "test_readme_tables.py")  # stable: this file's tests come last
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.left_out |= {item.path for item in items if item.get_closest_marker("proves")}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+
+
+def _cells(item: pytest.Item) -> Iterator[Cell]:
+    for marker in item.iter_markers("proves"):
+        table, *names = marker.args
+        rows, columns = (_values(name, item) for name in names)
+        yield from ((table, row, column) for row in rows for column in columns)
+
+
+def _values(name: str, item: pytest.Item) -> list[str]:
+    if not name.startswith("{"):
+        return [name]
+    value = item.callspec.params[name.strip("{}")]
+    return value if isinstance(value, list) else [value]
+
+
+def _table(name: str, claimed: set[Cell], unproven: set[Cell]) -> str:
+    cells = [(row, column, (table, row, column) not in unproven) for table, row, column in claimed if table == name]
+    if name == "families":
+        return _families(cells)
+    proven = {(layout_name(row), column) for row, column, holds in cells if holds}
+    rows = sorted({row for row, _, _ in cells}, key=lambda row: (row.count("_"), row))
+    columns = ["policy", "SFT", "critic", "HF round trip", "checkpoint"]
+    columns = [column for column in columns if any(column == c for _, c, _ in cells)]
+    lines = [f"| layout | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
+    for row in dict.fromkeys(map(layout_name, rows)):
+        marks = ["yes" if (row, column) in proven else "" for column in columns]
+        lines.append(f"| {row} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def _families(cells: list[tuple[str, str, bool]]) -> str:
+    """One line per family with the layouts where all of its variants hold."""
+    lines = ["| family | logits equal to transformers' |", "|---|---|"]
+    by_family: dict[str, dict[str, bool]] = {}
+    for row, column, holds in cells:
+        layouts = by_family.setdefault(family_name(row), {})
+        layouts[column] = layouts.get(column, True) and holds
+    for family, layouts in sorted(by_family.items()):
+        proven = sorted((layout for layout, holds in layouts.items() if holds), key=lambda n: (n.count("_"), n))
+        lines.append(f"| {family} | {', '.join(map(layout_name, proven))} |")
+    return "\n".join(lines)
+
+
+def family_name(variant: str) -> str:
+    fitting = [start for start in FAMILIES if variant.startswith(start)]
+    assert fitting, f"{variant}: say in FAMILIES what the README calls this family"
+    return FAMILIES[max(fitting, key=len)]
+
+
+def layout_name(layout: str) -> str:
+    """`tp2_pp2_dp2_sp` -> TP2 x PP2 x DP2 + SP."""
+    if layout == "1":
+        return "1 process"
+    words = {"sp": " + SP", "distributed": ", distributed optimizer", "overlap": ", overlapped"}
+    parts = layout.split("_")
+    axes = [part.upper() for part in parts if part not in words]
+    return " x ".join(axes) + "".join(words[part] for part in parts if part in words)
+
+
+def section(name: str) -> re.Pattern[str]:
+    return re.compile(f"(<!-- proven: {name} -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+
+PROOFS = pytest.StashKey[Proofs]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-readme-tables", action="store_true", help="write what the passed tests prove to README")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[PROOFS] = Proofs()
+    config.pluginmanager.register(config.stash[PROOFS])
