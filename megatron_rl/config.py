@@ -342,6 +342,8 @@ class RunConfig:
     save_at_end: bool = True
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
+    offload: bool = False
+    """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
         check("run", steps=(self.steps, self.steps >= 1, "must be at least 1"))

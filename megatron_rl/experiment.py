@@ -26,6 +26,7 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
@@ -186,11 +187,12 @@ class Experiment:
 
     def _start_engines(self) -> None:
         config = self.config
-        self.engine = MegatronEngine(config.actor, groups=self.groups, megatron=config.megatron)
+        options = {"groups": self.groups, "megatron": config.megatron, "turns": Turns() if config.run.offload else None}
+        self.engine = MegatronEngine(config.actor, **options)
         self.engine.initialize(None, FinetuneSpec(total_updates=self._total_updates))
         reference = None
         if config.algo.kl_coefficient > 0:
-            reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, megatron=config.megatron)
+            reference = MegatronEngine(config.actor, trainable=False, **options)
             reference.initialize()
         self.reference = reference
         self.actor = PolicyActor(

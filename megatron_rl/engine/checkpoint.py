@@ -1,68 +1,258 @@
-"""Resumable checkpoints: sharded model, optimizer, schedule and random state through Megatron's dist_checkpointing."""
+"""Checkpoints through Megatron's dist_checkpointing, written in the background and loaded in any layout.
+
+A checkpoint is a folder: the sharded model and, of a training run, its optimizer, schedule and random states; `hf/`
+with the model's config.json and tokenizer; and manifest.json with the size and CRC-32 of every file. It appears under
+its name only when it is whole, and loading refuses one that has changed since.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl.weights.hf_files import replace_folder
+from megatron_rl.engine import manifest, optimizer_kinds
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
 if TYPE_CHECKING:
     from megatron_rl.engine.megatron_engine import MegatronEngine
 
-
-def save(path: str | Path, engine: MegatronEngine) -> None:
-    """Write the folder `path`, under a temporary name first: an earlier checkpoint stays until this one is whole."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.partial")
-    if engine.groups.is_main:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier(group=engine.groups.control)
-    dist_checkpointing.save(_state(engine, is_loading=False), str(aside))
-    dist.barrier(group=engine.groups.control)
-    if engine.groups.is_main:
-        replace_folder(aside, path)
-    dist.barrier(group=engine.groups.control)
+HF_FILES = "hf"
+"""Folder of config.json and the tokenizer in a checkpoint."""
 
 
-def load(path: str | Path, engine: MegatronEngine) -> None:
-    """Restore what `save` wrote, in this or another layout."""
-    path = Path(path)
-    if not (path / "metadata.json").is_file():
-        raise ValueError(
-            f"checkpoint {str(path)!r}: no metadata.json there; give a folder written by save(with_optimizer=True)."
-        )
-    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        # The distributed optimizer describes only state that exists, and Adam makes its state at the first step.
-        if engine.config.optimizer.distributed:
-            part._init_optimizer_states_with_dummy_values()
-    state = dist_checkpointing.load(_state(engine, is_loading=True), str(path))
-    for number, chunk in enumerate(engine.chunks):
-        chunk.load_state_dict(state[f"model{number}"])
-    engine.optimizer.load_state_dict(state["optimizer"])
-    engine.scheduler.load_state_dict(state["scheduler"])
-    engine.version = state["version"]
-    torch.set_rng_state(state["rng"])
+class CheckpointWriter:
+    """Writes checkpoints of one layout, one at a time, from forked processes. All ranks call every method."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.groups = groups
+        self.calls = AsyncCallsQueue(persistent=False)
+        self.path: Path | None = None
+        """What is being written."""
+
+    def start(self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path) -> None:
+        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first."""
+        self.finish(wait=True)
+        self.path = Path(path)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        if self.groups.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        dist.barrier(group=self.groups.control)
+        strategy = get_default_save_sharded_strategy()
+        if self.groups.data_context.size > 1:  # replicas share the writing
+            strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.data_context.group)
+        options: dict[str, Any] = {"async_sharded_save": True}
+        if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # megatron.core >= 0.18
+            options["async_strategy"] = "mcore"
+        request = dist_checkpointing.save(state, str(aside), strategy, **options)
+        if self.groups.is_main:
+            (aside / HF_FILES).mkdir()
+            copy_model_files(model_folder, aside / HF_FILES)
+        if request.async_fn is not None:
+            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank)
+            request = request._replace(async_fn=write)
+        request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
+        self.calls.schedule_async_request(request)
+
+    def finish(self, *, wait: bool) -> bool:
+        """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
+
+        RuntimeError on all ranks where a writer failed; what stood under the name before is untouched then.
+        """
+        if self.path is None:
+            return True
+        try:
+            self.calls.maybe_finalize_async_calls(blocking=wait)
+        except CheckpointException as error:
+            path, self.path = self.path, None
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in sorted(error.failures.items()))
+            reasons = reasons or "rank 0 says which"
+            raise RuntimeError(
+                f"checkpoint {str(path)!r}: a writer failed ({reasons}), and no new checkpoint is there; see that the "
+                f"disk has space and no process of the run was killed, and save again."
+            ) from error
+        if self.calls.get_num_unfinalized_calls() == 0:
+            self.path = None
+        return self.path is None
+
+    def _publish(self, aside: Path, path: Path) -> None:
+        if self.groups.is_main:
+            manifest.write(aside)
+            replace_folder(aside, path)
+        dist.barrier(group=self.groups.control)
 
 
-def _state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+def _write_and_sum(write: Callable[..., None], aside: Path, rank: int, *args: Any, **kwargs: Any) -> None:
+    """Run upstream's writer, then checksum this rank's files while the kernel still holds them."""
+    write(*args, **kwargs)
+    manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
+
+
+# -- what a checkpoint holds -------------------------------------------------------------------------------------------
+
+
+def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
+    """The sharded weights, named by their global layer: the number of chunks may differ between saving and loading."""
+    return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
+
+
+def training_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+    """The sharded weights and optimizer, the schedule, the version and each rank's random states."""
+    _start_adam(engine.optimizer)
+    models = model_state(engine.chunks, engine.groups)
+    optimizer = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata(engine.groups))
+    _keep_step_count(optimizer)
+    return models | {
+        "optimizer": optimizer,
+        "scheduler": engine.scheduler.state_dict(),
+        "version": engine.version,
+        "is_distributed": engine.config.optimizer.distributed,
+        "layout": _layout(engine.groups),
+        "random": _random_state(engine.groups, _layout(engine.groups)),
+    }
+
+
+def _metadata(groups: ParallelGroups) -> dict[str, Any]:
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "dp_cp_group": engine.groups.data_context.group,
+        "dp_cp_group": groups.data_context.group,
     }
-    # Tensors are named by their global layer, so that the number of chunks may differ between saving and loading.
-    models = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(engine.chunks)}
-    return models | {
-        "optimizer": engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
-        "scheduler": engine.scheduler.state_dict(),
-        "version": engine.version,
-        "rng": torch.get_rng_state(),
-    }
+
+
+def _layout(groups: ParallelGroups) -> dict[str, int]:
+    axes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    return {axis: getattr(groups, axis).size for axis in axes} | {"world_size": groups.world_size}
+
+
+def _start_adam(optimizer: Any) -> None:
+    """Give Adam the state that it makes at its first step only; state that is there stays."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:  # a rank without parameters of this kind
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))  # which upstream's initialisation leaves out
+
+
+def _keep_step_count(state: dict[Any, Any]) -> None:
+    """Add the common step count where it is 0: `MixedPrecisionOptimizer.sharded_state_dict` of 0.16 leaves it out."""
+    for part in state.values() if 0 in state else [state]:
+        inner = part.get("optimizer", part)
+        if "state" in inner:
+            inner["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
+    """Each rank's own state in the layout that was saved; in another one all ranks ask for the first rank's."""
+    is_same = saved_layout == _layout(groups)
+    return ShardedObject(
+        f"random_state_{groups.rank if is_same else 0}",
+        {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+        },
+        global_shape=(1,),
+        global_offset=(0,),
+        replica_id=0 if is_same else groups.rank,
+    )
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    return (Path(path) / manifest.NAME).is_file()
+
+
+def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool) -> None:
+    """Restore a checkpoint in this or another layout; all ranks call it.
+
+    ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more. RuntimeError
+    names a file that is not as it was written.
+    """
+    common = open_checkpoint(path, engine.groups)
+    if not with_optimizer:
+        state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
+        _load_models(engine, state)
+        if engine.optimizer is not None:
+            engine.optimizer.reload_model_params()
+        return
+    if "scheduler" not in common:
+        raise ValueError(
+            f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
+            f"one written by save(with_optimizer=True)."
+        )
+    wanted = training_state(engine, is_loading=True)
+    wanted["random"] = _random_state(engine.groups, common["layout"])
+    was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
+    if is_distributed and not was_distributed:
+        main_parameters = optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
+        state = dist_checkpointing.load(wanted, str(path))
+        state["optimizer"] = optimizer_kinds.arrange_as_distributed(state["optimizer"], main_parameters)
+    elif was_distributed and not is_distributed:
+        optimizer_kinds.ask_as_distributed(wanted["optimizer"])
+        state = dist_checkpointing.load(wanted, str(path))
+        state["optimizer"] = optimizer_kinds.arrange_as_plain(state["optimizer"])
+    else:
+        state = dist_checkpointing.load(wanted, str(path))
+    _load_models(engine, state)
+    engine.optimizer.load_state_dict(state["optimizer"])
+    engine.scheduler.load_state_dict(state["scheduler"])
+    engine.version = state["version"]
+    _set_random_state(state["random"], with_tracker=common["layout"] == _layout(engine.groups))
+
+
+def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
+    """Check every file against the manifest, shared out over the ranks, and return the unsharded state."""
+    path = Path(path)
+    if groups.is_main:
+        recover_folder(path)
+    dist.barrier(group=groups.control)
+    if not is_checkpoint(path):
+        raise ValueError(
+            f"checkpoint {str(path)!r}: no {manifest.NAME} there; give a folder written by save(with_optimizer=True) "
+            f"or megatron-rl convert."
+        )
+    faults: list[list[str]] = [[] for _ in range(groups.world_size)]
+    found = manifest.faults(path, part=groups.rank, parts=groups.world_size)
+    dist.all_gather_object(faults, found, group=groups.control)
+    for fault in (fault for found in faults for fault in found):
+        raise RuntimeError(f"checkpoint {str(path)!r}: {fault}; copy it again, or take an earlier checkpoint.")
+    return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def _load_models(engine: MegatronEngine, state: dict[str, Any]) -> None:
+    for number, chunk in enumerate(engine.chunks):
+        chunk.load_state_dict(state[f"model{number}"])
+
+
+def _set_random_state(states: dict[str, Any], *, with_tracker: bool) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["device"])
+    if with_tracker:  # its seeds belong to places in a layout; another layout keeps those that it started from
+        get_cuda_rng_tracker().set_states(states["tracker"])

@@ -212,10 +212,11 @@ def has_transformer_engine_layers(arch: Architecture) -> bool:
     return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
 
 
-def layer_spec(arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False) -> ModuleSpec:
-    """The spec of one layer, with a mixture of experts or a dense feed-forward, of `transformer_impl`'s modules."""
-    uses_transformer_engine = tf_config.transformer_impl == "transformer_engine"
-    if tf_config.moe_grouped_gemm and not uses_transformer_engine:
+def layer_spec(
+    arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
+) -> ModuleSpec:
+    """The spec of one layer: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+    if tf_config.moe_grouped_gemm and not use_transformer_engine:
         raise ValueError(
             "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
         )
@@ -225,16 +226,16 @@ def layer_spec(arch: Architecture, tf_config: TransformerConfig, *, is_mixture: 
         qk_layernorm=tf_config.qk_layernorm,
         multi_latent_attention=arch.latent is not None,
     )
-    if uses_transformer_engine:
+    if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
     else:
         spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    if uses_transformer_engine:
+    attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
+    if use_transformer_engine:
         return spec
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
@@ -252,11 +253,17 @@ def norm_class(arch: Architecture) -> type[RMSNorm]:
 
 
 def block_spec(
-    arch: Architecture, tf_config: TransformerConfig, *, vp_stage: int | None = None
+    arch: Architecture,
+    tf_config: TransformerConfig,
+    *,
+    vp_stage: int | None = None,
+    use_transformer_engine: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's model chunk and the norm after the last."""
-    kinds = {arch.has_mixture(number) for number in range(arch.layers)}
-    specs = {is_mixture: layer_spec(arch, tf_config, is_mixture=is_mixture) for is_mixture in kinds}
+    specs = {
+        kind: layer_spec(arch, tf_config, is_mixture=kind, use_transformer_engine=use_transformer_engine)
+        for kind in {arch.has_mixture(number) for number in range(arch.layers)}
+    }
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(

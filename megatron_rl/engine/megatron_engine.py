@@ -34,6 +34,7 @@ from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.context import sum_for_all  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
+from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
 from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
@@ -54,6 +55,7 @@ class MegatronEngine(TrainEngine):
     """A policy (or, with `trainable=False`, a frozen reference) on Megatron-Core.
 
     groups: the layout, where one exists already (a second engine shares the first one's).
+    turns: the engines that share this one's device, where there is not room for all of them at once.
     """
 
     def __init__(
@@ -63,12 +65,15 @@ class MegatronEngine(TrainEngine):
         groups: parallel.ParallelGroups | None = None,
         trainable: bool = True,
         megatron: dict[str, Any] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
         self.passed_through = megatron or {}
         self.arch = read_architecture(config.model.path)
         self.version = 0
         self.publisher: WeightPublisher | None = None
+        self.checkpoints: checkpoint.CheckpointWriter | None = None
+        self.turns, self.host_copy = turns, HostCopy()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -83,7 +88,7 @@ class MegatronEngine(TrainEngine):
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
         assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
-        self.groups.activate()
+        self._activate()
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
@@ -119,6 +124,7 @@ class MegatronEngine(TrainEngine):
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
         """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
+        self._activate()
         options = self.config.optimizer
         if lr is not None:
             options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
@@ -126,9 +132,33 @@ class MegatronEngine(TrainEngine):
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory and free the device; gradients are dropped. Harmless if done.
+
+        All ranks call it.
+        """
+        if not self.host_copy.is_out:
+            self._gather_weights()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()  # main parameters hold gradients of their own
+            self.host_copy.take(*tensors_of(self), self.device)
+
+    def onload(self) -> None:
+        """Undo `offload`. Every method that computes does so by itself."""
+        self.host_copy.give_back()
+
+    def _activate(self) -> None:
+        """Make this the layout that megatron.core sees, and have this engine's tensors on the device."""
+        self.groups.activate()
+        if self.turns is None:
+            self.onload()
+        else:
+            self.turns.take(self)
+
     def destroy(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+        self.finish_saves()
         parallel.stop()
 
     def train(self, mode: bool = True) -> MegatronEngine:
@@ -148,7 +178,7 @@ class MegatronEngine(TrainEngine):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        self.groups.activate()
+        self._activate()
         if self.optimizer is None:
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
@@ -163,13 +193,13 @@ class MegatronEngine(TrainEngine):
         return self._stats(totals, grad_norm=float(grad_norm or 0.0), applied=bool(applied), lr=float(lr))
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        self.groups.activate()
+        self._activate()
         with torch.no_grad():
             totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
         return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
-        self.groups.activate()
+        self._activate()
         batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch, final_rows=post_hook is not None)
 
@@ -320,12 +350,15 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._activate()
         self._gather_weights()
         return stream_hf_tensors(self.chunks, self.arch, self.groups)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
         """Take over the weights of an engine of the same architecture and layout. All ranks call it."""
+        self._activate()
+        other.onload()
         other._gather_weights()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
@@ -338,10 +371,10 @@ class MegatronEngine(TrainEngine):
         self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        self.groups.activate()
+        self._activate()
         if with_optimizer:
-            self._gather_weights()
-            checkpoint.save(path, self)
+            self.save_async(path)
+            self.finish_saves()
             return
         if self.groups.is_main:
             write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
@@ -350,10 +383,36 @@ class MegatronEngine(TrainEngine):
                 pass
         dist.barrier(group=self.groups.control)
 
-    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+    def save_async(self, path: str | Path) -> None:
+        """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
+
+        It appears under its name in the first `finish_saves` after the writers are done.
+        """
+        self._activate()
+        if self.optimizer is None:
+            raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; leave it out.")
+        self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
+        self._gather_weights()
+        state = checkpoint.training_state(self, is_loading=False)
+        self.checkpoints.start(path, state, model_folder=self.config.model.path)
+
+    def finish_saves(self, *, wait: bool = True) -> bool:
+        """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
+
+        All ranks call it. RuntimeError where a writer failed; an earlier checkpoint of that name is still there then.
+        """
+        if self.checkpoints is None:
+            return True
         self.groups.activate()
-        if with_optimizer:
-            checkpoint.load(path, self)
+        return self.checkpoints.finish(wait=wait)
+
+    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
+        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
+        self._activate()
+        if with_optimizer and self.optimizer is None:
+            raise RuntimeError("load with_optimizer on an engine with trainable=False: it has none; leave it out.")
+        if with_optimizer or checkpoint.is_checkpoint(path):
+            checkpoint.load(path, self, with_optimizer=with_optimizer)
             return
         load_shards(self.chunks, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
         if self.optimizer is not None:

@@ -80,12 +80,13 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         )
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
     if uses_transformer_engine and not has_transformer_engine_layers(arch):
-        if config.model.transformer_impl == "transformer_engine":
+        if config.model.transformer_impl != "auto":
             raise ValueError(
-                f"model.transformer_impl = 'transformer_engine': it has no layers for {arch.family}; set it to auto."
+                f"model.transformer_impl = 'transformer_engine': {arch.family} has norms that Transformer Engine's "
+                f"layers lack; set it to auto or local."
             )
         uses_transformer_engine = False
-    options = dict(
+    options: dict[str, Any] = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         ffn_hidden_size=arch.ffn,
@@ -126,8 +127,9 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         gradient_accumulation_fusion=platform.has_gradient_accumulation_kernel(),
     )
     options |= family_options(arch, parallel)
-    check_passed_through(passed_through, options)
-    return config_class(arch)(**options | passed_through)
+    cls = config_class(arch)
+    check_passed_through(passed_through, options, cls)
+    return cls(**options | passed_through)
 
 
 def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
@@ -142,7 +144,12 @@ def _build(
 ) -> PolicyModel:
     model = PolicyModel(
         config=tf_config,
-        transformer_layer_spec=block_spec(arch, tf_config, vp_stage=vp_stage),
+        transformer_layer_spec=block_spec(
+            arch,
+            tf_config,
+            vp_stage=vp_stage,
+            use_transformer_engine=tf_config.transformer_impl == "transformer_engine",
+        ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
         pre_process=groups.is_first_stage and vp_stage in (None, 0),

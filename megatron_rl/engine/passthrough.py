@@ -71,16 +71,19 @@ REASONS = {
 """Why a field is not to be set, where that is more than the model's or the layout's business."""
 
 
-def check_passed_through(given: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_passed_through(
+    given: dict[str, Any], ours: dict[str, Any], upstream: type[TransformerConfig] = TransformerConfig
+) -> None:
     """Raise ValueError for the first of the `megatron:` fields that upstream lacks or that contradicts us.
 
-    ours: the fields that the engine sets. A field that says what holds anyway is let through.
+    ours: the fields that the engine sets. upstream: the class of options for the model. A field that says what holds
+    anyway is let through.
     """
-    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+    fields = {field.name: field for field in dataclasses.fields(upstream)}
     for key, value in given.items():
         if key not in fields:
             raise ValueError(
-                f"megatron.{key}: not a field of megatron.core's TransformerConfig; see its documentation."
+                f"megatron.{key}: not a field of megatron.core's {upstream.__name__}; see its documentation."
             )
         is_ours = key in ours and key not in MAY_BE_SET
         if not (is_ours or key in OUR_KEYS or key in REASONS):

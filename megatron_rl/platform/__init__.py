@@ -24,6 +24,9 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
     warnings.filterwarnings("ignore", message="absl.logging is not installed")
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's own default triggers it
+    # Its checkpoints are built on torch's ShardedTensor.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
     if has_cuda():
         imports.install(after_import=upstream.FIXES)
     elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):

@@ -6,7 +6,13 @@ installed.
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import queue
+import tempfile
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,10 +90,40 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
     module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
+class _ResultsFile:
+    """A queue from forked writers to their parent: a nameless file that only grows."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(buffering=0)
+        self.read_bytes = 0
+
+    def put(self, item: Any) -> None:
+        self.file.write(pickle.dumps(item))
+
+    def get_nowait(self) -> Any:
+        data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.read_bytes, self.read_bytes)
+        if not data:
+            raise queue.Empty
+        stream = io.BytesIO(data)  # several writers may have put theirs
+        item = pickle.load(stream)
+        self.read_bytes += stream.tell()
+        return item
+
+
+def checkpoint_results_without_a_server(module: ModuleType) -> None:
+    """0.16.1 to 0.19.2: each save hands its results over in a queue that a spawned process serves.
+
+    That process runs the main script once more (seconds, and for ever where it has no `__main__` guard) and outlives
+    the save.
+    """
+    module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
+
+
 FIXES = {
     "megatron.core.transformer.multi_latent_attention": latent_attention_without_transformer_engine,
     "megatron.core.jit": no_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
     "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
 }

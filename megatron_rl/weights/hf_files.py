@@ -32,6 +32,9 @@ COPIED_WITH_WEIGHTS = (
     "chat_template.jinja",
 )
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""By the names of safetensors."""
+
 
 class WeightSource(Protocol):
     """Named HF tensors that can be read by rows or columns."""
@@ -65,6 +68,15 @@ class HFFolder:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         part = self._handle(name).get_slice(name)
         return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._handle(name).get_slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ValueError(
+                f"{name} in {self.folder / self.file_of[name]} has dtype {found}: supported are {', '.join(_DTYPES)}; "
+                f"take the model in one of these."
+            )
+        return _DTYPES[found]
 
     def _handle(self, name: str):
         path = self.folder / self.file_of[name]
@@ -125,13 +137,13 @@ def write_hf_folder(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     model_folder: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     shard_bytes: int = 2 * 1024**3,
 ) -> None:
     """Write streamed tensors as a HF folder with index, and the config and tokenizer of `model_folder`.
 
     It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
-    At most `shard_bytes` of tensors are held at a time.
+    At most `shard_bytes` of tensors are held at a time. dtype None keeps each tensor's own and config.json as it is.
     """
     folder = Path(folder)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -144,6 +156,7 @@ def write_hf_folder(
         if shard:
             count += 1
             save_file(shard, aside / f"part-{count}", metadata={"format": "pt"})
+            (aside / f"part-{count}").chmod(0o644)  # safetensors makes private files
             weight_map.update(dict.fromkeys(shard, count))
         shard, shard_size = {}, 0
 
@@ -164,24 +177,52 @@ def write_hf_folder(
         (aside / f"part-{number}").rename(aside / name)
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for name in COPIED_WITH_WEIGHTS:
-        if (Path(model_folder) / name).is_file():
-            shutil.copy(Path(model_folder) / name, aside / name)
-    config = json.loads((aside / "config.json").read_text())
-    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (aside / "config.json").write_text(json.dumps(config, indent=2))
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    copy_model_files(model_folder, aside)
+    if dtype is not None:
+        config = json.loads((aside / "config.json").read_text())
+        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        (aside / "config.json").write_text(json.dumps(config, indent=2))
     replace_folder(aside, folder)
 
 
+def copy_model_files(source: str | Path, target: str | Path) -> None:
+    """Copy what belongs to a model beside its weights: config.json and the tokenizer."""
+    for name in COPIED_WITH_WEIGHTS:
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, Path(target) / name)
+
+
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last."""
-    for path in aside.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as handle:
-                os.fsync(handle.fileno())
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last.
+
+    Killed between its two renames it leaves the earlier folder under another name: `recover_folder` brings it back.
+    """
+    for path in [*aside.rglob("*"), aside]:
+        _sync(path)
+    old = _old_name(folder)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     aside.rename(folder)
+    _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Undo a `replace_folder` that was killed while nothing stood under the name."""
+    if not folder.exists() and _old_name(folder).exists():
+        _old_name(folder).rename(folder)
+
+
+def _old_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

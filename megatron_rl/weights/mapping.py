@@ -36,12 +36,10 @@ class VocabRows:
     def load(self, source, names, shape, rank, size, arch):
         start = rank * shape[0]
         stop = min(start + shape[0], arch.vocab)
-        shard = torch.zeros(shape)
-        if stop > start:
-            rows = source.read(names[0], 0, start, stop)
-            shard = shard.to(rows.dtype)
-            shard[: stop - start] = rows
-        return shard
+        if stop <= start:
+            return torch.zeros(shape)
+        rows = source.read(names[0], 0, start, stop)
+        return rows if rows.shape == shape else torch.cat([rows, rows.new_zeros(shape[0] - len(rows), *shape[1:])])
 
     def export(self, shards, arch):
         return [torch.cat(shards)[: arch.vocab]]

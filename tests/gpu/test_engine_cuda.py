@@ -45,6 +45,31 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_transformers(family, tmp_pa
     assert ours <= 2 * theirs + 1e-4, f"mean error {ours:.2e}, transformers' {theirs:.2e}"
 
 
+def test_an_offloaded_engine_leaves_the_device_and_trains_on_where_it_was(tmp_path):
+    make_model("qwen3", tmp_path / "model")
+    batch = make_batch()
+
+    def train(engine, updates):
+        for _ in range(updates):
+            engine.train_batch(batch, LogprobLoss(supervised))
+
+    empty = torch.cuda.memory_allocated()
+    engine = make_engine(tmp_path / "model", LAYOUTS["1"][1]).train()
+    train(engine, 1)
+    before = torch.cuda.memory_allocated() - empty
+    engine.offload()
+    assert torch.cuda.memory_allocated() - empty < 0.1 * before
+    train(engine, 1)
+    engine.save_async(tmp_path / "checkpoint")
+    train(engine, 2)
+    engine.finish_saves()
+    expected = [parameter.clone() for parameter in engine.parameters()]
+    engine.load(tmp_path / "checkpoint", with_optimizer=True)
+    train(engine, 2)
+    for ours, theirs in zip(engine.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_training_lowers_the_loss(tmp_path):
     make_model("qwen3", tmp_path)
     engine, batch = make_engine(tmp_path, LAYOUTS["1"][1]).train(), make_batch()

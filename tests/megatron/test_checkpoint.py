@@ -1,7 +1,13 @@
 """A resumed engine continues as if it had never stopped, and a broken folder is named."""
 
 import json
+import os
+import random
+import shutil
+import time
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from ranks import run_ranks
@@ -9,58 +15,250 @@ from safetensors.torch import load_file, save_file
 from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 
+from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.platform import upstream
+from megatron_rl.types import FinetuneSpec
+
+GENTLE = {"eps": 1e-4, "schedule": "linear", "weight_decay": 0.1}
+"""Options under which Adam does not blow rounding up, and every update has a learning rate of its own."""
+DISTRIBUTED = GENTLE | {"distributed": True}
+
+
+def train(engine, updates=1):
+    batch = share_of(make_batch(), engine)
+    for _ in range(updates):
+        engine.train().train_batch(batch, user_loss, user_weight)
+        engine.step_lr_scheduler()
+
+
+def weights_of(engine):
+    return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+
+
+def uninterrupted(folder, updates):
+    engine = make_engine(folder, LAYOUTS["1"][1], **GENTLE)
+    weights = []
+    for _ in range(updates):
+        train(engine)
+        weights.append(weights_of(engine))
+    return weights
+
+
+def resume_and_save(folder, layout, source, target, options, in_background):
+    """Load, train once, save; return the weights as loaded and as saved."""
+    engine = make_engine(folder, LAYOUTS[layout][1], **options)
+    if source is not None:
+        engine.load(source, with_optimizer=True)
+    loaded = weights_of(engine)
+    train(engine)
+    saved = weights_of(engine)
+    if in_background:
+        engine.save_async(target)
+        train(engine, updates=2)  # the checkpoint is of the moment of the call
+        engine.finish_saves()
+    else:
+        engine.save(target, with_optimizer=True)
+    return loaded, saved
+
+
+# From one process to tensor, pipeline and context ranks, chunks and replicas, and back; from one kind of optimizer to
+# the other, which some links of each chain change.
+@pytest.mark.proves("layouts", "{links}", "checkpoint")
+@pytest.mark.parametrize(
+    "family,links",
+    [
+        ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
+        ("qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"]),
+    ],
+)
+def test_a_run_continues_in_any_layout(family, links, tmp_path):
+    make_model(family, tmp_path / "model")
+    expected = run_ranks(1, uninterrupted, tmp_path / "model", len(links))[0]
+    source, last = None, None
+    for number, link in enumerate(links):
+        layout, options = link.removesuffix("_distributed"), DISTRIBUTED if link.endswith("_distributed") else GENTLE
+        target, in_background = tmp_path / f"checkpoint{number}", number % 2 == 1
+        arguments = (tmp_path / "model", layout, source, target, options, in_background)
+        loaded, saved = run_ranks(LAYOUTS[layout][0], resume_and_save, *arguments)[0]
+        for name, tensor in expected[number].items():
+            assert last is None or torch.equal(loaded[name], last[name]), name
+            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6, msg=name)
+        source, last = target, saved
+
+
+def resume_in_bfloat16(folder, target, kinds):
+    """Train on for two updates: the engine that saved, and one that resumed with the other kind of optimizer."""
+
+    def start(is_distributed):
+        model = ModelConfig(path=str(folder), dtype="bfloat16")
+        # The two kinds add up the gradient norm in another order; without clipping it changes nothing.
+        optimizer = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, clip_grad=0.0, distributed=is_distributed)
+        engine = MegatronEngine(EngineConfig(model=model, optimizer=optimizer))
+        engine.initialize(None, FinetuneSpec(total_updates=10))
+        return engine
+
+    first, second = (start(is_distributed) for is_distributed in kinds)
+    train(first, updates=2)
+    first.save_async(target)
+    train(first, updates=2)
+    first.finish_saves()
+    second.load(target, with_optimizer=True)
+    train(second, updates=2)
+    return weights_of(first), weights_of(second)
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
+def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(kinds, tmp_path):
+    make_model("llama", tmp_path / "model")
+    weights, resumed = run_ranks(2, resume_in_bfloat16, tmp_path / "model", tmp_path / "checkpoint", kinds)[0]
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("options", [GENTLE, DISTRIBUTED], ids=["plain", "distributed"])
+def test_an_engine_that_never_trained_can_be_saved_and_resumed(options, tmp_path):
+    make_model("llama", tmp_path / "model")
+    expected = run_ranks(1, uninterrupted, tmp_path / "model", 1)[0][0]
+    saved = run_ranks(1, save_untrained, tmp_path / "model", tmp_path / "0", options)[0]
+    arguments = (tmp_path / "model", "1", tmp_path / "0", tmp_path / "1", options, False)
+    loaded, trained = run_ranks(1, resume_and_save, *arguments)[0]
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], saved[name])
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def save_untrained(folder, target, options):
+    engine = make_engine(folder, LAYOUTS["1"][1], **options)
+    engine.save(target, with_optimizer=True)
+    return weights_of(engine)
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def draw_before_and_after(folder, target):
+    engine = make_engine(folder, LAYOUTS["dp2"][1])
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(engine.groups.rank)
+    engine.save(target, with_optimizer=True)
+    expected = draw()
+    draw()
+    engine.load(target, with_optimizer=True)
+    return expected, draw()
+
+
+def draw_resumed(folder, target):
+    make_engine(folder, LAYOUTS["1"][1]).load(target, with_optimizer=True)
+    return draw()
+
+
+def test_each_rank_resumes_its_own_random_numbers_and_another_layout_the_first_ranks(tmp_path):
+    make_model("llama", tmp_path / "model")
+    target = tmp_path / "checkpoint"
+    (first, first_again), (second, second_again) = run_ranks(2, draw_before_and_after, tmp_path / "model", target)
+    assert first_again == first != second == second_again
+    assert run_ranks(1, draw_resumed, tmp_path / "model", target) == [first]
+
+
+def lose_the_writer(folder, target):
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    engine = make_engine(folder, LAYOUTS["dp2"][1])
+    engine.save(target, with_optimizer=True)
+    first = weights_of(engine)
+    train(engine)
+    write_item = filesystem_async._write_item
+    filesystem_async._write_item = lambda *_, **__: time.sleep(60)
+    engine.save_async(target)
+    assert not engine.finish_saves(wait=False)
+    for writer in psutil.Process().children(recursive=True):
+        writer.kill()
+    with pytest.raises(RuntimeError, match=r"checkpoint .*: a writer failed \(rank .*save again"):
+        engine.finish_saves()
+    filesystem_async._write_item = write_item
+    second = weights_of(engine)
+    engine.load(target, with_optimizer=True)  # the earlier one is whole
+    third = weights_of(engine)
+    train(engine)
+    engine.save(target, with_optimizer=True)  # and the next save succeeds
+    assert not psutil.Process().children(recursive=True)
+    return first, second, third
+
+
+def test_a_killed_writer_is_reported_and_leaves_the_earlier_checkpoint(tmp_path):
+    make_model("llama", tmp_path / "model")
+    first, second, third = run_ranks(2, lose_the_writer, tmp_path / "model", tmp_path / "checkpoint")[0]
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], third[name]) for name in first)
+    assert os.listdir(tmp_path / "checkpoint" / "hf") == ["config.json", "generation_config.json"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_model("llama", folder / "model")
+    run_ranks(1, save_untrained, folder / "model", folder / "whole", {})
+    return folder
+
+
+def resumed_error(folder, layout, target):
+    engine = make_engine(folder, LAYOUTS[layout][1])
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        engine.load(target, with_optimizer=True)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage,parts",
+    [
+        (lambda c: flip_a_bit(c / "__0_0.distcp"), ["RuntimeError", "content of __0_0.distcp", "CRC-32"]),
+        (lambda c: os.truncate(c / "__0_0.distcp", 100), ["RuntimeError", "__0_0.distcp has 100 bytes"]),
+        (lambda c: (c / "metadata.json").unlink(), ["RuntimeError", "metadata.json is missing", "earlier checkpoint"]),
+        (lambda c: (c / "manifest.json").write_text("{"), ["RuntimeError", "manifest.json is not readable"]),
+        (lambda c: (c / "manifest.json").unlink(), ["ValueError", "no manifest.json", "megatron-rl convert"]),
+    ],
+    ids=["bit", "length", "file", "manifest", "none"],
+)
+def test_a_damaged_checkpoint_is_refused_by_every_rank_with_the_file(damage, parts, checkpoint, tmp_path):
+    shutil.copytree(checkpoint / "whole", tmp_path / "copy")
+    damage(tmp_path / "copy")
+    for message in run_ranks(2, resumed_error, checkpoint / "model", "dp2", tmp_path / "copy"):
+        assert all(part in message for part in parts), message
+
+
+def load_weights(folder, layout, target):
+    engine = make_engine(folder, LAYOUTS[layout][1], distributed=True)
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.zero_()
+    engine.load(target)
+    return weights_of(engine), engine.get_version()
+
+
+def test_the_weights_of_a_checkpoint_load_without_its_optimizer(checkpoint):
+    weights, version = run_ranks(2, load_weights, checkpoint / "model", "pp2", checkpoint / "whole")[0]
+    expected = load_file(checkpoint / "model" / "model.safetensors")
+    assert version == 0 and all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def train_and_save(folder, layout, target, options):
-    engine = make_engine(folder, LAYOUTS[layout][1], **options).train()
-    batch = share_of(make_batch(), engine)
-    for _ in range(3):
-        engine.train_batch(batch, user_loss, user_weight)
-        engine.step_lr_scheduler()
+    engine = make_engine(folder, LAYOUTS[layout][1], **options)
+    train(engine, updates=3)
     engine.save(target, with_optimizer=True)
-    return one_more(engine, batch)
-
-
-def load_and_train(folder, layout, target, options):
-    engine = make_engine(folder, LAYOUTS[layout][1], **options).train()
-    engine.load(target, with_optimizer=True)
-    assert engine.get_version() == 3
-    return one_more(engine, share_of(make_batch(), engine))
-
-
-def one_more(engine, batch):
-    stats = engine.train_batch(batch, user_loss, user_weight)
-    return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
-
-
-# The same layout, another one, and the distributed optimizer that upstream resumes wrongly by itself.
-@pytest.mark.proves("layouts", "{before}", "checkpoint")
-@pytest.mark.proves("layouts", "{after}", "checkpoint")
-@pytest.mark.parametrize(
-    "before,after,options",
-    [
-        ("1", "1", {"schedule": "linear"}),
-        ("tp2_sp", "pp2", {}),
-        ("pp2", "pp2_vpp2", {}),
-        ("dp2", "dp2", {"distributed": True}),
-    ],
-)
-def test_resume_continues_the_same_run(before, after, options, tmp_path):
-    make_model("llama_tied", tmp_path / "model")
-    target = tmp_path / "checkpoint"
-    stats, weights = run_ranks(LAYOUTS[before][0], train_and_save, tmp_path / "model", before, target, options)[0]
-    resumed_stats, resumed = run_ranks(LAYOUTS[after][0], load_and_train, tmp_path / "model", after, target, options)[0]
-    assert resumed_stats.loss == pytest.approx(stats.loss, abs=1e-6) and resumed_stats.lr == stats.lr
-    for name, tensor in weights.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def without_fix(folder, target):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Fixed
 
     Fixed._set_main_param_and_optimizer_states = Fixed._set_main_param_and_optimizer_states.__closure__[0].cell_contents
-    return load_and_train(folder, "dp2", target, {"distributed": True})
+    make_engine(folder, LAYOUTS["dp2"][1], distributed=True).load(target, with_optimizer=True)
 
 
 def test_upstream_distributed_adam_still_needs_its_fix(tmp_path):
@@ -120,6 +318,7 @@ def test_every_fix_has_its_module():
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.core.tensor_parallel.mappings",
         "megatron.core.transformer.multi_latent_attention",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
     }
 
 

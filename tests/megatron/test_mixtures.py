@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_checkpoint import load_and_train, train_and_save
+from test_checkpoint import DISTRIBUTED, GENTLE, resume_and_save, uninterrupted
 from test_gradients import assert_same_updates, two_updates, user_loss, user_weight
 from test_models import hf_gradients
 from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model
@@ -66,15 +66,16 @@ def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
     assert_same_updates(shared[0], alone[0])
 
 
-@pytest.mark.parametrize("before,after,options", [("tp2_ep2", "pp2", {}), ("ep2", "etp2", {"distributed": True})])
-def test_resume_continues_the_same_run(before, after, options, folders, tmp_path):
-    target = tmp_path / "checkpoint"
-    folder = folders["deepseek_v3"]
-    stats, weights = run_ranks(LAYOUTS[before][0], train_and_save, folder, before, target, options)[0]
-    resumed = run_ranks(LAYOUTS[after][0], load_and_train, folder, after, target, options)[0]
-    assert resumed[0].loss == pytest.approx(stats.loss, abs=1e-6)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(resumed[1][name], tensor, rtol=0, atol=1e-5, msg=name)
+def test_a_run_continues_with_experts_elsewhere(folders, tmp_path):
+    folder, chain = folders["deepseek_v3"], [("tp2_ep2", GENTLE), ("pp2", DISTRIBUTED), ("ep2", DISTRIBUTED)]
+    expected, source = run_ranks(1, uninterrupted, folder, len(chain))[0], None
+    for number, (layout, options) in enumerate(chain):
+        target = tmp_path / f"checkpoint{number}"
+        arguments = (folder, layout, source, target, options, number == 1)
+        _, saved = run_ranks(LAYOUTS[layout][0], resume_and_save, *arguments)[0]
+        for name, tensor in expected[number].items():
+            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6, msg=name)
+        source = target
 
 
 def bias_in_bfloat16(folder, target):
@@ -118,3 +119,12 @@ def test_layout_that_does_not_fit_the_experts_is_refused(message, tmp_path):
     else:
         make_model(family, tmp_path)
     run_ranks(ranks, refused, tmp_path, parallel, message)
+
+
+def grouped_products(folder):
+    with pytest.raises(ValueError, match="megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_"):
+        make_engine(folder, LAYOUTS["1"][1], megatron={"moe_grouped_gemm": True})
+
+
+def test_grouped_products_are_refused_without_transformer_engine(folders):
+    run_ranks(1, grouped_products, folders["qwen3_moe"])

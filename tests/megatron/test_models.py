@@ -90,6 +90,7 @@ def test_logits_equal_transformers(family, layout, run):
     assert seen == expected.keys()
 
 
+@pytest.mark.proves("families", "{family}", "{layout}")
 @pytest.mark.proves("layouts", "{layout}", "HF round trip")
 @EACH_IN_ITS_LAYOUTS
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, run):

@@ -70,7 +70,7 @@ def test_field_that_would_be_silently_wrong_is_refused(given, message, config_wi
 
 def test_every_field_that_the_engine_sets_is_its_own(config_with, monkeypatch):
     ours = {}
-    monkeypatch.setattr(model, "check_passed_through", lambda given, fields: ours.update(fields))
+    monkeypatch.setattr(model, "check_passed_through", lambda given, fields, upstream: ours.update(fields))
     config_with({})
     assert len(ours) > 30 and ours.keys() >= passthrough.MAY_BE_SET
     for key in ours.keys() - passthrough.MAY_BE_SET:

@@ -39,6 +39,9 @@ class Row:
 
 
 MIXTURE = "qwen3_moe"
+EPS = {MIXTURE: (("eps", 1e-4),)}
+"""Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
+into 1e-5 of the weights' change and of the second gradient."""
 DISTRIBUTED = (("distributed", True),)
 OVERLAP = (*DISTRIBUTED, ("overlap", True))
 GRID = {
@@ -123,7 +126,8 @@ def budget_for(count, batch, replicas):
 
 def run_cases(folder, row, cases):
     """Return the loaded weights; and of each case (stats, whole gradients of both updates, weights after them)."""
-    engine = make_engine(folder, LAYOUTS[row.layout][1], **dict(row.options)).train()
+    options = dict(row.options + EPS.get(row.family, ()))
+    engine = make_engine(folder, LAYOUTS[row.layout][1], **options).train()
     gradients, results = record_gradients(engine), {}
     loaded = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
     pipeline, is_interleaved = engine.groups.pipeline, engine.config.parallel.virtual_pipeline > 1

@@ -83,6 +83,7 @@ OUR_KEYS = {
         "save_every_steps",
         "save_at_end",
         "threads_per_rank",
+        "offload",
     ],
 }
 """A new option is a decision: add it here too, and say in the change which two experiments need different values."""

@@ -1,0 +1,176 @@
+"""Hugging Face folder <-> checkpoint, in one process and for models larger than its memory.
+
+The model's tensors lie in a nameless scratch file beside the target, mapped into memory, so that the kernel may put
+them out at any time; besides them no more is held than the tensors under conversion and one safetensors shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl import parallel, platform
+
+platform.prepare()  # before anything that imports megatron.core
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
+
+from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig  # noqa: E402
+from megatron_rl.engine.checkpoint import (  # noqa: E402
+    HF_FILES,
+    CheckpointWriter,
+    is_checkpoint,
+    model_state,
+    open_checkpoint,
+)
+from megatron_rl.engine.model import build_chunks, transformer_config  # noqa: E402
+from megatron_rl.parallel import ParallelGroups  # noqa: E402
+from megatron_rl.weights.architecture import Architecture, read_architecture  # noqa: E402
+from megatron_rl.weights.hf_files import HFFolder, write_hf_folder  # noqa: E402
+from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
+from megatron_rl.weights.reshard import load_shards, rules_of, stream_hf_tensors  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 2 * 1024**3
+
+
+def convert_folder(
+    source: Path, target: Path, *, say: Callable[[str], None] = logger.info, shard_bytes: int = SHARD_BYTES
+) -> str:
+    """Write `target` from the HF folder or the checkpoint `source`, and say what was written.
+
+    Dtypes stay as they are. ValueError where the source is neither, or the target exists; RuntimeError for a damaged
+    checkpoint and for too little space on the disk. The target appears whole or not at all.
+    """
+    if not source.is_dir():
+        raise ValueError(f"source = {str(source)!r}: no such folder; give a Hugging Face folder or a checkpoint.")
+    if target.exists():
+        raise ValueError(f"target = {str(target)!r}: exists already; remove it or name another folder.")
+    is_to_hf = is_checkpoint(source)
+    if not is_to_hf and not (source / "config.json").is_file():
+        raise ValueError(
+            f"source = {str(source)!r}: neither a Hugging Face folder (no config.json) nor a checkpoint (no "
+            f"manifest.json); give one of the two, or a .gguf file."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _layout_of_one() as groups, torch.no_grad():
+        if is_to_hf:
+            _to_hf(source, target, groups, say, shard_bytes)
+            return f"{target}: Hugging Face folder"
+        _to_checkpoint(source, target, groups, say)
+        return f"{target}: checkpoint"
+
+
+def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Callable[[str], None]) -> None:
+    arch = read_architecture(source)
+    shapes = hf_shapes(arch)
+    weights = HFFolder(source, shapes)
+    _announce(target, arch, sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items()), say)
+    chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
+    for chunk in chunks:
+        for parameter, rule in rules_of(chunk, arch):
+            parameter.data = scratch.empty(parameter.shape, weights.dtype(rule.names(0)[0]))
+    load_shards(chunks, weights, arch, groups)
+    writer = CheckpointWriter(groups)
+    writer.start(target, scratch.state_of(chunks, groups), model_folder=source)
+    writer.finish(wait=True)
+
+
+def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[str], None], shard_bytes: int) -> None:
+    arch = read_architecture(source / HF_FILES)
+    open_checkpoint(source, groups)
+    saved = dist_checkpointing.load_tensors_metadata(str(source))
+    chunks, scratch = _empty_model(source / HF_FILES, arch, groups), _Scratch(target.parent)
+    parts = [part for part in nested_values(model_state(chunks, groups)) if _has_tensor(part)]
+    _announce(target, arch, sum(part.data.numel() * saved[part.key].dtype.itemsize for part in parts), say)
+    for part in parts:
+        part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
+    dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
+    tensors = stream_hf_tensors(chunks, arch, groups)
+    write_hf_folder(target, tensors, model_folder=source / HF_FILES, dtype=None, shard_bytes=shard_bytes)
+
+
+def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], None]) -> None:
+    """Say what is to come, once the disk has room for the result and a scratch file of the same size."""
+    free = shutil.disk_usage(target.parent).free
+    if free < 2 * size:
+        raise RuntimeError(
+            f"target = {str(target)!r}: {2 * size / 1e6:,.1f} MB are needed there, for the result and a scratch file "
+            f"of the same size, and {free / 1e6:,.1f} MB are free; make space or name a folder on another disk."
+        )
+    parameters = sum(math.prod(shape) for shape in hf_shapes(arch).values())
+    say(f"converting {arch.family} with {parameters:,} parameters, {size / 1e6:,.1f} MB")
+
+
+class _Scratch:
+    """Tensors of one nameless file on the disk of `folder`, which forked writers see too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = tempfile.TemporaryFile(dir=folder)
+        self.size = 0
+        self.starts: dict[int, int] = {}
+        """Address of each tensor -> its place in the file."""
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        start, size = self.size, math.prod(shape) * dtype.itemsize
+        self.size += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.posix_fallocate(self.file.fileno(), start, self.size - start)  # a full disk fails here, not as a SIGBUS
+        tensor = self._map(start, shape, dtype)
+        self.starts[tensor.data_ptr()] = start
+        return tensor
+
+    def state_of(self, chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
+        """The chunks' sharded state, over this file: each tensor in a mapping that it fills.
+
+        `FileSystemWriterAsync` of megatron.core copies views of larger storages, such as the halves of the gated MLP.
+        """
+        state = model_state(chunks, groups)
+        apply_factories(state)
+        for part in nested_values(state):
+            if _has_tensor(part):
+                storage = part.data.untyped_storage()
+                start = self.starts[storage.data_ptr()] + part.data.storage_offset() * part.data.itemsize
+                part.data = self._map(start, part.data.shape, part.data.dtype)
+        return state
+
+    def _map(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.memmap(self.file, np.uint8, "r+", start, (size,))).view(dtype).view(shape)
+
+
+def _has_tensor(part: Any) -> bool:
+    return isinstance(part, ShardedTensor | ShardedTensorFactory)
+
+
+def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
+    """The model without weights; memory that is never written is never taken."""
+    config = EngineConfig(model=ModelConfig(path=str(folder)))
+    return build_chunks(arch, transformer_config(arch, config, {}), groups)
+
+
+@contextlib.contextmanager
+def _layout_of_one() -> Iterator[ParallelGroups]:
+    groups = parallel.start(ParallelConfig(), seed=0)
+    try:
+        yield groups
+    finally:
+        parallel.stop()

@@ -1,0 +1,56 @@
+"""manifest.json: name, size and CRC-32 of every file of a folder, so that a changed or missing one is named."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+NAME = "manifest.json"
+_PART = ".sums-"
+_READ_BYTES = 16 * 1024 * 1024
+
+
+def write_part(folder: Path, files: list[Path], *, name: str) -> None:
+    """Keep the sums of some files for `write`, which then need not read them again."""
+    (folder / f"{_PART}{name}").write_text(json.dumps({str(path.relative_to(folder)): _entry(path) for path in files}))
+
+
+def write(folder: Path) -> None:
+    """Write the manifest of all files below `folder`; sums that `write_part` has kept are taken from there."""
+    known: dict[str, dict[str, int]] = {}
+    for part in folder.glob(f"{_PART}*"):
+        known |= json.loads(part.read_text())
+        part.unlink()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {}
+    for path in files:
+        name = str(path.relative_to(folder))
+        entries[name] = known.get(name) or _entry(path)
+    (folder / NAME).write_text(json.dumps({"files": entries}, indent=1))
+
+
+def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+    """Describe every file of this part of the manifest that is missing or differs; empty if all is well."""
+    try:
+        entries = json.loads((folder / NAME).read_text())["files"]
+    except (ValueError, KeyError) as error:
+        return [f"{NAME} is not readable ({error})"]
+    found = []
+    for name in sorted(entries)[part::parts]:
+        path, expected = folder / name, entries[name]
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            found.append(f"{name} has {path.stat().st_size:,} bytes, but {expected['bytes']:,} were written")
+        elif _entry(path) != expected:
+            found.append(f"the content of {name} is not what was written (CRC-32 differs)")
+    return found
+
+
+def _entry(path: Path) -> dict[str, int]:
+    crc, size = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return {"bytes": size, "crc32": crc}

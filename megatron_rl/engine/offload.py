@@ -1,0 +1,99 @@
+"""Moves what a model keeps on its device to host memory and back, so that several models can share one device.
+
+Works on storages, which are emptied and filled again in place: every view of them is then what it was, be it a
+parameter in DDP's buffer, a bucket or the distributed optimizer's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_rl import platform
+
+if TYPE_CHECKING:
+    from megatron_rl.engine.megatron_engine import MegatronEngine
+
+
+class HostCopy:
+    """Where a model's storages wait while they are off the device. Its host memory is kept from one time to the next.
+
+    On a machine without CUDA device and host are the same memory; the storages move all the same.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, Tensor] = {}
+        """What each storage held, by its address as an object."""
+        self.kept: list[UntypedStorage] = []
+        self.dropped: list[tuple[UntypedStorage, int]] = []
+
+    @property
+    def is_out(self) -> bool:
+        return bool(self.kept)
+
+    @torch.no_grad()
+    def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], device: torch.device) -> None:
+        """Copy the storages of `kept` to the host and empty them, and those of `dropped` without a copy."""
+        keep = {s._cdata: s for s in (t.untyped_storage() for t in kept if t.device == device) if s.nbytes()}
+        drop = {s._cdata: s for s in (t.untyped_storage() for t in dropped) if s.nbytes() and s._cdata not in keep}
+        hosts = {}
+        for key, storage in keep.items():
+            host = self.hosts.get(key)
+            if host is None or len(host) != storage.nbytes():
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_cuda())
+            hosts[key] = host.copy_(_bytes_of(storage), non_blocking=True)
+        self.hosts, self.kept = hosts, list(keep.values())
+        self.dropped = [(storage, storage.nbytes()) for storage in drop.values()]
+        torch.cuda.synchronize()  # the copies have arrived
+        for storage in [*keep.values(), *drop.values()]:
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Fill the storages again; those that were dropped come back as zeros."""
+        for storage in self.kept:
+            host = self.hosts[storage._cdata]
+            storage.resize_(len(host))
+            _bytes_of(storage).copy_(host, non_blocking=True)
+        for storage, size in self.dropped:
+            storage.resize_(size)
+            _bytes_of(storage).zero_()
+        self.kept, self.dropped = [], []
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensors_of(engine: MegatronEngine) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what an engine must keep (weights, main parameters, optimizer state) and its gradient buffers."""
+    kept = [parameter.data for parameter in engine.parameters()]
+    if engine.optimizer is None:
+        return kept, []
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        if part.optimizer is not None:  # a rank may have no parameters of this kind
+            kept += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
+            states: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())
+            kept += [value for value in states if torch.is_tensor(value)]
+    buffers = [buffer for chunk in engine.wrapped for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    return kept, [buffer.grad_data for buffer in buffers]
+
+
+class Turns:
+    """Engines that take turns on one device: the one that is used is there, all others wait in host memory."""
+
+    def __init__(self) -> None:
+        self.engines: list[MegatronEngine] = []
+
+    def take(self, engine: MegatronEngine) -> None:
+        """Send the others out, then bring `engine` in; one that is not known yet joins."""
+        for other in self.engines:
+            if other is not engine:
+                other.offload()
+        if engine not in self.engines:
+            self.engines.append(engine)
+        engine.onload()

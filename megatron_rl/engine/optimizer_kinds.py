@@ -1,0 +1,97 @@
+"""A checkpoint's optimizer state for an optimizer of the other kind: plain Adam or Megatron's distributed one.
+
+Their tensors are the same but for the main parameters: these have another name, and the plain optimizer of a float32
+model has none beside the weights. The rest upstream arranges in two ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+State = dict[Any, Any]
+DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
+"""Prefixes of main parameters."""
+
+
+def ask_as_plain(wanted: State, path: str) -> State:
+    """Let a distributed optimizer's `wanted` ask a plain one's checkpoint.
+
+    Main parameters that it lacks are loaded from its weights, and taken out of `wanted`: a name is asked for once
+    only. Returns them for `arrange_as_distributed`.
+    """
+    saved = dist_checkpointing.load_tensors_metadata(path)
+    missing: State = {}
+    for number, part in _parts(wanted).items():
+        for index, tensors in part["param_state"].items():
+            name = tensors["param"].key.removeprefix(DISTRIBUTED)
+            if PLAIN + name in saved:
+                tensors["param"].key = PLAIN + name
+            else:
+                tensors["param"].key = name
+                missing.setdefault(number, {})[index] = {"param": tensors.pop("param")}
+    return dist_checkpointing.load(missing, path) if missing else {}
+
+
+def ask_as_distributed(wanted: State) -> None:
+    """Let a plain optimizer's `wanted` ask a distributed one's checkpoint."""
+    for part in _parts(wanted).values():
+        for tensor in nested_values(part.get("fp32_from_fp16_params", [])):
+            tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)
+
+
+def arrange_as_distributed(loaded: State, main_parameters: State) -> State:
+    """Rearrange what was loaded from a plain optimizer's checkpoint."""
+
+    def arrange(part: State, main: State) -> State:
+        inner = part.get("optimizer", part)  # one level deeper where bfloat16 has main parameters
+        step = float(inner["state"]["common_step"])
+        tensors = {index: values | main.get(index, {}) for index, values in part["param_state"].items()}
+        return {
+            "optimizer": {
+                "param_groups": [_without(group, "params") | {"step": step} for group in inner["param_groups"]]
+            },
+            "param_state": tensors,
+            "param_state_sharding_type": "fully_reshardable",
+        }
+
+    return _each(loaded, lambda number, part: arrange(part, main_parameters.get(number, {})))
+
+
+def arrange_as_plain(loaded: State) -> State:
+    """Rearrange what was loaded from a distributed optimizer's checkpoint."""
+
+    def arrange(part: State) -> State:
+        groups = part["optimizer"]["param_groups"]
+        is_deeper = "fp32_from_fp16_params" in part
+        own = part["optimizer"] if is_deeper else part
+        inner = {
+            "param_groups": [
+                _without(group, "step") | {"params": mine["params"]}
+                for group, mine in zip(groups, own["param_groups"], strict=True)
+            ],
+            "state": own["state"] | {"common_step": torch.tensor(float(groups[0]["step"]))},
+        }
+        if not is_deeper:
+            return inner
+        return {"optimizer": inner, "fp32_from_fp16_params": part["fp32_from_fp16_params"]}
+
+    return _each(loaded, lambda _, part: arrange(part))
+
+
+def _parts(state: State) -> dict[int, State]:
+    """One state per optimizer: with experts upstream chains several."""
+    return state if 0 in state else {0: state}
+
+
+def _each(state: State, arrange: Callable[[int, State], State]) -> State:
+    parts = {number: arrange(number, part) for number, part in _parts(state).items() if isinstance(number, int)}
+    return parts if 0 in state else parts[0]
+
+
+def _without(group: State, key: str) -> State:
+    return {name: value for name, value in group.items() if name != key}

@@ -1,0 +1,110 @@
+"""An engine that waits in host memory between its phases computes the same bits as one that stays on its device."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_gradients import user_loss, user_weight
+from tiny import LAYOUTS, make_batch, make_model, share_of
+
+from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.engine.offload import Turns, tensors_of
+from megatron_rl.types import FinetuneSpec
+
+PLAIN, DISTRIBUTED = {}, {"distributed": True}
+OVERLAPPED = DISTRIBUTED | {"overlap": True}
+
+
+def start(folder, layout, dtype="float32", kind=PLAIN, **options):
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype),
+        parallel=LAYOUTS[layout][1],
+        optimizer=OptimizerConfig(lr=1e-3, **kind),
+    )
+    engine = MegatronEngine(config, **options)
+    engine.initialize(None, FinetuneSpec(total_updates=10))
+    return engine
+
+
+def device_bytes(engine):
+    return sum(tensor.untyped_storage().nbytes() for part in tensors_of(engine) for tensor in part)
+
+
+def phases(engine, batch, between):
+    """Forward, train, export and forward again, with something between every two of them."""
+    results = []
+    for _ in range(2):
+        results.append(engine.eval().forward(batch))
+        between()
+        stats = engine.train().train_batch(batch, user_loss, user_weight)
+        results.append(torch.tensor([stats.loss, stats.grad_norm]))
+        between()
+        results += [tensor.clone() for _, tensor in engine.hf_tensors()]
+        between()
+    return results
+
+
+def offload_between_phases(folder, layout, dtype, kind):
+    engine = start(folder, layout, dtype, kind)
+    batch = share_of(make_batch(), engine)
+    out = []
+
+    def between():
+        before = device_bytes(engine)
+        engine.offload()
+        engine.offload()  # once more changes nothing
+        out.append((before, device_bytes(engine)))
+
+    apart = phases(engine, batch, between)
+    together = phases(start(folder, layout, dtype, kind, groups=engine.groups), batch, lambda: None)
+    return [torch.equal(a, b) for a, b in zip(apart, together, strict=True)], out
+
+
+# Tensor and pipeline ranks, chunks, gradients of replicas, DDP's parameter buffers, float32 main parameters, and
+# weights of which an update leaves other ranks' parts stale.
+@pytest.mark.parametrize(
+    "layout,dtype,kind",
+    [
+        ("tp2_sp", "float32", PLAIN),
+        ("pp2_vpp2", "float32", PLAIN),
+        ("dp2", "float32", DISTRIBUTED),
+        ("1", "bfloat16", PLAIN),
+        ("dp2", "bfloat16", DISTRIBUTED),
+        ("dp2", "bfloat16", OVERLAPPED),
+    ],
+)
+def test_offloading_between_phases_changes_no_bit_and_empties_the_device(layout, dtype, kind, tmp_path):
+    make_model("qwen3", tmp_path)
+    for same, out in run_ranks(LAYOUTS[layout][0], offload_between_phases, tmp_path, layout, dtype, kind):
+        assert same and all(same)
+        assert len(out) == 6 and all(before > 0 and after == 0 for before, after in out)
+
+
+def take_turns(folder, checkpoint):
+    turns = Turns()
+    policy = start(folder, "tp2_sp", turns=turns)
+    reference = start(folder, "tp2_sp", turns=turns, groups=policy.groups, trainable=False)
+    batch = make_batch()
+    there = []
+    for _ in range(2):
+        for engine in (policy, reference):
+            engine.eval().forward(batch)
+            there.append([device_bytes(e) > 0 for e in (policy, reference)])
+        policy.train().train_batch(batch, user_loss, user_weight)
+    reference.forward(batch)
+    policy.save(checkpoint, with_optimizer=True)
+    trained = [parameter.clone() for parameter in policy.parameters()]
+    reference.copy_weights(policy)
+    policy.train_batch(batch, user_loss, user_weight)
+    reference.forward(batch)
+    copied = [torch.equal(a, b) for a, b in zip(reference.parameters(), trained, strict=True)]
+    policy.load(checkpoint, with_optimizer=True)
+    loaded = [torch.equal(a, b) for a, b in zip(policy.parameters(), trained, strict=True)]
+    return there, copied, loaded
+
+
+def test_engines_that_share_a_device_are_there_one_at_a_time(tmp_path):
+    make_model("llama", tmp_path / "model")
+    for there, copied, loaded in run_ranks(2, take_turns, tmp_path / "model", tmp_path / "checkpoint"):
+        assert there == [[True, False], [False, True]] * 2
+        assert all(copied) and all(loaded)
