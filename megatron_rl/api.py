@@ -125,6 +125,17 @@ class LogprobLoss:
     """Divides the logits, as the sampler did."""
 
 
+@dataclass(frozen=True)
+class ValueLoss:
+    """The loss of an engine with a value head.
+
+    fn(values, data) -> (loss_sum, sums): values are `[T]` float32, row t's the value of the state in which `labels[t]`
+    is chosen (0 in rows that are not trained); the rest is as in LogprobLoss.
+    """
+
+    fn: Callable[[Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
+
+
 class TrainEngine(abc.ABC):
     """One model, its layout and its optimizer.
 
@@ -147,21 +158,21 @@ class TrainEngine(abc.ABC):
     def train_batch(
         self,
         data: TrajectoryBatch | TensorDict,
-        loss_fn: LossFn | LogprobLoss,
+        loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
         """Apply one optimizer step to `data`.
 
         `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is
         that of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns
-        sums.
+        sums, and so does a `ValueLoss`, the one that an engine with a value head takes.
         """
 
     @abc.abstractmethod
     def eval_batch(
         self,
         data: TrajectoryBatch | TensorDict,
-        loss_fn: LossFn | LogprobLoss,
+        loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
         """Return what `train_batch` would, without gradient or step."""
@@ -174,7 +185,10 @@ class TrainEngine(abc.ABC):
         *,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Return log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, as `[N]` float32 by token."""
+        """Return log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, as `[N]` float32 by token.
+
+        An engine with a value head returns the value of the state in which each trained token was chosen.
+        """
 
     @abc.abstractmethod
     def step_lr_scheduler(self) -> None: ...

@@ -207,7 +207,7 @@ class BatchConfig:
 @dataclass(kw_only=True)
 class AlgorithmConfig:
     advantage: str = "group_norm"
-    """group_norm (GRPO), reinforce (the reward itself), remax (reward minus the greedy reply's)."""
+    """group_norm (GRPO), reinforce (the reward itself), remax (reward minus the greedy reply's), gae (a critic's)."""
     normalize_std: bool = True
     """group_norm: divide by the group's standard deviation."""
     loss: str = "ppo_clip"
@@ -226,7 +226,7 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        estimators, losses = ("group_norm", "reinforce", "remax"), ("ppo_clip", "reinforce")
+        estimators, losses = ("group_norm", "reinforce", "remax", "gae"), ("ppo_clip", "reinforce")
         check(
             "algo",
             advantage=(self.advantage, self.advantage in estimators, f"must be one of {', '.join(estimators)}"),
@@ -242,6 +242,47 @@ class AlgorithmConfig:
             kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
             entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
         )
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The value model of algo.advantage = gae, with a layout and an optimizer of its own."""
+
+    model: str = ""
+    """Hugging Face folder of a language model or of a sequence classification model with one label.
+
+    Empty starts from the policy as it is when RL begins. Without a scalar head the first values are 0.
+    """
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    discount: float = 1.0
+    """Per trained token."""
+    trace_decay: float = 1.0
+    """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
+    value_clip: float = 0.2
+    """How far one step may move a value; 0 sets no bound."""
+    warmup_steps: int = 0
+    """First steps of the run, in which the critic learns and the policy stays as it is."""
+
+    def __post_init__(self) -> None:
+        check(
+            "critic",
+            discount=(self.discount, 0 < self.discount <= 1, "must be in (0, 1]; 1 discounts nothing"),
+            trace_decay=(self.trace_decay, 0 <= self.trace_decay <= 1, "must be in [0, 1]"),
+            value_clip=(self.value_clip, self.value_clip >= 0, "must be at least 0; 0 sets no bound"),
+            warmup_steps=(self.warmup_steps, self.warmup_steps >= 0, "must be at least 0"),
+        )
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig:
+    """A frozen model that scores whole sequences, beside the workflow's own reward."""
+
+    path: str = ""
+    """Hugging Face folder of a sequence classification model with one label and the policy's tokens; empty: none."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    coefficient: float = 1.0
+    """A trajectory's reward is the workflow's plus this times the score."""
 
 
 @dataclass(kw_only=True)
@@ -374,6 +415,8 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -411,6 +454,40 @@ class TrainConfig:
                 f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the run has only run.steps x "
                 f"batch.updates_per_step = {self.run.steps * batch.updates_per_step} updates; lower it."
             )
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
+                f"algo.advantage=gae, or leave the section out."
+            )
+        if self.critic.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
+                f"run.steps = {self.run.steps}; lower it."
+            )
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algo.advantage == "gae"
+
+    @property
+    def critic_engine(self) -> EngineConfig:
+        """The critic's engine: the policy's options but for model, layout and optimizer."""
+        critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
+        model = own if critic.model else self.model
+        return dataclasses.replace(self.actor, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
+
+    @property
+    def reward_engine(self) -> EngineConfig:
+        model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
+        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError where a layout does not divide the number of processes."""
+        self.parallel.check_world_size(world_size)
+        if self.has_critic:
+            self.critic.parallel.check_world_size(world_size)
+        if self.reward_model.path:
+            self.reward_model.parallel.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:
@@ -489,6 +566,11 @@ SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "generation": GenerationConfig,
     "algo": AlgorithmConfig,
+    "critic": CriticConfig,
+    "critic.parallel": ParallelConfig,
+    "critic.optimizer": OptimizerConfig,
+    "reward_model": RewardModelConfig,
+    "reward_model.parallel": ParallelConfig,
     "rollout": RolloutConfig,
     "data": DataConfig,
     "warm_start": WarmStartConfig,

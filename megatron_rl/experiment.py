@@ -21,9 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl import parallel
 from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.critic import Critic
+from megatron_rl.algo.loss import explained_variance
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.batch import exchange
-from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
@@ -39,8 +41,7 @@ from megatron_rl.telemetry.run_log import RunLog, Sample
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import Architecture, read_architecture
-from megatron_rl.weights.hf_files import HFFolder
-from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.mapping import weight_source
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,19 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
 
     Returns the tokenizer, the training prompts and the held-out prompts.
     """
-    arch = read_architecture(config.model.path)
+    arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
-        HFFolder(config.model.path, hf_shapes(arch))
+        weight_source(config.model.path, arch)
     transformer_config(arch, config.actor, config.megatron)
+    if config.has_critic:
+        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
+    if config.reward_model.path:
+        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
+        if read_architecture(config.reward_model.path).head != "value":
+            raise ValueError(
+                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
+                f"0; give a sequence classification model with one label."
+            )
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError, KeyError) as error:
@@ -75,6 +85,20 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
         for number, prompt in enumerate(prompts, start=1):
             refuse_too_long(key, number, len(prompt_ids(tokenizer, prompt)), config.generation, arch)
     return tokenizer, train, held_out
+
+
+def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
+    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
+    folder = engine.model.path
+    arch = read_architecture(folder).with_head("value")
+    if engine.model.init == "hf":
+        weight_source(folder, arch)
+    transformer_config(arch, engine, megatron)
+    if arch.vocab != policy.vocab:
+        raise ValueError(
+            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
+            f"the policy's tokens, so give a model with the same tokenizer."
+        )
 
 
 def refuse_too_long(
@@ -105,6 +129,37 @@ def make_workflow(
             f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
     return factory(**arguments, **options.workflow_args)
+
+
+def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    """What the updates of a step, at least one, have in common whatever the model."""
+    weight = sum(s.weight for s in stats)
+    return {
+        "loss": sum(s.loss * s.weight for s in stats) / weight,
+        "first_loss": stats[0].loss,
+        "first_grad_norm": stats[0].grad_norm,
+        "grad_norm": max(s.grad_norm for s in stats),
+        "skipped_updates": sum(not s.applied for s in stats),
+        "lr": stats[-1].lr,
+    }
+
+
+def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    weight = sum(s.weight for s in stats)
+    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
+    if "ratio_deviation" in metrics:
+        metrics["first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+    return {f"policy/{key}": value for key, value in metrics.items()}
+
+
+def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    weight = sum(s.weight for s in stats)
+    sums = {key: sum(s.sums[key] for s in stats) for key in stats[0].sums}
+    metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
+    metrics["mean_return"] = sums["returns"] / weight
+    if "clipped_values" in sums:
+        metrics["clipped_values"] = sums["clipped_values"] / weight
+    return {f"critic/{key}": value for key, value in metrics.items()}
 
 
 class Experiment:
@@ -187,25 +242,43 @@ class Experiment:
 
     def _start_engines(self) -> None:
         config = self.config
-        options = {"groups": self.groups, "megatron": config.megatron, "turns": Turns() if config.run.offload else None}
-        self.engine = MegatronEngine(config.actor, **options)
-        self.engine.initialize(None, FinetuneSpec(total_updates=self._total_updates))
+        options: dict[str, Any] = {"megatron": config.megatron, "turns": Turns() if config.run.offload else None}
+        self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
+        self.engine.initialize(None, FinetuneSpec(total_updates=self._policy_updates))
         reference = None
         if config.algo.kl_coefficient > 0:
-            reference = MegatronEngine(config.actor, trainable=False, **options)
+            reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
             reference.initialize()
         self.reference = reference
         self.actor = PolicyActor(
             self.engine, config.algo, temperature=config.generation.temperature, reference=reference
         )
+        self.critic: Critic | None = None
+        if config.has_critic:
+            groups = self._layout(config.critic.parallel)
+            engine = MegatronEngine(config.critic_engine, groups=groups, head="value", **options)
+            engine.initialize(None, FinetuneSpec(total_updates=config.run.steps * config.batch.updates_per_step))
+            self.critic = Critic(engine, config.critic)
+        self.reward_model: MegatronEngine | None = None
+        if config.reward_model.path:
+            groups = self._layout(config.reward_model.parallel)
+            self.reward_model = MegatronEngine(
+                config.reward_engine, groups=groups, trainable=False, head="value", **options
+            )
+            self.reward_model.initialize()
         parameters = sum(p.numel() for p in self.engine.parameters())
         self.say(
             f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
         )
 
+    def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
+        """The policy's groups where another model has its layout too, else groups of its own."""
+        same = layout == self.config.parallel
+        return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
+
     @property
-    def _total_updates(self) -> int:
-        return self.config.run.steps * self.config.batch.updates_per_step
+    def _policy_updates(self) -> int:
+        return (self.config.run.steps - self.config.critic.warmup_steps) * self.config.batch.updates_per_step
 
     def say(self, text: str) -> None:
         """Print one line on the main rank."""
@@ -227,10 +300,15 @@ class Experiment:
                 self.engine.save(options.folder)
                 if self.groups.is_main:
                     (Path(options.folder) / WARM_START_SETTINGS).write_text(self._warm_start_settings())
-        self.engine.reset_optimizer(self._total_updates)
+        self.engine.reset_optimizer(self._policy_updates)
         self.engine.set_version(0)
         if self.reference is not None:
             self.reference.copy_weights(self.engine)
+        if self.critic is not None and not self.config.critic.model:
+            folder = options.folder or self.folder / "warm_start"  # through files: the layouts may differ
+            if not options.folder:
+                self.engine.save(folder)
+            self.critic.engine.load(folder)
 
     def _train_warm_start(self) -> None:
         options = self.config.warm_start
@@ -317,13 +395,46 @@ class Experiment:
         """Return the whole step's trajectories on every rank."""
         return exchange.gather(batch, self.groups)
 
+    def score(self, batch: TrajectoryBatch) -> None:
+        """Add the reward model's scores, where there is one, to the workflow's rewards; `model_rewards` keeps them."""
+        if self.reward_model is None:
+            return
+        engine, shared = self.reward_model, self.config.batch.share_prompts
+        with self.timers("score"):
+            scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
+        batch.sequences["model_rewards"] = scores
+        batch.sequences["rewards"] = batch["rewards"] + self.config.reward_model.coefficient * scores
+
+    def compute_advantages(self, batch: TrajectoryBatch) -> None:
+        """Set `advantages`, and with a critic its `values` and `returns`."""
+        if self.critic is None:
+            self.actor.compute_advantages(batch)
+        else:
+            groups, shared = self.critic.engine.groups, self.config.batch.share_prompts
+            with self.timers("values"):
+                values = exchange.by_token(batch, groups, self.critic.values, share_prompts=shared)
+            batch.tokens["values"] = values
+            self.critic.compute_advantages(batch)
+
     def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
-        """Return this data-parallel rank's share of each update of the step."""
+        """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
+        return [] if step < self.config.critic.warmup_steps else self._shares(batch, step, self.groups)
+
+    def _shares(self, batch: TrajectoryBatch, step: int, groups: parallel.ParallelGroups) -> list[TrajectoryBatch]:
         seed = self.config.run.seed * 1_000_003 + step
         options = self.config.batch
         return exchange.update_shares(
-            batch, options.updates_per_step, self.groups, seed=seed, share_prompts=options.share_prompts
+            batch, options.updates_per_step, groups, seed=seed, share_prompts=options.share_prompts
         )
+
+    def update_critic(self, batch: TrajectoryBatch, step: int) -> list[StepStats]:
+        """Train the critic, where there is one, on the same split of the step in its own layout."""
+        if self.critic is None:
+            return []
+        if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
+            self.engine.set_version(self.engine.get_version() + 1)
+        with self.timers("critic"):
+            return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
 
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.
@@ -347,28 +458,24 @@ class Experiment:
                 self.rollout.metrics()  # evaluation does not count as rollout
             dist.barrier(group=self.groups.control)
 
-    def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats]) -> None:
+    def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats], critic_stats: list[StepStats]) -> None:
         """Write the step's metrics. Means over the step's updates weigh trained tokens."""
-        weight = sum(s.weight for s in stats)
         rewards = batch["rewards"]
         groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
         metrics: dict[str, Any] = {
             "reward/mean": float(rewards.mean()),
             "reward/groups_without_variance": float((groups == 0).float().mean()),
-            "policy/loss": sum(s.loss * s.weight for s in stats) / weight,
-            "policy/first_loss": stats[0].loss,
-            "policy/first_grad_norm": stats[0].grad_norm,
-            "policy/grad_norm": max(s.grad_norm for s in stats),
-            "policy/skipped_updates": sum(not s.applied for s in stats),
-            "policy/lr": stats[-1].lr,
             "policy/version": self.engine.get_version(),
             "batch/trajectories": len(batch),
-            "batch/trained_tokens": weight,
+            "batch/trained_tokens": sum(s.weight for s in stats or critic_stats),
             "batch/sequence_tokens": float(batch.lengths.float().mean()),
         }
-        metrics |= {f"policy/{key}": sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
-        if "ratio_deviation" in stats[0].sums:
-            metrics["policy/first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+        if "model_rewards" in batch:
+            metrics["reward/model"] = float(batch["model_rewards"].mean())
+        if stats:
+            metrics |= policy_metrics(stats)
+        if critic_stats:
+            metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
             metrics |= self.rollout.metrics()
         metrics |= self.timers.snapshot()
@@ -399,7 +506,10 @@ class Experiment:
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
             with self.timers("save"):
-                self.engine.save(self.folder / ("final" if is_last else f"step-{step}"))
+                name = "final" if is_last else f"step-{step}"
+                self.engine.save(self.folder / name)
+                if self.critic is not None:
+                    self.critic.engine.save(self.folder / f"{name}-critic")
 
     def finish(self) -> None:
         """Write the report and say what the run achieved."""

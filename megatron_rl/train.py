@@ -27,17 +27,19 @@ def train(config: TrainConfig) -> None:
         for step in range(config.run.steps):
             with x.timers("rollout"):
                 batch = x.exchange(x.rollout_batch())
+            x.score(batch)
             with x.timers("advantages"):
-                x.actor.compute_advantages(batch)
+                x.compute_advantages(batch)
                 shares = x.split(batch, step)
             with x.timers("logprobs"):
                 x.actor.compute_logprobs(shares)
             with x.timers("update"):
                 stats = x.actor.update(shares)
+            critic_stats = x.update_critic(batch, step)
             with x.timers("publish"):
                 x.publish()
             x.save(step=step + 1)
-            x.log(step, batch, stats)
+            x.log(step, batch, stats, critic_stats)
             x.evaluate(step=step + 1)
         x.finish()
 
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
-        config.parallel.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+        config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
         if args.exit_with:
             watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
         if args.dry_run:

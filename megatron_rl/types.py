@@ -148,6 +148,19 @@ class TrajectoryBatch:
             cu_seqlens,
         )
 
+    def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
+        """Return the sequences, each followed by a trained token 0, and those tokens' rows `[B]`.
+
+        A model's result for that token is what it makes of the whole sequence. Other per-token tensors are left out.
+        """
+        ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))
+        added = torch.zeros(int(ends[-1]), dtype=torch.bool)
+        added[ends[1:] - 1] = True
+        input_ids = torch.zeros(len(added), dtype=torch.int64)
+        input_ids[~added] = self.tokens["input_ids"]
+        tokens = {"input_ids": input_ids, "loss_mask": added}
+        return TrajectoryBatch(tokens, self.sequences, ends), ends[1:] - 1
+
     @staticmethod
     def cat(batches: list[TrajectoryBatch]) -> TrajectoryBatch:
         """Join batches that have the same keys."""

@@ -1,7 +1,8 @@
-"""Policy losses. Inputs are packed `[T]` tensors, results are sums over trained rows; nothing is averaged here."""
+"""Policy and value losses: packed `[T]` tensors in, sums over trained rows out; nothing is averaged here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,3 +106,46 @@ class PolicyLoss:
         if options.entropy_coefficient > 0:
             loss = loss - options.entropy_coefficient * entropy.sum()
         return loss, sums
+
+
+def value_clip(
+    values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, clip: float
+) -> tuple[Tensor, Sums]:
+    """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2 per token: PPO's clipped value loss.
+
+    A value that has moved more than `clip` since the step began is not moved further. clip = 0 leaves the bound out.
+    The sums of R, R^2, R - v and (R - v)^2 give the explained variance of any number of ranks together.
+    """
+    errors = (returns - values).masked_fill(~loss_mask, 0.0)
+    loss = errors.square()
+    sums: Sums = {}
+    if clip > 0:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        bounded = (returns - near).masked_fill(~loss_mask, 0.0).square()
+        sums["clipped_values"] = (bounded > loss).sum()
+        loss = torch.maximum(loss, bounded)
+    known, errors = returns.masked_fill(~loss_mask, 0.0), errors.detach()
+    return 0.5 * loss.sum(), sums | {
+        "returns": known.sum(),
+        "squared_returns": known.square().sum(),
+        "errors": errors.sum(),
+        "squared_errors": errors.square().sum(),
+    }
+
+
+def explained_variance(sums: Mapping[str, float], count: float) -> float:
+    """1 - Var(R - v) / Var(R) from `value_clip`'s sums over `count` tokens; 0 where all returns are the same."""
+    variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2
+    residual = sums["squared_errors"] / count - (sums["errors"] / count) ** 2
+    return 1.0 - residual / variance if variance > 1e-12 else 0.0
+
+
+@dataclass(frozen=True)
+class ValueClipLoss:
+    """The critic's loss as a ValueLoss function."""
+
+    clip: float
+
+    def __call__(self, values: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
+        """rows: `values` as they were before the step's first update, and `returns`."""
+        return value_clip(values, rows["values"], rows["returns"], rows["labels"] >= 0, clip=self.clip)

@@ -5,6 +5,8 @@ Every rank gets the step's batch, then takes its data-parallel share of each upd
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -106,3 +108,47 @@ def update_shares(
         own = packing.split_evenly([unit.cost for unit in parts], groups.data.size)[groups.data.rank]
         shares.append(part.select(sorted(index for number in own for index in parts[number].members)))
     return shares
+
+
+def by_token(
+    batch: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    *,
+    share_prompts: bool = False,
+) -> Tensor:
+    """Return `compute`'s `[N]` float32 of the whole batch on every rank, each data-parallel rank computing its share.
+
+    All ranks call it with the same batch and an engine of this layout behind `compute`.
+    """
+    rows = {"row": torch.arange(len(batch["input_ids"]))}
+    numbered = TrajectoryBatch(batch.tokens | rows, batch.sequences, batch.cu_seqlens)
+    return _computed_by_all(numbered, groups, compute, share_prompts)
+
+
+def by_sequence(
+    batch: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    *,
+    share_prompts: bool = False,
+) -> Tensor:
+    """The same for `compute`'s `[B]`, one number per trajectory."""
+    numbered = TrajectoryBatch(batch.tokens, batch.sequences | {"row": torch.arange(len(batch))}, batch.cu_seqlens)
+    return _computed_by_all(numbered, groups, compute, share_prompts)
+
+
+def _computed_by_all(
+    numbered: TrajectoryBatch,
+    groups: ParallelGroups,
+    compute: Callable[[TrajectoryBatch], Tensor],
+    share_prompts: bool,
+) -> Tensor:
+    """numbered: has a column `row` that numbers the results."""
+    result = torch.zeros(len(numbered["row"]))
+    (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
+    computed = compute(share)
+    if groups.is_data_head:  # of the ranks that computed the same share one contributes
+        result[share["row"]] = computed.cpu()
+    dist.all_reduce(result, group=groups.control)
+    return result

@@ -46,7 +46,7 @@ class CheckpointWriter:
         self.path: Path | None = None
         """What is being written."""
 
-    def start(self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path) -> None:
+    def start(self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path, head: str) -> None:
         """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first."""
         self.finish(wait=True)
         self.path = Path(path)
@@ -64,7 +64,7 @@ class CheckpointWriter:
         request = dist_checkpointing.save(state, str(aside), strategy, **options)
         if self.groups.is_main:
             (aside / HF_FILES).mkdir()
-            copy_model_files(model_folder, aside / HF_FILES)
+            copy_model_files(model_folder, aside / HF_FILES, head=head)
         if request.async_fn is not None:
             write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank)
             request = request._replace(async_fn=write)

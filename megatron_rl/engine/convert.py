@@ -91,7 +91,7 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
             parameter.data = scratch.empty(parameter.shape, weights.dtype(rule.names(0)[0]))
     load_shards(chunks, weights, arch, groups)
     writer = CheckpointWriter(groups)
-    writer.start(target, scratch.state_of(chunks, groups), model_folder=source)
+    writer.start(target, scratch.state_of(chunks, groups), model_folder=source, head=arch.head)
     writer.finish(wait=True)
 
 

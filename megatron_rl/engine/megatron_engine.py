@@ -27,7 +27,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver  # noqa: E402
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver  # noqa: E402
 from megatron_rl.batch import packing  # noqa: E402
 from megatron_rl.batch.exchange import pack_alike  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
@@ -40,8 +40,8 @@ from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E40
 from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
-from megatron_rl.weights.hf_files import HFFolder, RandomWeights, write_hf_folder  # noqa: E402
-from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
+from megatron_rl.weights.hf_files import write_hf_folder  # noqa: E402
+from megatron_rl.weights.mapping import weight_source  # noqa: E402
 from megatron_rl.weights.publish import WeightPublisher  # noqa: E402
 from megatron_rl.weights.reshard import load_shards, stream_hf_tensors  # noqa: E402
 
@@ -52,9 +52,10 @@ def trained_tokens(rows: TensorDict) -> Tensor:
 
 
 class MegatronEngine(TrainEngine):
-    """A policy (or, with `trainable=False`, a frozen reference) on Megatron-Core.
+    """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model) on Megatron-Core.
 
     groups: the layout, where one exists already (a second engine shares the first one's).
+    head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
     turns: the engines that share this one's device, where there is not room for all of them at once.
     """
 
@@ -64,12 +65,13 @@ class MegatronEngine(TrainEngine):
         *,
         groups: parallel.ParallelGroups | None = None,
         trainable: bool = True,
+        head: str = "policy",
         megatron: dict[str, Any] | None = None,
         turns: Turns | None = None,
     ) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
         self.passed_through = megatron or {}
-        self.arch = read_architecture(config.model.path)
+        self.arch = read_architecture(config.model.path).with_head(head)
         self.version = 0
         self.publisher: WeightPublisher | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
@@ -80,10 +82,9 @@ class MegatronEngine(TrainEngine):
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group, build this rank's shard, load its slices and make the optimizer."""
         config = self.config
-        if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
-            source = HFFolder(config.model.path, hf_shapes(self.arch))
-        else:
-            source = RandomWeights(hf_shapes(self.arch), config.seed, norm=1.0 - self.arch.norm_offset)
+        # Before any process group: a bad folder must not cost a start.
+        seed = config.seed if config.model.init == "random" else None
+        source = weight_source(config.model.path, self.arch, random_seed=seed)
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
@@ -200,12 +201,15 @@ class MegatronEngine(TrainEngine):
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
         self._activate()
+        self._check_head("post_hook", self.arch.head if post_hook is None else "policy")
         batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch, final_rows=post_hook is not None)
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
-            if post_hook is None:
+            if self.arch.head == "value":
+                values = self._head_values(hidden, rows["labels"], packed)
+            elif post_hook is None:
                 values, _ = self._head_logprobs(hidden, rows["labels"], packed, temperature)
             else:
                 values = post_hook(self._logits(hidden, packed), rows)
@@ -219,13 +223,22 @@ class MegatronEngine(TrainEngine):
         self._from_last_stage(result)
         return result.to(batch["input_ids"].device)
 
+    def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
+        """Return the value at each sequence's last token, `[B]` float32: what a reward model gives a whole sequence.
+
+        An empty sequence scores 0. All ranks call it, with their share of the data; the engine has a value head.
+        """
+        self._check_head("score", "value")
+        longer, last = TrajectoryBatch.of(data).with_one_more_token()
+        return self.forward(longer)[last]
+
     def step_lr_scheduler(self) -> None:
         self.scheduler.step(increment=1)
 
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, forward_only: bool) -> dict[str, Tensor]:
         """Run all microbatches; return the global sums of loss, weight and statistics."""
-
-        is_of_logprobs = isinstance(loss_fn, LogprobLoss)
+        self._check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
+        wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
@@ -237,7 +250,9 @@ class MegatronEngine(TrainEngine):
                     f"gradient is divided by their global sum; return the count and put fractions into the loss."
                 )
             weight = weight.to(self.device, torch.int)
-            if is_of_logprobs:
+            if isinstance(loss_fn, ValueLoss):
+                loss_sum, sums = loss_fn.fn(self._head_values(hidden, rows["labels"], packed), rows)
+            elif isinstance(loss_fn, LogprobLoss):
                 logprobs, entropy = self._head_logprobs(hidden, rows["labels"], packed, loss_fn.temperature)
                 loss_sum, sums = loss_fn.fn(logprobs, entropy, rows)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
@@ -250,7 +265,7 @@ class MegatronEngine(TrainEngine):
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
             return loss_sum, counted, kept | {k: v.detach().float() for k, v in sums.items()}
 
-        microbatches = self._pack(TrajectoryBatch.of(data), final_rows=not is_of_logprobs)
+        microbatches = self._pack(TrajectoryBatch.of(data), final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
         return self._global_sums(kept)
 
@@ -279,6 +294,13 @@ class MegatronEngine(TrainEngine):
             share_prompts=self.config.share_prompts,
             final_rows=final_rows,
         )
+
+    def _check_head(self, asked: str, head: str) -> None:
+        if self.arch.head != head:
+            raise ValueError(
+                f"{asked}: needs an engine with head={head!r}, and this one has {self.arch.head!r}: log-probs and "
+                f"logits are a policy's, values and scores those of a critic or reward model; ask the other engine."
+            )
 
     def _output_weight(self) -> Tensor:
         weight = self.chunks[-1].output_weight()
@@ -309,6 +331,10 @@ class MegatronEngine(TrainEngine):
         )
         logprobs, entropy = sum_for_all(torch.stack(parts), self.groups.context)
         return logprobs, entropy
+
+    def _head_values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
+        """`[T]` float32 values, 0 in rows that are not trained."""
+        return self._for_loss(self.chunks[-1].output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def _from_last_stage(self, tensor: Tensor) -> None:
         if self.groups.pipeline.size > 1:
@@ -377,7 +403,13 @@ class MegatronEngine(TrainEngine):
             self.finish_saves()
             return
         if self.groups.is_main:
-            write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
+            write_hf_folder(
+                path,
+                self.hf_tensors(),
+                model_folder=self.config.model.path,
+                dtype=self.dtype,
+                head=self.arch.head,
+            )
         else:
             for _ in self.hf_tensors():
                 pass
@@ -394,7 +426,7 @@ class MegatronEngine(TrainEngine):
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state = checkpoint.training_state(self, is_loading=False)
-        self.checkpoints.start(path, state, model_folder=self.config.model.path)
+        self.checkpoints.start(path, state, model_folder=self.config.model.path, head=self.arch.head)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
@@ -414,6 +446,6 @@ class MegatronEngine(TrainEngine):
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer)
             return
-        load_shards(self.chunks, HFFolder(path, hf_shapes(self.arch)), self.arch, self.groups)
+        load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()

@@ -29,6 +29,7 @@ from megatron_rl.engine.layers import (
     scale_embedding,
 )
 from megatron_rl.engine.passthrough import check_passed_through
+from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
@@ -53,6 +54,25 @@ class PolicyModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class ValueModel(PolicyModel):
+    """PolicyModel with a value head: every tensor rank gets all hidden states and computes the same values and loss.
+
+    So their gradients are equal, not parts of a sum, and are only cut on the way back.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (self.post_process and self.config.sequence_parallel):
+            return hidden_states
+        return gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
 
 
 def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
@@ -142,7 +162,7 @@ def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: Paral
 def _build(
     arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, *, vp_stage: int | None, count: int
 ) -> PolicyModel:
-    model = PolicyModel(
+    model = (ValueModel if arch.head == "value" else PolicyModel)(
         config=tf_config,
         transformer_layer_spec=block_spec(
             arch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+CLASSIFIERS = {name.replace("ForCausalLM", "ForSequenceClassification"): name for name in FAMILIES}
+CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForSequenceClassification")  # sees images
+"""The models of these families whose head is one number per token, and what they are called as language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,17 @@ class Architecture:
     """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
     softmax_scale: float | None = None
     """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
+    head: str = "policy"
+    """What follows the last norm: `policy`, logits over the vocabulary, or `value`, one number per token."""
+
+    def with_head(self, head: str) -> Architecture:
+        """Return the same trunk under `head`. A value head may be put on any; a policy head is there or is not."""
+        if head == "policy" and self.head == "value":
+            raise ValueError(
+                "model.path: a ForSequenceClassification folder has a scalar head and no language-model head; give a "
+                "ForCausalLM folder for the policy, and this one as critic or reward model."
+            )
+        return replace(self, head=head, tied=self.tied and head == "policy")
 
     @property
     def qkv_bias(self) -> bool:
@@ -113,7 +127,7 @@ def read_architecture(folder: str | Path) -> Architecture:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); copy the model folder again.") from error
-    names = config.get("architectures") or []
+    head, names = _head(config, path)
     if len(names) != 1 or names[0] not in FAMILIES:
         raise ValueError(
             f"{path}: architectures = {names}: supported are {', '.join(FAMILIES)}; convert or pick one of these."
@@ -130,7 +144,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", family == "gemma3"),
+            tied=config.get("tie_word_embeddings", family == "gemma3") and head == "policy",
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10_000.0)),
             rope_scaling=_scaling(config, path),
@@ -140,11 +154,33 @@ def read_architecture(folder: str | Path) -> Architecture:
             latent=_latent(config) if family == "deepseek_v3" else None,
             window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
             softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
+            head=head,
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
     _refuse_unsupported(config, arch, path)
     return arch
+
+
+def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the same model as a critic or reward model is saved."""
+    classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
+    names = [classifier_of.get(name, name) for name in config["architectures"]]
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config | {"architectures": names} | labels
+
+
+def _head(config: dict[str, Any], path: Path) -> tuple[str, list[str]]:
+    """Return the head of config.json's model, and its `architectures` as their language models are called."""
+    names = config.get("architectures") or []
+    if not any(name in CLASSIFIERS for name in names):
+        return "policy", names
+    labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)  # 2: transformers' own
+    if labels != 1:
+        raise ValueError(
+            f"{path}: num_labels = {labels}: a critic or reward model gives one number; pick a model with one label."
+        )
+    return "value", [CLASSIFIERS.get(name, name) for name in names]
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.weights.architecture import with_value_head
+
 Shape = tuple[int, ...]
 COPIED_WITH_WEIGHTS = (
     "config.json",
@@ -132,15 +134,30 @@ class RandomWeights:
         return full.narrow(dim, start, stop - start)
 
 
+class ValueHeadFromZero:
+    """The tensors of another source and, under `head`, zeros: a critic that starts from a policy."""
+
+    def __init__(self, trunk: WeightSource, head: str, shape: Shape) -> None:
+        self.trunk, self.head, self.shape = trunk, head, shape
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name == self.head:
+            return torch.zeros(self.shape).narrow(dim, start, stop - start)
+        return self.trunk.read(name, dim, start, stop)
+
+
 def write_hf_folder(
     folder: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
     *,
     model_folder: str | Path,
     dtype: torch.dtype | None,
+    head: str = "policy",
     shard_bytes: int = 2 * 1024**3,
 ) -> None:
     """Write streamed tensors as a HF folder with index, and the config and tokenizer of `model_folder`.
+
+    head: `value` makes config.json that of a sequence classification model with one label.
 
     It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
     At most `shard_bytes` of tensors are held at a time. dtype None keeps each tensor's own and config.json as it is.
@@ -178,7 +195,7 @@ def write_hf_folder(
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
         (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-    copy_model_files(model_folder, aside)
+    copy_model_files(model_folder, aside, head=head)
     if dtype is not None:
         config = json.loads((aside / "config.json").read_text())
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -186,11 +203,14 @@ def write_hf_folder(
     replace_folder(aside, folder)
 
 
-def copy_model_files(source: str | Path, target: str | Path) -> None:
-    """Copy what belongs to a model beside its weights: config.json and the tokenizer."""
+def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:
+    """Copy what belongs to a model beside its weights: config.json, of a model with that head, and the tokenizer."""
     for name in COPIED_WITH_WEIGHTS:
         if (Path(source) / name).is_file():
             shutil.copy(Path(source) / name, Path(target) / name)
+    if head == "value":
+        path = Path(target) / "config.json"
+        path.write_text(json.dumps(with_value_head(json.loads(path.read_text())), indent=2))
 
 
 def replace_folder(aside: Path, folder: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.architecture import Architecture
-from megatron_rl.weights.hf_files import Shape, WeightSource
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, Shape, ValueHeadFromZero, WeightSource
 
 
 class Replicated:
@@ -133,6 +134,8 @@ EDGES = (
     Rule("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}, Replicated()),
     Rule("output_layer.weight", {"lm_head.weight": "vocab hidden"}, VocabRows()),
 )
+VALUE_HEAD = "score.weight"
+VALUE_EDGES = (*EDGES[:2], Rule("output_layer.weight", {VALUE_HEAD: "label hidden"}, Replicated()))
 # Parts of a layer: left to right to publish, right to left to load.
 NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
@@ -252,6 +255,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
     """The words that rules describe the dimensions of HF tensors with."""
     words = {
         "vocab": arch.vocab,
+        "label": 1,
         "hidden": arch.hidden,
         "ffn": arch.ffn,
         "head": arch.head_dim,
@@ -285,12 +289,17 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
             return shapes
         return {name.format(n): shape for n in range(arch.mixture.experts) for name, shape in shapes.items()}
 
-    embedding, final_norm, output = map(shapes_of, EDGES)
+    embedding, final_norm, output = map(shapes_of, edges(arch))
     shapes = embedding
     for number in range(arch.layers):
         for rule in layer_rules(arch, number):
             shapes |= shapes_of(rule, f"model.layers.{number}.")
     return shapes | final_norm | ({} if arch.tied else output)
+
+
+def edges(arch: Architecture) -> tuple[Rule, ...]:
+    """The rules of the embedding, of the last norm and of the head."""
+    return VALUE_EDGES if arch.head == "value" else EDGES
 
 
 def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
@@ -299,6 +308,22 @@ def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
     words = sizes(arch).keys()
     rules = attention + (mixture if arch.has_mixture(layer_number) else dense)
     return [rule for rule in rules if all(words >= set(dims.split()) for dims in rule.hf.values())]
+
+
+def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
+    """Open a folder's weights for a model of `arch`, or draw them where a seed is given.
+
+    A value head that the folder lacks is zeros. ValueError where the folder does not hold what `arch` needs.
+    """
+    found, shapes = read_architecture(folder), hf_shapes(arch)
+    starts_at_zero = found.head != found.with_head(arch.head).head
+    head = shapes.pop(VALUE_HEAD) if starts_at_zero else None
+    source: WeightSource = (
+        HFFolder(folder, shapes)
+        if random_seed is None
+        else RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)
+    )
+    return source if head is None else ValueHeadFromZero(source, VALUE_HEAD, head)
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
@@ -312,7 +337,7 @@ def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
             name = match.expand(local)
     expert = _EXPERT.search(name)
     general = _EXPERT.sub("{}", name)
-    for rule in EDGES if layer_number is None else layer_rules(arch, layer_number):
+    for rule in edges(arch) if layer_number is None else layer_rules(arch, layer_number):
         if rule.megatron == general:
             if layer_number is not None:
                 hf = {f"model.layers.{layer_number}.{hf}": dims for hf, dims in rule.hf.items()}

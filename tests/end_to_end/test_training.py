@@ -76,6 +76,30 @@ def test_other_algorithms_learn_too(name, folder, warm):
         assert all(step["policy/reference_kl"] > 1e-3 for step in steps[-8:]), "the policy left its reference"
 
 
+@pytest.fixture(scope="module")
+def with_critic(folder):
+    target, warm_start = folder / "critic", f"warm_start.folder={folder}/count_ppo_kl-warm"
+    arguments = ("parallel.tensor=2", "critic.parallel.pipeline=2", "run.steps=25", f"run.folder={target}")
+    train("configs/count_ppo_critic.yaml", warm_start, *arguments, ranks=2)
+    return target
+
+
+def test_ppo_learns_with_its_critic_in_another_layout(with_critic):
+    steps = steps_of(with_critic)
+    assert mean(s["reward/mean"] for s in steps[-8:]) >= mean(s["reward/mean"] for s in steps[:8]) + 0.1
+    assert not any("policy/loss" in step for step in steps[:5]) and "policy/loss" in steps[5], "the critic warms up"
+    assert mean(s["critic/explained_variance"] for s in steps[-8:]) > 0.3
+    assert mean(s["critic/explained_variance"] for s in steps[:2]) < 0.2, "it started from a head of zeros"
+
+
+def test_a_critic_that_was_saved_scores_as_a_reward_model(with_critic, folder, warm):
+    model = (f"reward_model.path={with_critic}/final-critic", "reward_model.coefficient=0.5")
+    train(COUNT, *warm, *model, "run.steps=1", f"run.folder={folder}/scored")
+    plain, scored = steps_of(folder / "one")[0], steps_of(folder / "scored")[0]
+    assert 0.1 < scored["reward/model"] < 1.0, "it has learned to expect about the reward"
+    assert scored["reward/mean"] == pytest.approx(plain["reward/mean"] + 0.5 * scored["reward/model"])
+
+
 def test_demo_config_passes_its_checks_where_the_model_is(folder, warm):
     # The demo's own model may not be there; everything else of its config is checked against the kept warm start.
     out = train("configs/demo.yaml", f"model.path={folder}/warm", "generation.max_new_tokens=4", "--dry-run")

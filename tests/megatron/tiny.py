@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import FinetuneSpec, TrajectoryBatch
 
 VOCAB = 97  # odd: the vocabulary needs padding at every tensor size but 1
@@ -152,6 +154,18 @@ def make_model(family: str, folder: Path, **changes):
     return model
 
 
+def make_value_model(family: str, folder: Path):
+    """The same with a scalar head: a critic or reward model as transformers saves it."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    with torch.no_grad():
+        model.score.weight.mul_(3.0)  # values of about 0.5
+    model.save_pretrained(folder)
+    return model
+
+
 def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -> TrajectoryBatch:
     """Ragged random trajectories; about a third of the tokens is prompt."""
     generator = torch.Generator().manual_seed(seed)
@@ -198,6 +212,8 @@ def make_engine(
     tokens_per_microbatch: int = 64,
     megatron: dict | None = None,
     share_prompts: bool = True,
+    groups: ParallelGroups | None = None,
+    head: str = "policy",
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -212,6 +228,8 @@ def make_engine(
             share_prompts=share_prompts,
         ),
         megatron=megatron,
+        groups=groups,
+        head=head,
     )
     engine.initialize(None, FinetuneSpec(total_updates=10))
     return engine

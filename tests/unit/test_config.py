@@ -58,6 +58,16 @@ OUR_KEYS = {
         "kl_estimator",
         "entropy_coefficient",
     ],
+    "critic": [
+        "model",
+        "parallel",
+        "optimizer",
+        "discount",
+        "trace_decay",
+        "value_clip",
+        "warmup_steps",
+    ],
+    "reward_model": ["path", "parallel", "coefficient"],
     "rollout": [
         "workflow",
         "workflow_args",
@@ -109,7 +119,9 @@ def load(write):
 
 def test_options_are_the_listed_ones():
     found = {name: [f.name for f in dataclasses.fields(section)] for name, section in SECTIONS.items()}
-    assert found == OUR_KEYS
+    nested = {f"{name}.parallel": OUR_KEYS["parallel"] for name in ("critic", "reward_model")}
+    nested |= {"critic.optimizer": OUR_KEYS["optimizer"]}
+    assert found == OUR_KEYS | nested
     assert [f.name for f in dataclasses.fields(TrainConfig)] == [*OUR_KEYS, "megatron"]
 
 
@@ -146,6 +158,26 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
     config = load("parallel.tensor=2", "batch.tokens_per_microbatch=512", "run.seed=9")
     assert config.actor.model is config.model and config.actor.parallel.tensor == 2
     assert (config.actor.tokens_per_microbatch, config.actor.seed) == (512, 9)
+
+
+def test_critic_has_the_policys_model_unless_it_names_one(load):
+    options = ("algo.advantage=gae", "critic.parallel.tensor=2", "critic.optimizer.lr=1e-5", "model.init=random")
+    config = load(*options)
+    assert config.critic_engine.model is config.model and config.has_critic
+    assert (config.critic_engine.parallel.tensor, config.critic_engine.optimizer.lr) == (2, 1e-5)
+    assert (config.actor.parallel.tensor, config.actor.optimizer.lr) == (1, 1e-6)
+    named = load(*options, "critic.model=some/critic", "model.dtype=bfloat16").critic_engine.model
+    assert (named.path, named.init, named.dtype) == ("some/critic", "hf", "bfloat16")
+    with pytest.raises(ValueError, match=r"tensor\(2\) .* does not divide the world size 3"):
+        config.check_world_size(3)
+
+
+def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
+    config = load("reward_model.path=some/judge", "reward_model.parallel.pipeline=2", "model.init=random")
+    engine = config.reward_engine
+    assert (engine.model.path, engine.model.init, engine.parallel.pipeline) == ("some/judge", "hf", 2)
+    with pytest.raises(ValueError, match=r"pipeline\(2\) .* does not divide the world size 3"):
+        config.check_world_size(3)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +224,19 @@ def test_engine_config_is_cut_out_of_the_experiment(load):
         ),
         ("generation.top_p=0", r"generation.top_p = 0.0: must be in \(0, 1\]; 1.0 keeps all tokens"),
         ("generation.top_k=0", "generation.top_k = 0: must be -1 or at least 1; -1 keeps all tokens"),
-        ("algo.advantage=gae", "algo.advantage = 'gae': must be one of group_norm, reinforce, remax"),
+        ("algo.advantage=rloo", "algo.advantage = 'rloo': must be one of group_norm, reinforce, remax, gae"),
         ("algo.loss=dpo", "algo.loss = 'dpo': must be one of ppo_clip, reinforce"),
         ("algo.clip_low=1", r"algo.clip_low = 1.0: must be in \(0, 1\); PPO's is 0.2"),
         ("algo.clip_high=0.1", "algo.clip_high = 0.1: must be at least clip_low = 0.2"),
         ("algo.kl_coefficient=-1", "algo.kl_coefficient = -1.0: must be at least 0"),
         ("algo.kl_estimator=k4", "algo.kl_estimator = 'k4': must be k1, k2 or k3"),
         ("algo.entropy_coefficient=-1", "algo.entropy_coefficient = -1.0: must be at least 0"),
+        ("critic.discount=0", r"critic.discount = 0.0: must be in \(0, 1\]; 1 discounts nothing"),
+        ("critic.trace_decay=1.5", r"critic.trace_decay = 1.5: must be in \[0, 1\]"),
+        ("critic.value_clip=-1", "critic.value_clip = -1.0: must be at least 0; 0 sets no bound"),
+        ("critic.warmup_steps=-1", "critic.warmup_steps = -1: must be at least 0"),
+        ("critic.optimizer.rate=1", "critic.optimizer.rate = 1: unknown key"),
+        ("critic.parallel.tensor=0", "parallel.tensor = 0: must be at least 1"),
         ("rollout.workflow=RLVR", "rollout.workflow = 'RLVR': must be an import path package.module:name"),
         ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
         ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
@@ -243,6 +281,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["algo.advantage=remax"],
             "rollout.workflow = .*RLVRWorkflow': .* use megatron_rl.rollout.workflows:ReMaxWorkflow",
+        ),
+        (
+            ["critic.optimizer.lr=1e-5"],
+            "critic: algo.advantage = 'group_norm' has no critic, .* set algo.advantage=gae, or leave the section out",
+        ),
+        (
+            ["algo.advantage=gae", "run.steps=3", "critic.warmup_steps=3"],
+            "critic.warmup_steps = 3: the policy would not be trained in any of the run.steps = 3; lower it",
         ),
         (
             ["run.steps=3", "optimizer.warmup_updates=4"],

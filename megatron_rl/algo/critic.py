@@ -1,0 +1,45 @@
+"""Critic: the backend-agnostic side of PPO that estimates values, over any TrainEngine with a value head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_rl.algo.gae import packed_gae, rewards_at_the_end, whiten
+from megatron_rl.algo.loss import ValueClipLoss
+from megatron_rl.api import TrainEngine, ValueLoss
+from megatron_rl.config import CriticConfig
+from megatron_rl.types import StepStats, TrajectoryBatch
+
+
+class Critic:
+    """Turns values into advantages, and returns into updates of `engine`."""
+
+    def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
+        self.engine, self.options = engine, options
+
+    def values(self, share: TrajectoryBatch) -> Tensor:
+        """Return `[N]` float32: the value of the state in which each trained token was chosen. All ranks call it."""
+        return self.engine.forward(share)
+
+    def compute_advantages(self, batch: TrajectoryBatch) -> None:
+        """Set `returns` and whitened `advantages` from `values`. The batch is the whole step's, on every rank."""
+        mask, options = batch["loss_mask"], self.options
+        advantages, batch.tokens["returns"] = packed_gae(
+            rewards_at_the_end(batch),
+            batch["values"],
+            mask,
+            batch.cu_seqlens,
+            discount=options.discount,
+            trace_decay=options.trace_decay,
+        )
+        batch.tokens["advantages"] = whiten(advantages, mask)
+
+    def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
+        """Apply one optimizer step per share; all ranks call it with as many shares."""
+        loss = ValueLoss(ValueClipLoss(self.options.value_clip))
+        self.engine.train()
+        stats = []
+        for share in shares:
+            stats.append(self.engine.train_batch(share, loss))
+            self.engine.step_lr_scheduler()
+        return stats

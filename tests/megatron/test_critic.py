@@ -1,0 +1,280 @@
+"""A value model is the same model in HF and in every layout, and so are its updates."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_gradients import assert_same_updates
+from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
+from transformers import AutoModelForSequenceClassification
+
+from megatron_rl import parallel
+from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
+from megatron_rl.api import LogprobLoss, ValueLoss
+from megatron_rl.batch import exchange
+from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.types import TrajectoryBatch
+
+VALUE_LOSS = ValueLoss(ValueClipLoss(clip=0.2))
+
+
+def critic_batch(lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -> TrajectoryBatch:
+    """Trajectories with old values and returns as far apart as the clip takes effect."""
+    batch = make_batch(lengths=lengths)
+    generator = torch.Generator().manual_seed(5)
+    for key in ("values", "returns"):
+        batch.tokens[key] = torch.randn(len(batch["input_ids"]), generator=generator)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_value_model("qwen3_tied_one_kv_head", folder)
+    return folder
+
+
+def hf_values(model, batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N]` the value after reading the token before each, 0 for first tokens, and `[B]` the pooled scores."""
+    bounds, values, scores = batch.cu_seqlens.tolist(), [], []
+    with torch.no_grad():
+        for a, b in zip(bounds, bounds[1:], strict=False):
+            ids = batch["input_ids"][a:b][None]
+            values.append(torch.cat([torch.zeros(1), model.score(model.model(ids).last_hidden_state)[0, :-1, 0]]))
+            scores.append(model(ids).logits[0, 0])
+    return torch.cat(values), torch.stack(scores)
+
+
+def values_and_scores(folder, layout, batch, share_prompts=True):
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder)),
+        parallel=LAYOUTS[layout][1],
+        tokens_per_microbatch=24,
+        share_prompts=share_prompts,
+    )
+    engine = MegatronEngine(config, trainable=False, head="value")
+    engine.initialize()
+    return engine.forward(batch), engine.score(batch)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+def test_values_and_scores_equal_transformers(family, layout, tmp_path):
+    model, batch = make_value_model(family, tmp_path), make_batch()
+    values, scores = hf_values(model, batch)
+    for ours, ours_scores in run_ranks(LAYOUTS[layout][0], values_and_scores, tmp_path, layout, batch):
+        torch.testing.assert_close(ours, values * batch["loss_mask"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours_scores, scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["1", "cp2"])
+def test_values_and_scores_of_groups_that_share_their_prompts_are_the_same(layout, folder):
+    batch = make_groups()
+    shared, scores = run_ranks(LAYOUTS[layout][0], values_and_scores, folder, layout, batch)[0]
+    alone, scores_alone = run_ranks(1, values_and_scores, folder, "1", batch, False)[0]
+    torch.testing.assert_close(shared, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores, scores_alone, rtol=0, atol=1e-5)
+
+
+def two_updates(folder, layout, batch, tokens_per_microbatch=64, options=None):
+    engine = make_engine(
+        folder, LAYOUTS[layout][1], tokens_per_microbatch=tokens_per_microbatch, head="value", **(options or {})
+    )
+    engine.train()
+    stats = [engine.train_batch(share_of(batch, engine), VALUE_LOSS) for _ in range(2)]
+    return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return run_ranks(1, two_updates, folder, "1", critic_batch())[0]
+
+
+# Every axis alone, the axes together, and data parallelism with the optimizer's state split.
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "tp2_pp2", "dp2", "tp2_pp2_dp2", "cp2_tp2_pp2"]
+)
+def test_update_does_not_depend_on_the_layout(layout, folder, one_process):
+    options = {"distributed": True} if "dp2" in layout else {}
+    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, critic_batch(), 64, options)
+    assert_same_updates(result[0], one_process)
+    for stats, _ in result[1:]:
+        assert stats == result[0][0], "every rank reports the same step"
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 1000])  # every sequence alone; uneven; all in one
+def test_update_does_not_depend_on_the_microbatch_split(tokens, folder, one_process):
+    assert_same_updates(run_ranks(1, two_updates, folder, "1", critic_batch(), tokens)[0], one_process)
+
+
+def test_a_rank_without_trajectories_keeps_step(folder):
+    alone = critic_batch(lengths=(9,))
+    one = run_ranks(1, two_updates, folder, "1", alone)[0]
+    assert_same_updates(run_ranks(2, two_updates, folder, "dp2", alone)[0], one)
+
+
+def test_gradient_equals_float64_autograd(folder, one_process):
+    batch, (stats, _) = critic_batch(), one_process
+    model = AutoModelForSequenceClassification.from_pretrained(folder).double()
+    bounds, total = batch.cu_seqlens.tolist(), 0.0
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        ids, mask, old, returns = (batch[k][a:b] for k in ("input_ids", "loss_mask", "values", "returns"))
+        values = model.score(model.model(ids[None]).last_hidden_state)[0, :-1, 0]
+        old, returns, mask = old[1:].double(), returns[1:].double(), mask[1:]
+        near = old + (values - old).clamp(-0.2, 0.2)
+        total = total + 0.5 * (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * mask).sum()
+    loss = total / batch["loss_mask"].sum()
+    loss.backward()
+    assert stats[0].loss == pytest.approx(loss.item(), abs=1e-6)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert stats[0].grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+def export(folder, layout, target):
+    make_engine(folder, LAYOUTS[layout][1], head="value").save(target)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied_one_kv_head"])
+def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
+    model = make_value_model(family, tmp_path / "in")
+    run_ranks(LAYOUTS[layout][0], export, tmp_path / "in", layout, tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    ids = make_batch()["input_ids"][None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def critic_of_a_policy(policy_folder, target):
+    engine = make_engine(policy_folder, LAYOUTS["tp2_sp"][1], head="value").train()
+    start = engine.forward(make_batch())
+    engine.train_batch(critic_batch(), VALUE_LOSS)
+    engine.train_batch(critic_batch(), VALUE_LOSS)
+    moved = engine.forward(make_batch())
+    engine.save(target)
+    engine.load(policy_folder)
+    reset = engine.forward(make_batch())
+    engine.load(target)
+    return start, moved, reset, engine.forward(make_batch())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied"])
+def test_critic_from_a_policy_starts_at_zero_and_is_kept_as_a_classifier(family, tmp_path):
+    make_model(family, tmp_path / "policy")
+    start, moved, reset, loaded = run_ranks(2, critic_of_a_policy, tmp_path / "policy", tmp_path / "critic")[0]
+    assert not start.any() and not reset.any()
+    assert moved.abs().max() > 1e-3 and torch.equal(loaded, moved)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    expected = hf_values(model, make_batch())[0] * make_batch()["loss_mask"]
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
+
+
+def save_checkpoint(folder, layout, target):
+    engine = make_engine(folder, LAYOUTS[layout][1], head="value").train()
+    engine.train_batch(share_of(critic_batch(), engine), VALUE_LOSS)
+    engine.save(target, with_optimizer=True)
+    return one_more(engine)
+
+
+def load_checkpoint(folder, layout, target):
+    engine = make_engine(folder, LAYOUTS[layout][1], head="value").train()
+    engine.load(target, with_optimizer=True)
+    return one_more(engine)
+
+
+def one_more(engine):
+    stats = engine.train_batch(share_of(critic_batch(), engine), VALUE_LOSS)
+    return [stats], {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+
+
+def test_critic_resumes_in_another_layout(folder, tmp_path):
+    before = run_ranks(2, save_checkpoint, folder, "tp2_sp", tmp_path / "checkpoint")[0]
+    assert_same_updates(run_ranks(2, load_checkpoint, folder, "pp2", tmp_path / "checkpoint")[0], before)
+
+
+def both_models(policy_folder, critic_folder, policy_layout, critic_layout):
+    """Two steps, policy and critic in turn, each in its own layout."""
+    groups = parallel.start(policy_layout, seed=1)
+    critic_groups = parallel.start(critic_layout, seed=1)
+    policy = make_engine(policy_folder, policy_layout, groups=groups).train()
+    critic = make_engine(critic_folder, critic_layout, groups=critic_groups, head="value").train()
+    policy.reset_optimizer(10)  # as after a warm start, with the critic's layout the active one
+    batch, values, policy_stats, critic_stats = critic_batch(), [], [], []
+    for step in range(2):
+        values.append(exchange.by_token(batch, critic_groups, critic.forward))
+        (share,) = exchange.update_shares(batch, 1, groups, seed=step)
+        (critic_share,) = exchange.update_shares(batch, 1, critic_groups, seed=step)
+        policy_stats.append(policy.train_batch(share, LogprobLoss(PolicyLoss(AlgorithmConfig()))))
+        critic_stats.append(critic.train_batch(critic_share, VALUE_LOSS))
+    weights = [{name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in (policy, critic)]
+    return (policy_stats, weights[0]), (critic_stats, weights[1]), torch.stack(values)
+
+
+# Other axes on each side, and each side once with another number of data-parallel ranks.
+@pytest.mark.parametrize(
+    ("policy_layout", "critic_layout"),
+    [
+        (ParallelConfig(tensor=2), ParallelConfig()),
+        (ParallelConfig(), ParallelConfig(pipeline=2, virtual_pipeline=2)),
+        (ParallelConfig(pipeline=2), ParallelConfig(tensor=2)),
+    ],
+    ids=["tp2_and_dp2", "dp2_and_pp2_vpp2", "pp2_and_tp2"],
+)
+def test_policy_and_critic_in_different_layouts_learn_as_in_one_process(policy_layout, critic_layout, folder, tmp_path):
+    make_model("llama_tied", tmp_path)
+    one = run_ranks(1, both_models, tmp_path, folder, ParallelConfig(), ParallelConfig())[0]
+    two = run_ranks(2, both_models, tmp_path, folder, policy_layout, critic_layout)
+    assert_same_updates(two[0][0], one[0])
+    assert_same_updates(two[0][1], one[1])
+    for _, _, values in two:
+        torch.testing.assert_close(values[0], one[2][0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(values[1], one[2][1], rtol=0, atol=1e-4)  # of weights that may be 2e-5 apart
+
+
+def scores_of_all(folder, layout, batch):
+    groups = parallel.start(layout, seed=1)
+    config = EngineConfig(model=ModelConfig(path=str(folder)), parallel=layout, tokens_per_microbatch=24)
+    engine = MegatronEngine(config, groups=groups, trainable=False, head="value")
+    engine.initialize()
+    return exchange.by_sequence(batch, groups, engine.score, share_prompts=True)
+
+
+# Two replicas of two ranks each; and more replicas than trajectories, so that one computes nothing.
+@pytest.mark.parametrize(
+    ("ranks", "layout", "count"), [(4, ParallelConfig(tensor=2), 12), (3, ParallelConfig(), 2)], ids=["dp2_tp2", "idle"]
+)
+def test_every_rank_gets_all_scores_in_the_batchs_order(ranks, layout, count, folder):
+    batch = make_groups().select(range(count))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    _, expected = hf_values(model, batch)
+    for scores in run_ranks(ranks, scores_of_all, folder, layout, batch):
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+def wrong_head(folder):
+    critic = make_engine(folder, LAYOUTS["1"][1], head="value")
+    batch = critic_batch()
+    with pytest.raises(ValueError, match="loss_fn: needs an engine with head='policy', and this one has 'value'"):
+        critic.train_batch(batch, LogprobLoss(PolicyLoss(AlgorithmConfig())))
+    with pytest.raises(ValueError, match="post_hook: needs an engine with head='policy'"):
+        critic.forward(batch, lambda logits, rows: logits[:, 0])
+    with pytest.raises(ValueError, match="ForSequenceClassification folder has a scalar head and no language-model"):
+        make_engine(folder, LAYOUTS["1"][1])
+
+
+def test_what_the_other_head_computes_is_refused(folder):
+    run_ranks(1, wrong_head, folder)
+
+
+def test_classifier_of_several_labels_is_refused(tmp_path):
+    from megatron_rl.weights.architecture import read_architecture
+
+    make_value_model("llama", tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"0": "LABEL_0"', '"0": "LABEL_0", "1": "LABEL_1"'))
+    with pytest.raises(ValueError, match="num_labels = 2: a critic or reward model gives one number"):
+        read_architecture(tmp_path)
