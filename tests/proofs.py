@@ -19,16 +19,16 @@ Cell = tuple[str, str, str]
 """(table, row, column)."""
 
 FAMILIES = {
-    "llama": "Llama",
-    "linear_rope": "Llama",
-    "yarn_rope": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3",
     "gemma3": "Gemma 3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "linear_rope": "Llama",
+    "yarn_rope": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
 }
 """How the names of tiny.FAMILIES begin (the longest that fits counts), and what the README calls them."""
 

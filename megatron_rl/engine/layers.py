@@ -216,6 +216,10 @@ def layer_spec(
     arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
 ) -> ModuleSpec:
     """The spec of one layer: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+    if tf_config.moe_grouped_gemm and not use_transformer_engine:
+        raise ValueError(
+            "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
+        )
     options: dict[str, Any] = dict(
         num_experts=tf_config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=tf_config.moe_grouped_gemm,

@@ -93,14 +93,17 @@ DEEPSEEK = dict(
     rms_norm_eps=1e-5,
 )
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+# Larger weights than transformers' 0.02: experts of clearly different weight, and no gradient so small that Adam makes
+# much of its rounding.
+SPARSE = SIZES | {"initializer_range": 0.06}
 MIXTURES = {
     # Layer 1 is dense; the last family does not renormalise the chosen experts' weights.
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
-    "qwen3_moe_raw_weights": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
-    "deepseek_v3": DeepseekV3Config(**SIZES | DEEPSEEK, q_lora_rank=24),
+    "qwen3_moe": Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_raw_weights": Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=False),
+    "mixtral": MixtralConfig(**SPARSE, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    "deepseek_v3": DeepseekV3Config(**SPARSE | DEEPSEEK, q_lora_rank=24),
     "deepseek_v3_yarn_whole_queries": DeepseekV3Config(
-        **SIZES | DEEPSEEK | {"n_group": 1, "topk_group": 1},
+        **SPARSE | DEEPSEEK | {"n_group": 1, "topk_group": 1},
         q_lora_rank=None,
         rope_parameters=YARN | {"mscale_all_dim": 0.9},
     ),
@@ -144,8 +147,6 @@ def make_model(family: str, folder: Path, **changes):
         for name, parameter in model.named_parameters():
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if name.endswith("mlp.gate.weight"):  # experts of clearly different weight
-                parameter.mul_(10.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
