@@ -44,6 +44,20 @@ def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(fam
         assert torch.equal(weights[name], tensor.float()), name
 
 
+# Experts, their routers' biases and multi-head latent attention.
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_mixture_of_experts_returns_with_the_same_bits_and_loads_in_any_layout(family, tmp_path):
+    make_model(family, tmp_path / "model").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    run_ranks(1, convert_both_ways, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "back")
+    weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    assert back.keys() == original.keys() == weights.keys()
+    for name, tensor in original.items():
+        assert back[name].dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+        assert torch.equal(back[name].float(), tensor.float()) and torch.equal(weights[name], tensor.float()), name
+
+
 def load_converted(folder, checkpoint):
     engine = make_engine(folder, LAYOUTS["tp2_pp2"][1])
     with torch.no_grad():
