@@ -1,11 +1,13 @@
 """A model is the same model in HF and in every Megatron layout."""
 
+import functools
+
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates, two_updates
-from tiny import FAMILIES, LAYOUTS, MIXTURES, make_batch, make_engine, make_model, share_of
+from tiny import FAMILIES, LAYOUTS, MIXTURES, VARIANTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.ops import gather_logprobs
@@ -36,8 +38,9 @@ def hf_logprobs(model, batch: TrajectoryBatch) -> dict[tuple[int, ...], torch.Te
     return by_sequence(batch["input_ids"], torch.cat(parts), bounds)
 
 
-def all_logprobs_on_rank(folder, layout, batch):
-    engine = make_engine(folder, LAYOUTS[layout][1])
+def forward_and_export(folder, layout, batch):
+    """Return the logits of this rank's rows by sequence and the names of the tensors that this rank is given."""
+    engine = make_engine(folder / "in", LAYOUTS[layout][1])
     collected = {}
 
     def keep(logits, rows):
@@ -45,24 +48,59 @@ def all_logprobs_on_rank(folder, layout, batch):
         return torch.zeros(len(logits))
 
     engine.eval().forward(share_of(batch, engine), keep)
-    return collected
+    engine.save(folder / "out")
+    return collected, [name for name, _ in engine.hf_tensors()]
 
 
-DENSE = [family for family in FAMILIES if family not in MIXTURES]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Each family in each layout, run once for the tests below."""
+
+    @functools.cache
+    def run(family: str, layout: str):
+        folder = tmp_path_factory.mktemp(f"{family}-{layout}")
+        model = make_model(family, folder / "in")
+        return model, folder, run_ranks(LAYOUTS[layout][0], forward_and_export, folder, layout, make_batch())
+
+    return run
+
+
+DENSE = ("1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2")
+SPARSE = ("1", "tp2_sp", "pp2_vpp2", "tp2_pp2", "ep2", "tp2_ep2", "tp2_ep2_etp2", "tp2_pp2_ep2")
+FEW = ("1", "tp2_sp")
+EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
+    "family,layout",
+    [
+        (family, layout)
+        for family in FAMILIES
+        for layout in (FEW if family in VARIANTS else SPARSE if family in MIXTURES else DENSE)
+    ],
+)
 
 
 @pytest.mark.proves("families", "{family}", "{layout}")
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", DENSE)
-def test_logits_equal_transformers(family, layout, tmp_path):
-    model, batch = make_model(family, tmp_path), make_batch()
-    ranks = run_ranks(LAYOUTS[layout][0], all_logprobs_on_rank, tmp_path, layout, batch)
-    expected = hf_logprobs(model, batch)
-    last = [collected for collected in ranks if collected]  # only the last pipeline stage has logits
-    assert last
-    for collected in last:
-        for sequence, logprobs in expected.items():
-            torch.testing.assert_close(collected[sequence], logprobs, rtol=0, atol=1e-5)
+@EACH_IN_ITS_LAYOUTS
+def test_logits_equal_transformers(family, layout, run):
+    model, _, ranks = run(family, layout)
+    expected, seen = hf_logprobs(model, make_batch()), set()
+    for collected, _ in ranks:  # empty before the last pipeline stage; data-parallel ranks have a share each
+        for sequence, logprobs in collected.items():
+            torch.testing.assert_close(logprobs, expected[sequence], rtol=0, atol=1e-5)
+        seen |= collected.keys()
+    assert seen == expected.keys()
+
+
+@pytest.mark.proves("families", "{family}", "{layout}")
+@pytest.mark.proves("layouts", "{layout}", "HF round trip")
+@EACH_IN_ITS_LAYOUTS
+def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, run):
+    _, folder, ranks = run(family, layout)
+    before, after = (load_file(folder / way / "model.safetensors") for way in ("in", "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    names = [names for _, names in ranks]
+    assert sorted(names[0]) == sorted(before) and not any(names[1:]), "only global rank 0 is given tensors"
 
 
 def separate_and_packed(folder, batch):
@@ -78,26 +116,6 @@ def test_packed_forward_equals_separate_forwards(tmp_path):
     packed, separate = run_ranks(1, separate_and_packed, tmp_path, batch)[0]
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-6)
     assert (packed[batch["loss_mask"]] < 0).all() and (packed[~batch["loss_mask"]] == 0).all()
-
-
-def export(folder, layout, target, hf_names):
-    engine = make_engine(folder, LAYOUTS[layout][1])
-    engine.save(target)
-    return [name for name, _ in engine.hf_tensors()]
-
-
-@pytest.mark.proves("layouts", "{layout}", "HF round trip")
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", [family for family in DENSE if not family.endswith("_rope")])
-def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
-    make_model(family, tmp_path / "in")
-    before = load_file(tmp_path / "in" / "model.safetensors")
-    names = run_ranks(LAYOUTS[layout][0], export, tmp_path / "in", layout, tmp_path / "out", list(before))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
-    assert sorted(names[0]) == sorted(before) and not any(names[1:]), "only global rank 0 is given tensors"
 
 
 def hf_gradients(folder, batch, stats):
@@ -117,15 +135,33 @@ def hf_gradients(folder, batch, stats):
     return model
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    @functools.cache
+    def one_process(family: str):
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder)
+        return folder, run_ranks(1, two_updates, folder, "1", make_batch(), "logits")[0]
+
+    return one_process
+
+
 # Families whose gradients differ from those of test_gradients' model: windows, norms behind matrices, scaled rows.
+UPDATED = ["gemma3", "mistral_windowed", "qwen2"]
+
+
+@pytest.mark.parametrize("family", UPDATED)
+def test_gradient_equals_float64_autograd(family, one_process):
+    folder, (stats, _) = one_process(family)
+    hf_gradients(folder, make_batch(), stats[0])
+
+
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2", "cp2"])
-@pytest.mark.parametrize("family", ["gemma3", "mistral_windowed", "qwen2"])
-def test_gradient_equals_float64_autograd_in_every_layout(family, layout, tmp_path):
-    make_model(family, tmp_path)
-    batch = make_batch()
-    one = run_ranks(1, two_updates, tmp_path, "1", batch, "logits")[0]
-    hf_gradients(tmp_path, batch, one[0][0])
-    assert_same_updates(run_ranks(LAYOUTS[layout][0], two_updates, tmp_path, layout, batch, "logits")[0], one)
+@pytest.mark.parametrize("family", UPDATED)
+def test_update_does_not_depend_on_the_layout(family, layout, one_process):
+    folder, expected = one_process(family)
+    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, make_batch(), "logits")
+    assert_same_updates(result[0], expected)
 
 
 def random_init(folder, layout):

@@ -104,6 +104,8 @@ MIXTURES = {
     ),
 }
 FAMILIES |= MIXTURES
+# Differ from another family in what the layout does not touch.
+VARIANTS = {"llama3_rope", "linear_rope", "yarn_rope", "qwen3_moe_raw_weights", "deepseek_v3_yarn_whole_queries"}
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
