@@ -1,10 +1,12 @@
 """A value model is the same model in HF and in every layout, and so are its updates."""
 
 import pytest
+import test_theorems
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates
+from test_theorems import GRID, TOLERANCE, assert_close, batch_of, run_cases, trained_tokens
 from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
 from transformers import AutoModelForSequenceClassification
 
@@ -58,8 +60,8 @@ def values_and_scores(folder, layout, batch, share_prompts=True):
     return engine.forward(batch), engine.score(batch)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe"])
 def test_values_and_scores_equal_transformers(family, layout, tmp_path):
     model, batch = make_value_model(family, tmp_path), make_batch()
     values, scores = hf_values(model, batch)
@@ -91,16 +93,24 @@ def one_process(folder):
     return run_ranks(1, two_updates, folder, "1", critic_batch())[0]
 
 
-# Every axis alone, the axes together, and data parallelism with the optimizer's state split.
-@pytest.mark.parametrize(
-    "layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "tp2_pp2", "dp2", "tp2_pp2_dp2", "cp2_tp2_pp2"]
-)
-def test_update_does_not_depend_on_the_layout(layout, folder, one_process):
-    options = {"distributed": True} if "dp2" in layout else {}
-    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, critic_batch(), 64, options)
-    assert_same_updates(result[0], one_process)
-    for stats, _ in result[1:]:
-        assert stats == result[0][0], "every rank reports the same step"
+LOSSES = {"critic": (VALUE_LOSS, trained_tokens)}
+CASES = [("critic", "full", count) for count in (1, 2, 5)] + [("critic", "sparse", 2)]
+
+
+@pytest.fixture(scope="module")
+def one_process_by_case(folder):
+    cases = [("critic", kind, 1) for kind in ("full", "sparse")]
+    return run_ranks(1, run_cases, folder, GRID["1"], cases, LOSSES, "value")[0][1]
+
+
+@pytest.mark.proves("layouts", "{line}", "critic")
+@pytest.mark.parametrize("line", GRID)
+def test_update_is_that_of_one_process(line, folder, one_process_by_case):
+    world = LAYOUTS[GRID[line].layout][0]
+    cases = CASES if world <= 2 else CASES[2:]
+    ranks = run_ranks(world, run_cases, folder, GRID[line], cases, LOSSES, "value")
+    first, *others = [results for _, results in ranks]
+    test_theorems.assert_same_updates(first, others, one_process_by_case)
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 1000])  # every sequence alone; uneven; all in one
@@ -114,8 +124,9 @@ def test_a_rank_without_trajectories_keeps_step(folder):
     assert_same_updates(run_ranks(2, two_updates, folder, "dp2", alone)[0], one)
 
 
-def test_gradient_equals_float64_autograd(folder, one_process):
-    batch, (stats, _) = critic_batch(), one_process
+def test_gradient_equals_float64_autograd(folder, one_process_by_case):
+    stats, gradients, _, _ = one_process_by_case["critic", "full", 1]
+    batch = batch_of("full")
     model = AutoModelForSequenceClassification.from_pretrained(folder).double()
     bounds, total = batch.cu_seqlens.tolist(), 0.0
     for a, b in zip(bounds, bounds[1:], strict=False):
@@ -126,9 +137,8 @@ def test_gradient_equals_float64_autograd(folder, one_process):
         total = total + 0.5 * (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * mask).sum()
     loss = total / batch["loss_mask"].sum()
     loss.backward()
-    assert stats[0].loss == pytest.approx(loss.item(), abs=1e-6)
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert stats[0].grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert stats[0].loss == pytest.approx(loss.item(), rel=TOLERANCE)
+    assert_close(gradients[0], {name: p.grad for name, p in model.named_parameters()}, "gradient")
 
 
 def export(folder, layout, target):

@@ -98,6 +98,7 @@ def batch_of(kind):
         batch.tokens["loss_mask"] = torch.arange(len(batch["input_ids"])) >= len(batch["input_ids"]) - 3
     # Near what a random policy gives one of 97 tokens: about a quarter of the ratios is clipped.
     batch.tokens |= {"proximal_logprobs": batch["logprobs"] - 4.0, "ref_logprobs": batch["logprobs"] - 5.0}
+    batch.tokens |= {"values": batch["advantages"].flip(0), "returns": batch["advantages"]}
     return batch
 
 
@@ -111,9 +112,9 @@ def budget_for(count, batch, replicas):
     return next(budget for budget in range(200, 0, -1) if counts(budget) == {count})
 
 
-def run_cases(folder, row, cases):
+def run_cases(folder, row, cases, losses=LOSSES, head="policy"):
     """Return the loaded weights; and of each case (stats, whole gradients of both updates, weights after them)."""
-    engine = make_engine(folder, LAYOUTS[row.layout][1], **dict(row.options)).train()
+    engine = make_engine(folder, LAYOUTS[row.layout][1], head=head, **dict(row.options)).train()
     gradients, results = record_gradients(engine), {}
     loaded = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
     pipeline, is_interleaved = engine.groups.pipeline, engine.config.parallel.virtual_pipeline > 1
@@ -123,7 +124,7 @@ def run_cases(folder, row, cases):
         gradients.clear()
         batch = batch_of(kind)
         engine.config.tokens_per_microbatch = budget_for(count, batch, engine.groups.data.size)
-        loss, weigh = LOSSES[name]
+        loss, weigh = losses[name]
         weighed = []
 
         def weigh_and_count(rows, weigh=weigh, weighed=weighed):
@@ -177,7 +178,14 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
     loaded, (first, *others) = ranks[0][0], [results for _, results in ranks]
     in_folder = load_file(folder_of(row.family) / "model.safetensors")
     assert loaded.keys() == in_folder.keys() and all(torch.equal(loaded[name], in_folder[name]) for name in loaded)
-    expected = one_process(row.family)
+    assert_same_updates(first, others, one_process(row.family))
+    if "dp2" in line:
+        replicas = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
+        assert [0] * 4 in replicas and [0, 0, 3, 3] in map(sorted, replicas)
+
+
+def assert_same_updates(first, others, expected):
+    """Compare a layout's results, those of rank 0 and of the others, with one process's."""
     for case, (stats, gradients, weights, _) in first.items():
         loss, kind, _ = case
         one_stats, one_gradients, one_weights, _ = expected[loss, kind, 1]
@@ -189,9 +197,6 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
         assert_close(weights, one_weights, f"{case}, weight")
         for rank in others:
             assert rank[case][0] == stats, "every rank reports the same step"
-    if "dp2" in line:
-        replicas = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
-        assert [0] * 4 in replicas and [0, 0, 3, 3] in map(sorted, replicas)
 
 
 def test_sparse_batch_leaves_a_context_rank_without_a_trained_token():
