@@ -58,8 +58,8 @@ def values_and_scores(folder, layout, batch, share_prompts=True):
     return engine.forward(batch), engine.score(batch)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe"])
 def test_values_and_scores_equal_transformers(family, layout, tmp_path):
     model, batch = make_value_model(family, tmp_path), make_batch()
     values, scores = hf_values(model, batch)
