@@ -8,7 +8,7 @@ is compared once all of them have run, by tests/test_readme_tables.py; `make rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,30 +84,46 @@ def _values(name: str, item: pytest.Item) -> list[str]:
 
 def _table(name: str, claimed: set[Cell], unproven: set[Cell]) -> str:
     cells = [(row, column, (table, row, column) not in unproven) for table, row, column in claimed if table == name]
-    if name == "families":
-        return _families(cells)
-    proven = {(layout_name(row), column) for row, column, holds in cells if holds}
-    rows = sorted({row for row, _, _ in cells}, key=lambda row: (row.count("_"), row))
-    columns = ["policy", "SFT", "critic", "HF round trip", "checkpoint"]
-    columns = [column for column in columns if any(column == c for _, c, _ in cells)]
+    return _families(cells) if name == "families" else _layouts(cells)
+
+
+def _layouts(cells: list[tuple[str, str, bool]]) -> str:
+    """Layouts that are proven alike share a line."""
+    columns = [
+        c for c in ("policy", "SFT", "critic", "HF round trip", "checkpoint") if c in {cell[1] for cell in cells}
+    ]
+    proven: dict[str, list[str]] = {row: [] for row in _by_axes({row for row, _, _ in cells})}
+    for row, column, holds in cells:
+        if holds:
+            proven[row].append(column)
     lines = [f"| layout | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
-    for row in dict.fromkeys(map(layout_name, rows)):
-        marks = ["yes" if (row, column) in proven else "" for column in columns]
-        lines.append(f"| {row} | {' | '.join(marks)} |")
+    for rows, found in _alike(proven):
+        marks = ["yes" if column in found else "" for column in columns]
+        lines.append(f"| {', '.join(dict.fromkeys(map(layout_name, rows)))} | {' | '.join(marks)} |")
     return "\n".join(lines)
 
 
 def _families(cells: list[tuple[str, str, bool]]) -> str:
-    """One line per family with the layouts where all of its variants hold."""
-    lines = ["| family | logits equal to transformers' |", "|---|---|"]
-    by_family: dict[str, dict[str, bool]] = {}
-    for row, column, holds in cells:
-        layouts = by_family.setdefault(family_name(row), {})
-        layouts[column] = layouts.get(column, True) and holds
-    for family, layouts in sorted(by_family.items()):
-        proven = sorted((layout for layout, holds in layouts.items() if holds), key=lambda n: (n.count("_"), n))
-        lines.append(f"| {family} | {', '.join(map(layout_name, proven))} |")
+    """The layouts where all variants of a family hold; families with the same ones share a line."""
+    proven: dict[str, list[str]] = {family: [] for family in sorted({family_name(row) for row, _, _ in cells})}
+    failed = {(family_name(row), column) for row, column, holds in cells if not holds}
+    for family, column in {(family_name(row), column) for row, column, _ in cells} - failed:
+        proven[family].append(column)
+    lines = ["| family | logits equal to transformers', weights to the byte |", "|---|---|"]
+    for families, layouts in _alike(proven):
+        lines.append(f"| {', '.join(families)} | {', '.join(map(layout_name, _by_axes(layouts)))} |")
     return "\n".join(lines)
+
+
+def _alike(proven: dict[str, list[str]]) -> list[tuple[list[str], frozenset[str]]]:
+    groups: dict[frozenset[str], list[str]] = {}
+    for key, values in proven.items():
+        groups.setdefault(frozenset(values), []).append(key)
+    return [(keys, values) for values, keys in groups.items()]
+
+
+def _by_axes(layouts: Iterable[str]) -> list[str]:
+    return sorted(layouts, key=lambda layout: (layout.count("_"), layout))
 
 
 def family_name(variant: str) -> str:
@@ -120,7 +136,7 @@ def layout_name(layout: str) -> str:
     """`tp2_pp2_dp2_sp` -> TP2 x PP2 x DP2 + SP."""
     if layout == "1":
         return "1 process"
-    words = {"sp": " + SP", "distributed": ", distributed optimizer", "overlap": ", overlapped"}
+    words = {"sp": " + SP", "distributed": " + distributed optimizer", "overlap": " + overlap"}
     parts = layout.split("_")
     axes = [part.upper() for part in parts if part not in words]
     return " x ".join(axes) + "".join(words[part] for part in parts if part in words)

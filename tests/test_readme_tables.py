@@ -37,5 +37,5 @@ def test_cell_is_proven_where_all_tests_that_claim_it_passed():
 
 def test_names_in_the_tables():
     assert layout_name("tp2_pp2_dp2_sp") == "TP2 x PP2 x DP2 + SP"
-    assert layout_name("dp2_distributed_overlap") == "DP2, distributed optimizer, overlapped"
+    assert layout_name("dp2_distributed_overlap") == "DP2 + distributed optimizer + overlap"
     assert family_name("qwen3_tied_one_kv_head") == "Qwen3" and family_name("llama3_rope") == "Llama"

@@ -51,7 +51,7 @@ REASONS = {
     "layernorm_zero_centered_gamma": "the norm's weight is Hugging Face's, centered at 1",
     "microbatch_group_size_per_vp_stage": "the engine packs whole rounds of the pipeline's length",
     "fp32_residual_connection": "pipeline stages would exchange another dtype than they expect",
-    "moe_router_enable_expert_bias": "it changes routing by a weight that no Hugging Face folder holds",
+    "moe_router_enable_expert_bias": "it changes routing by a weight that the model's Hugging Face folder lacks",
 } | {
     field: reason
     for reason, fields in {

@@ -15,11 +15,11 @@ from gathered import as_hf_tensors, record_gradients, relative_error
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
-from transformers import AutoModelForCausalLM
+from tiny import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megatron_rl.algo.loss import PolicyLoss, supervised
-from megatron_rl.api import LogprobLoss
+from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss, supervised
+from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import packing
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine.packed_rows import own_rows
@@ -39,9 +39,9 @@ class Row:
 
 
 MIXTURE = "qwen3_moe"
+# Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
+# into 1e-5 of the weights' change and of the second gradient.
 EPS = {MIXTURE: (("eps", 1e-4),)}
-"""Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
-into 1e-5 of the weights' change and of the second gradient."""
 DISTRIBUTED = (("distributed", True),)
 OVERLAP = (*DISTRIBUTED, ("overlap", True))
 GRID = {
@@ -63,10 +63,8 @@ GRID = {
     "etp2": Row("etp2", DISTRIBUTED, MIXTURE),
     "cp2_ep2": Row("cp2_ep2", family=MIXTURE),
     "tp2_ep2": Row("tp2_ep2", DISTRIBUTED, MIXTURE),
-    "tp2_etp2": Row("tp2_etp2", family=MIXTURE),
     "tp2_ep2_etp2": Row("tp2_ep2_etp2", family=MIXTURE),
-    "tp2_pp2_ep2": Row("tp2_pp2_ep2", family=MIXTURE),
-    "tp2_pp2_dp2_ep2": Row("tp2_pp2_dp2_ep2", DISTRIBUTED, MIXTURE),
+    "tp2_pp2_ep2": Row("tp2_pp2_ep2", DISTRIBUTED, MIXTURE),
 }
 
 
@@ -87,18 +85,28 @@ def mean_over_sequences(logits, rows):
     return torch.where(rows["labels"] >= 0, -logprobs * rows["advantages"], 0.0).sum() / trained_sequences(rows)
 
 
-LOSSES: dict[str, tuple[LogprobLoss | Callable, Callable]] = {
+LOSSES: dict[str, tuple[LogprobLoss | ValueLoss | Callable, Callable]] = {
     "policy": (
         LogprobLoss(PolicyLoss(AlgorithmConfig(entropy_coefficient=0.01, kl_coefficient=0.1)), temperature=0.7),
         trained_tokens,
     ),
     "policy_per_sequence": (mean_over_sequences, trained_sequences),
     "sft": (LogprobLoss(supervised), trained_tokens),
+    "critic": (ValueLoss(ValueClipLoss(clip=0.2)), trained_tokens),
 }
-CASES = [(loss, "full", count) for loss in LOSSES for count in (1, 2, 5)] + [(loss, "sparse", 2) for loss in LOSSES]
-"""(loss, batch, microbatches)."""
-CORNERS = [("policy", "full", 5), ("policy", "sparse", 2), ("policy_per_sequence", "full", 2), ("sft", "full", 1)]
-"""Those that layouts of more than two ranks run: each loss, count and batch once, as a pass of eight ranks is slow."""
+COUNTS = (1, 2, 5)
+
+
+def cases_of(line):
+    """(loss, batch, microbatches) of a line: each loss and each count, two losses with the sparse batch.
+
+    Any three lines in a row have all pairs of loss and count; one process runs them all.
+    """
+    number, losses = list(GRID).index(line), list(LOSSES)
+    if line == "1":
+        return [(loss, *rest) for loss in losses for rest in (("sparse", 2), *(("full", count) for count in COUNTS))]
+    full = [(loss, "full", COUNTS[(number + i) % 3]) for i, loss in enumerate(losses)]
+    return full + [(losses[(number + i) % len(losses)], "sparse", 2) for i in range(2)]
 
 
 def batch_of(kind):
@@ -109,6 +117,9 @@ def batch_of(kind):
     batch = make_batch(lengths=(16, 12, 7, 12, 8, 9, 24, 8, 13, 4, 16, 11))
     if kind == "sparse":
         batch.tokens["loss_mask"] = torch.arange(len(batch["input_ids"])) >= len(batch["input_ids"]) - 3
+    generator = torch.Generator().manual_seed(5)
+    for key in ("values", "returns"):
+        batch.tokens[key] = torch.randn(len(batch["input_ids"]), generator=generator)
     # Near what a random policy gives one of 97 tokens: about a quarter of the ratios is clipped.
     batch.tokens |= {"proximal_logprobs": batch["logprobs"] - 4.0, "ref_logprobs": batch["logprobs"] - 5.0}
     return batch
@@ -124,44 +135,55 @@ def budget_for(count, batch, replicas):
     return next(budget for budget in range(200, 0, -1) if counts(budget) == {count})
 
 
-def run_cases(folder, row, cases):
-    """Return the loaded weights; and of each case (stats, whole gradients of both updates, weights after them)."""
+def head_of(loss):
+    return "value" if isinstance(LOSSES[loss][0], ValueLoss) else "policy"
+
+
+def run_cases(folders, row, cases):
+    """Return the weights as loaded, by head; and of each case (stats, gradients of both updates, weights after)."""
+    loaded, results, groups = {}, {}, None
     options = dict(row.options + EPS.get(row.family, ()))
-    engine = make_engine(folder, LAYOUTS[row.layout][1], **options).train()
-    gradients, results = record_gradients(engine), {}
-    loaded = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
-    pipeline, is_interleaved = engine.groups.pipeline, engine.config.parallel.virtual_pipeline > 1
-    for name, kind, count in cases:
-        engine.load(folder)
-        engine.reset_optimizer(10)
-        gradients.clear()
-        batch = batch_of(kind)
-        engine.config.tokens_per_microbatch = budget_for(count, batch, engine.groups.data.size)
-        loss, weigh = LOSSES[name]
-        weighed = []
-
-        def weigh_and_count(rows, weigh=weigh, weighed=weighed):
-            weighed.append(torch.as_tensor(weigh(rows)))
-            return weighed[-1]
-
-        stats = [engine.train_batch(share_of(batch, engine), loss, weigh_and_count) for _ in range(2)]
-        if engine.groups.is_last_stage:
-            # An interleaved schedule runs whole rounds.
-            passes = -(-count // pipeline.size) * pipeline.size if is_interleaved else count
-            assert len(weighed) == 2 * passes
-        whole = [as_hf_tensors(engine, values) for values in gradients]
-        weights = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
-        results[name, kind, count] = stats, whole, weights, [int(weight) for weight in weighed]
+    for head, folder in folders.items():
+        engine = make_engine(folder, LAYOUTS[row.layout][1], groups=groups, head=head, **options).train()
+        groups, gradients = engine.groups, record_gradients(engine)
+        loaded[head] = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
+        for case in cases:
+            if head_of(case[0]) == head:
+                engine.load(folder)
+                engine.reset_optimizer(10)
+                results[case] = run_case(engine, gradients, *case)
     return loaded, results
+
+
+def run_case(engine, gradients, name, kind, count):
+    gradients.clear()
+    batch, (loss, weigh), pipeline = batch_of(kind), LOSSES[name], engine.groups.pipeline
+    engine.config.tokens_per_microbatch = budget_for(count, batch, engine.groups.data.size)
+    weighed = []
+
+    def weigh_and_count(rows):
+        weighed.append(int(weigh(rows)))
+        return torch.tensor(weighed[-1])
+
+    stats = [engine.train_batch(share_of(batch, engine), loss, weigh_and_count) for _ in range(2)]
+    if engine.groups.is_last_stage:
+        is_interleaved = engine.config.parallel.virtual_pipeline > 1  # such a schedule runs whole rounds
+        passes = -(-count // pipeline.size) * pipeline.size if is_interleaved else count
+        assert len(weighed) == 2 * passes
+    whole = [as_hf_tensors(engine, values) for values in gradients]
+    return stats, whole, {key: tensor.clone() for key, tensor in engine.hf_tensors()}, weighed
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
+    """A function: family -> {head: folder}."""
+
     @cache
     def make(family):
-        folder = tmp_path_factory.mktemp(family)
-        make_model(family, folder)
-        return folder
+        folders = {head: tmp_path_factory.mktemp(f"{family}_{head}") for head in ("policy", "value")}
+        make_model(family, folders["policy"])
+        make_value_model(family, folders["value"])
+        return folders
 
     return make
 
@@ -182,15 +204,16 @@ def assert_close(ours, expected, what):
 
 @pytest.mark.proves("layouts", "{line}", "policy")
 @pytest.mark.proves("layouts", "{line}", "SFT")
+@pytest.mark.proves("layouts", "{line}", "critic")
 @pytest.mark.proves("layouts", "{line}", "HF round trip")
 @pytest.mark.parametrize("line", GRID)
 def test_update_is_that_of_one_process(line, folder_of, one_process):
     row = GRID[line]
-    world = LAYOUTS[row.layout][0]
-    ranks = run_ranks(world, run_cases, folder_of(row.family), row, CASES if world <= 2 else CORNERS)
+    ranks = run_ranks(LAYOUTS[row.layout][0], run_cases, folder_of(row.family), row, cases_of(line))
     loaded, (first, *others) = ranks[0][0], [results for _, results in ranks]
-    in_folder = load_file(folder_of(row.family) / "model.safetensors")
-    assert loaded.keys() == in_folder.keys() and all(torch.equal(loaded[name], in_folder[name]) for name in loaded)
+    for head, folder in folder_of(row.family).items():
+        theirs, ours = load_file(folder / "model.safetensors"), loaded[head]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     expected = one_process(row.family)
     for case, (stats, gradients, weights, _) in first.items():
         loss, kind, _ = case
@@ -203,9 +226,9 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
         assert_close(weights, one_weights, f"{case}, weight")
         for rank in others:
             assert rank[case][0] == stats, "every rank reports the same step"
-    if "dp2" in line:
-        replicas = [rank["policy", "sparse", 2][3] for rank in (first, *others)]
-        assert [0] * 4 in replicas and [0, 0, 3, 3] in map(sorted, replicas)
+        if kind == "sparse" and "dp2" in line:
+            replicas = [sorted(rank[case][3]) for rank in (first, *others)]
+            assert [0] * 4 in replicas and [0, 0, one_stats[0].weight, one_stats[0].weight] in replicas
 
 
 def test_sparse_batch_leaves_a_context_rank_without_a_trained_token():
@@ -218,11 +241,12 @@ def test_sparse_batch_leaves_a_context_rank_without_a_trained_token():
     assert sorted(trained) == [0, 0, 0, 3]
 
 
-def float64_gradients(folder, batch, name):
+def float64_gradients(folder, batch, name, scratch):
     """Return (loss, weight, {HF name: gradient}) of transformers' model in float64, a sequence at a time."""
-    # Of transformers' ways to compute experts only the plain loop takes float64.
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
-    loss_fn, weigh = LOSSES[name]
+    is_critic, (loss_fn, weigh) = head_of(name) == "value", LOSSES[name]
+    # Of its experts' implementations only the plain loop takes float64.
+    model_class = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
+    model = model_class.from_pretrained(folder, experts_implementation="eager").double()
     bounds, total, weight = batch.cu_seqlens.tolist(), 0.0, 0
     for a, b in zip(bounds, bounds[1:], strict=False):
         # Row t predicts token t + 1; the last predicts nothing.
@@ -231,10 +255,14 @@ def float64_gradients(folder, batch, name):
         labels = batch["input_ids"][a + 1 : b].masked_fill(~mask, -100)
         rows |= {"labels": labels, "loss_mask": mask, "cu_seqlens": torch.tensor([0, b - a - 1])}
         rows = TensorDict(rows)
-        logits = model(batch["input_ids"][a:b][None]).logits[0, :-1]
         if not mask.any():
             continue
         weight += int(weigh(rows))
+        if is_critic:
+            values = model.score(model.model(batch["input_ids"][a:b][None]).last_hidden_state)[0, :-1, 0]
+            total = total + loss_fn.fn(values * mask, rows)[0]
+            continue
+        logits = model(batch["input_ids"][a:b][None]).logits[0, :-1]
         if isinstance(loss_fn, LogprobLoss):
             logprobs = (logits / loss_fn.temperature).log_softmax(-1)
             entropy = -(logprobs.exp() * logprobs).sum(-1) * mask
@@ -243,27 +271,17 @@ def float64_gradients(folder, batch, name):
             total = total + loss_fn(logits, rows) * weigh(rows)
     loss = total / weight
     loss.backward()
-    return loss.item(), weight, dict(as_in_folder({name: p.grad for name, p in model.named_parameters()}))
-
-
-def as_in_folder(tensors):
-    """Cut transformers' stacked experts into the tensors that it saves."""
-    for name, tensor in tensors.items():
-        layer, _, kind = name.rpartition(".experts.")
-        if not layer:
-            yield name, tensor
-            continue
-        for number, expert in enumerate(tensor):
-            names, parts = (("gate_proj", "up_proj"), expert.chunk(2)) if "gate" in kind else ((kind,), (expert,))
-            for part_name, part in zip(names, parts, strict=True):
-                yield f"{layer}.experts.{number}.{part_name}.weight", part
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(scratch)  # under the names of a folder, which are not always those of transformers' modules
+    return loss.item(), weight, load_file(scratch / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", sorted({row.family for row in GRID.values()}))
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_is_that_of_float64_autograd(loss, family, folder_of, one_process):
+def test_gradient_is_that_of_float64_autograd(loss, family, folder_of, one_process, tmp_path):
     for kind in ("full", "sparse"):
         stats, gradients, _, _ = one_process(family)[loss, kind, 1]
-        expected, weight, whole = float64_gradients(folder_of(family), batch_of(kind), loss)
+        expected, weight, whole = float64_gradients(folder_of(family)[head_of(loss)], batch_of(kind), loss, tmp_path)
         assert stats[0].weight == weight and stats[0].loss == pytest.approx(expected, rel=TOLERANCE)
         assert_close(gradients[0], whole, f"{kind}, gradient")
