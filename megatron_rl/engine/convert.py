@@ -46,7 +46,7 @@ from megatron_rl.parallel import ParallelGroups  # noqa: E402
 from megatron_rl.weights.architecture import Architecture, read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder  # noqa: E402
 from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
-from megatron_rl.weights.reshard import load_shards, rules_of, stream_hf_tensors  # noqa: E402
+from megatron_rl.weights.reshard import rules_of, stream_hf_tensors  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,9 @@ def convert_folder(
 ) -> str:
     """Write `target` from the HF folder or the checkpoint `source`, and say what was written.
 
-    Dtypes stay as they are. ValueError where the source is neither, or the target exists; RuntimeError for a damaged
-    checkpoint and for too little space on the disk. The target appears whole or not at all.
+    Dtypes stay as they are, but a router's bias becomes float32. ValueError where the source is neither, or the target
+    exists; RuntimeError for a damaged checkpoint and for too little space on the disk. The target appears whole or not
+    at all.
     """
     if not source.is_dir():
         raise ValueError(f"source = {str(source)!r}: no such folder; give a Hugging Face folder or a checkpoint.")
@@ -88,8 +89,10 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
-            parameter.data = scratch.empty(parameter.shape, weights.dtype(rule.names(0)[0]))
-    load_shards(chunks, weights, arch, groups)
+            whole = rule.layout.load(weights, rule.names(), tuple(parameter.shape), 0, 1, arch)
+            # A router's bias, which is no parameter, upstream holds in float32 whatever the model is in.
+            dtype = whole.dtype if isinstance(parameter, torch.nn.Parameter) else torch.float32
+            parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)
     writer = CheckpointWriter(groups)
     writer.start(target, scratch.state_of(chunks, groups), model_folder=source, head=arch.head)
     writer.finish(wait=True)

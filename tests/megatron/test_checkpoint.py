@@ -73,6 +73,15 @@ def resume_and_save(folder, layout, source, target, options, in_background):
     ],
 )
 def test_a_run_continues_in_any_layout(family, links, tmp_path):
+    follow(family, links, tmp_path)
+
+
+def test_a_mixture_of_experts_continues_in_any_layout(tmp_path):
+    follow("qwen3_moe", ["1", "tp2_pp2", "ep2_distributed"], tmp_path)
+
+
+def follow(family, links, tmp_path):
+    """Train one update in each link's layout; every link resumes what the one before it saved."""
     make_model(family, tmp_path / "model")
     expected = run_ranks(1, uninterrupted, tmp_path / "model", len(links))[0]
     source, last = None, None

@@ -23,8 +23,8 @@ from megatron_rl.weights.hf_files import RandomWeights, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
 
 COUNT_TINY = Path(__file__).parents[2] / "configs/models/count_tiny"
-MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
-"""With its vocabulary of 8,192 about 240 MB in float32, of which a layer is 14 MB and the embedding 17 MB."""
+MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 8}
+"""With its vocabulary of 8,192 about 340 MB in float32, of which a layer is 14 MB and the embedding 17 MB."""
 
 
 def convert_both_ways(model, checkpoint, folder):
@@ -42,6 +42,20 @@ def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(fam
     weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
     for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
         assert torch.equal(weights[name], tensor.float()), name
+
+
+# Experts, their routers' biases and multi-head latent attention.
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_mixture_of_experts_returns_with_the_same_bits_and_loads_in_any_layout(family, tmp_path):
+    make_model(family, tmp_path / "model").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    run_ranks(1, convert_both_ways, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "back")
+    weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    assert back.keys() == original.keys() == weights.keys()
+    for name, tensor in original.items():
+        assert back[name].dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+        assert torch.equal(back[name].float(), tensor.float()) and torch.equal(weights[name], tensor.float()), name
 
 
 def load_converted(folder, checkpoint):
@@ -138,7 +152,7 @@ def test_conversion_never_holds_half_of_the_model_in_memory(tmp_path):
     size = write_middling_model(tmp_path, 16_000_000)
     there, back = run_ranks(1, convert_in_little_memory, tmp_path, 16_000_000)[0]
     print(f"{size / 1e6:.0f} MB: {there / 1e6:.0f} MB held to a checkpoint, {back / 1e6:.0f} MB back")
-    assert size > 200e6 and there < size / 2 and back < size / 2
+    assert size > 300e6 and there < size / 2 and back < size / 2
     assert digests(tmp_path / "back") == digests(tmp_path / "model")
     assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
 

@@ -58,8 +58,8 @@ def values_and_scores(folder, layout, batch, share_prompts=True):
     return engine.forward(batch), engine.score(batch)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe"])
 def test_values_and_scores_equal_transformers(family, layout, tmp_path):
     model, batch = make_value_model(family, tmp_path), make_batch()
     values, scores = hf_values(model, batch)
@@ -91,18 +91,6 @@ def one_process(folder):
     return run_ranks(1, two_updates, folder, "1", critic_batch())[0]
 
 
-# Every axis alone, the axes together, and data parallelism with the optimizer's state split.
-@pytest.mark.parametrize(
-    "layout", ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "tp2_pp2", "dp2", "tp2_pp2_dp2", "cp2_tp2_pp2"]
-)
-def test_update_does_not_depend_on_the_layout(layout, folder, one_process):
-    options = {"distributed": True} if "dp2" in layout else {}
-    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, critic_batch(), 64, options)
-    assert_same_updates(result[0], one_process)
-    for stats, _ in result[1:]:
-        assert stats == result[0][0], "every rank reports the same step"
-
-
 @pytest.mark.parametrize("tokens", [1, 13, 1000])  # every sequence alone; uneven; all in one
 def test_update_does_not_depend_on_the_microbatch_split(tokens, folder, one_process):
     assert_same_updates(run_ranks(1, two_updates, folder, "1", critic_batch(), tokens)[0], one_process)
@@ -112,23 +100,6 @@ def test_a_rank_without_trajectories_keeps_step(folder):
     alone = critic_batch(lengths=(9,))
     one = run_ranks(1, two_updates, folder, "1", alone)[0]
     assert_same_updates(run_ranks(2, two_updates, folder, "dp2", alone)[0], one)
-
-
-def test_gradient_equals_float64_autograd(folder, one_process):
-    batch, (stats, _) = critic_batch(), one_process
-    model = AutoModelForSequenceClassification.from_pretrained(folder).double()
-    bounds, total = batch.cu_seqlens.tolist(), 0.0
-    for a, b in zip(bounds, bounds[1:], strict=False):
-        ids, mask, old, returns = (batch[k][a:b] for k in ("input_ids", "loss_mask", "values", "returns"))
-        values = model.score(model.model(ids[None]).last_hidden_state)[0, :-1, 0]
-        old, returns, mask = old[1:].double(), returns[1:].double(), mask[1:]
-        near = old + (values - old).clamp(-0.2, 0.2)
-        total = total + 0.5 * (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * mask).sum()
-    loss = total / batch["loss_mask"].sum()
-    loss.backward()
-    assert stats[0].loss == pytest.approx(loss.item(), abs=1e-6)
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert stats[0].grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
 def export(folder, layout, target):

@@ -39,9 +39,9 @@ class Row:
 
 
 MIXTURE = "qwen3_moe"
-# Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
-# into 1e-5 of the weights' change and of the second gradient.
 EPS = {MIXTURE: (("eps", 1e-4),)}
+"""Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
+into 1e-5 of the weights' change and of the second gradient."""
 DISTRIBUTED = (("distributed", True),)
 OVERLAP = (*DISTRIBUTED, ("overlap", True))
 GRID = {
@@ -63,8 +63,10 @@ GRID = {
     "etp2": Row("etp2", DISTRIBUTED, MIXTURE),
     "cp2_ep2": Row("cp2_ep2", family=MIXTURE),
     "tp2_ep2": Row("tp2_ep2", DISTRIBUTED, MIXTURE),
+    "tp2_etp2": Row("tp2_etp2", family=MIXTURE),
     "tp2_ep2_etp2": Row("tp2_ep2_etp2", family=MIXTURE),
-    "tp2_pp2_ep2": Row("tp2_pp2_ep2", DISTRIBUTED, MIXTURE),
+    "tp2_pp2_ep2": Row("tp2_pp2_ep2", family=MIXTURE),
+    "tp2_pp2_dp2_ep2": Row("tp2_pp2_dp2_ep2", DISTRIBUTED, MIXTURE),
 }
 
 
@@ -142,9 +144,10 @@ def head_of(loss):
 def run_cases(folders, row, cases):
     """Return the weights as loaded, by head; and of each case (stats, gradients of both updates, weights after)."""
     loaded, results, groups = {}, {}, None
-    options = dict(row.options + EPS.get(row.family, ()))
     for head, folder in folders.items():
-        engine = make_engine(folder, LAYOUTS[row.layout][1], groups=groups, head=head, **options).train()
+        engine = make_engine(
+            folder, LAYOUTS[row.layout][1], groups=groups, head=head, **dict(row.options + EPS.get(row.family, ()))
+        ).train()
         groups, gradients = engine.groups, record_gradients(engine)
         loaded[head] = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
         for case in cases:
