@@ -15,6 +15,12 @@ Tensor logprob_grad(
 void logprob_grad_(
     Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
     OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns);
+std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
+    Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options);
+std::tuple<Tensor, Tensor> packed_gae(
+    Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
+    double trace_decay);
 
 inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("logprob_partials", TORCH_BOX(&logprob_partials));
@@ -22,4 +28,6 @@ inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("logprob_finish", TORCH_BOX(&logprob_finish));
   library.impl("logprob_grad", TORCH_BOX(&logprob_grad));
   library.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
+  library.impl("ppo_loss", TORCH_BOX(&ppo_loss));
+  library.impl("packed_gae", TORCH_BOX(&packed_gae));
 }

@@ -18,4 +18,11 @@ inline void define_operators(torch::stable::detail::StableLibrary& library) {
       "logprob_grad_(Tensor(a!) logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, "
       "Tensor? grad_logprobs, Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, "
       "int columns) -> ()");
+  library.def(
+      "ppo_loss(Tensor logprobs, Tensor? proximal_logprobs, Tensor? behavior_logprobs, Tensor advantages, Tensor mask, "
+      "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, float[] options) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "packed_gae(Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, Tensor? bootstrap, float discount, "
+      "float trace_decay) -> (Tensor, Tensor)");
 }

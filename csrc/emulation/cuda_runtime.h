@@ -5,6 +5,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <cstdint>
@@ -35,6 +36,8 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 using cudaStream_t = void*;
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using std::min;
 
 namespace emulation {
 
@@ -133,6 +136,11 @@ template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned delta) {
   unsigned lane = threadIdx.x % 32;
   return emulation::exchange(value, lane + delta < 32 ? lane + delta : lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, unsigned delta) {
+  unsigned lane = threadIdx.x % 32;
+  return emulation::exchange(value, lane >= delta ? lane - delta : lane);
 }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

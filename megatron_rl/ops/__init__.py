@@ -1,5 +1,6 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
+from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
 from megatron_rl.ops.head import lm_head_logprobs
 from megatron_rl.ops.logprobs import (
     VocabParallelLogits,
@@ -8,12 +9,18 @@ from megatron_rl.ops.logprobs import (
     gather_logprobs_entropy,
     packed_logprobs,
 )
+from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
 
 __all__ = [
+    "PPO_SUMS",
+    "PpoOptions",
     "VocabParallelLogits",
     "VocabShard",
     "gather_logprobs",
     "gather_logprobs_entropy",
     "lm_head_logprobs",
+    "packed_discounted_returns",
+    "packed_gae",
     "packed_logprobs",
+    "ppo_loss",
 ]

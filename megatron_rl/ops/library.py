@@ -50,6 +50,9 @@ def built_from(library: Path) -> dict[str, object]:
     return json.loads(record.read_text()) if record.exists() else {}
 
 
+PPO_SUMS = 19
+"""Statistics of ppo_loss; csrc/math/ppo.h counts them too."""
+
 load()
 ops = torch.ops.megatron_rl
 
@@ -125,3 +128,30 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 
 torch.library.register_autograd("megatron_rl::logprob_finish", logprob_backward, setup_context=save_for_logprob_grad)
+
+
+@torch.library.register_fake("megatron_rl::packed_gae")
+def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
+    return torch.empty_like(values), torch.empty_like(values)
+
+
+@torch.library.register_fake("megatron_rl::ppo_loss")
+def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options):
+    sums = logprobs.new_empty(PPO_SUMS, dtype=torch.float64)
+    return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
+
+
+def save_for_ppo_grad(ctx, inputs, output) -> None:
+    _, sums, grad_logprobs, grad_entropy = output
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)
+    ctx.save_for_backward(grad_logprobs, grad_entropy)
+    ctx.has_entropy = inputs[6] is not None
+
+
+def ppo_backward(ctx, grad_loss, *_):
+    grad_logprobs, grad_entropy = ctx.saved_tensors
+    by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
+    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None
+
+
+torch.library.register_autograd("megatron_rl::ppo_loss", ppo_backward, setup_context=save_for_ppo_grad)
