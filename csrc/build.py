@@ -224,15 +224,23 @@ def build(cuda: str = "auto", architectures: tuple[str, ...] = ARCHITECTURES) ->
 
 def resources() -> dict[str, dict[str, int]]:
     """Registers of every kernel on every architecture, as ptxas reports them; a spill raises."""
+    found: dict[str, dict[str, int]] = {f"sm_{architecture}": {} for architecture in ARCHITECTURES}
     sources = sorted((SOURCES / "kernels").glob("*.cu"))
-    found: dict[str, dict[str, int]] = {}
-    for architecture in ARCHITECTURES:
-        target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-        for source in sources:
-            command = [str(nvcc()), *CUDA_FLAGS, target, "-Xptxas=-v", "-cubin", str(source)]
-            report = run(command, OBJECTS / f"{source.stem}-{architecture}.cubin")
-            found.setdefault(f"sm_{architecture}", {}).update(registers_in(report))
+    jobs = [(architecture, source) for architecture in ARCHITECTURES for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (architecture, _), report in zip(jobs, pool.map(lambda job: ptxas_report(*job), jobs), strict=True):
+            found[f"sm_{architecture}"] |= registers_in(report)
     return found
+
+
+def ptxas_report(architecture: str, source: Path) -> str:
+    """What ptxas says of one source; said once and kept, like an object."""
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    unit = Unit(source, (str(nvcc()), *CUDA_FLAGS, target, "-Xptxas=-v", "-cubin"))
+    kept = unit.object.with_suffix(".txt")
+    if not kept.exists():
+        kept.write_text(run([*unit.compiler, str(source)], unit.object.with_suffix(".cubin")))
+    return kept.read_text()
 
 
 def registers_in(report: str) -> dict[str, int]:

@@ -21,6 +21,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
 std::tuple<Tensor, Tensor> packed_gae(
     Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
     double trace_decay);
+std::tuple<Tensor, Tensor, Tensor> packed_labels(Tensor input_ids, Tensor cu_seqlens, OptionalTensor loss_mask);
 
 inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("logprob_partials", TORCH_BOX(&logprob_partials));
@@ -28,6 +29,7 @@ inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("logprob_finish", TORCH_BOX(&logprob_finish));
   library.impl("logprob_grad", TORCH_BOX(&logprob_grad));
   library.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
+  library.impl("packed_labels", TORCH_BOX(&packed_labels));
   library.impl("ppo_loss", TORCH_BOX(&ppo_loss));
   library.impl("packed_gae", TORCH_BOX(&packed_gae));
 }

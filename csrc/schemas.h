@@ -19,6 +19,8 @@ inline void define_operators(torch::stable::detail::StableLibrary& library) {
       "Tensor? grad_logprobs, Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, "
       "int columns) -> ()");
   library.def(
+      "packed_labels(Tensor input_ids, Tensor cu_seqlens, Tensor? loss_mask) -> (Tensor, Tensor, Tensor)");
+  library.def(
       "ppo_loss(Tensor logprobs, Tensor? proximal_logprobs, Tensor? behavior_logprobs, Tensor advantages, Tensor mask, "
       "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, float[] options) "
       "-> (Tensor, Tensor, Tensor, Tensor)");

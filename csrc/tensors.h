@@ -85,6 +85,17 @@ void with_stored_type(const Tensor& tensor, const char* name, Body body) {
   refuse(name, " has dtype ", int(tensor.scalar_type()), " (torch's number): it must be one of ", names);
 }
 
+// Bounds of sequences on the host: they rise from 0 to the number of tokens.
+inline const int64_t* checked_bounds(const Tensor& cu_seqlens, int64_t tokens) {
+  const int64_t sequences = cu_seqlens.numel() - 1;
+  const int64_t* bounds = elements<int64_t>(cu_seqlens, "cu_seqlens", cu_seqlens.numel());
+  for (int64_t i = 0; i <= sequences; i++) {
+    const bool right = (i == 0 ? bounds[0] == 0 : bounds[i] >= bounds[i - 1]) && (i < sequences || bounds[i] == tokens);
+    if (!right) refuse("cu_seqlens[", i, "] is ", bounds[i], ": it rises from 0 to the number of tokens, ", tokens);
+  }
+  return bounds;
+}
+
 // `[T, V_local]` logits whose rows may be strided; columns are adjacent.
 struct Logits {
   int64_t rows, width, stride;
@@ -101,9 +112,9 @@ struct Logits {
 
 // One temperature for all rows, or one for each.
 struct Temperature {
-  float all;
+  double all;
   const float* each;
 
   Temperature(double temperature, const OptionalTensor& temperatures, int64_t rows)
-      : all(float(temperature)), each(elements_or_null<float>(temperatures, "temperatures", rows)) {}
+      : all(temperature), each(elements_or_null<float>(temperatures, "temperatures", rows)) {}
 };

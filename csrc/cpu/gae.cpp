@@ -7,13 +7,7 @@ std::tuple<Tensor, Tensor> packed_gae(
     Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
     double trace_decay) {
   const int64_t tokens = rewards.numel(), sequences = cu_seqlens.numel() - 1;
-  const int64_t* bounds = elements<int64_t>(cu_seqlens, "cu_seqlens", sequences + 1);
-  for (int64_t i = 0; i <= sequences; i++) {
-    const bool right = i == 0 ? bounds[0] == 0 : bounds[i] >= bounds[i - 1] && (i < sequences || bounds[i] == tokens);
-    if (!right) {
-      refuse("cu_seqlens[", i, "] is ", bounds[i], ": it rises from 0 to the number of tokens, ", tokens);
-    }
-  }
+  const int64_t* bounds = checked_bounds(cu_seqlens, tokens);
   const bool* trained = elements<bool>(mask, "mask", tokens);
   Tensor advantages = new_tensor(values, {tokens}, values.scalar_type());
   Tensor returns = new_tensor(values, {tokens}, values.scalar_type());

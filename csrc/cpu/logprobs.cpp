@@ -9,7 +9,7 @@ template <class X>
 constexpr Stored STORED_AS = __is_same(X, float) ? FLOAT32 : __is_same(X, double) ? FLOAT64 : __is_same(X, BF16) ? BFLOAT16 : FLOAT16;
 
 double inverse_of(const Temperature& temperature, int64_t row) {
-  return 1.0 / double(temperature.each ? temperature.each[row] : temperature.all);
+  return 1.0 / (temperature.each ? double(temperature.each[row]) : temperature.all);
 }
 
 // Tiles of one row that a thread takes at once: about a microsecond of work at least.

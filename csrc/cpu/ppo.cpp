@@ -47,6 +47,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
   with_stored_type<float, double>(logprobs, "logprobs", [&]<class X>(X) {
     PpoTokens<X> tokens = ppo_tokens<X>(
         logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options, results);
+    if (cu_seqlens) checked_bounds(*cu_seqlens, tokens.count);
     const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
     std::vector<double> sums(pieces * PPO_SUMS, 0.0);
     torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {

@@ -1,7 +1,8 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
-from megatron_rl.ops.head import lm_head_logprobs
+from megatron_rl.ops.head import lm_head_logprobs, lm_head_ppo_loss
+from megatron_rl.ops.labels import packed_labels
 from megatron_rl.ops.logprobs import (
     VocabParallelLogits,
     VocabShard,
@@ -19,8 +20,10 @@ __all__ = [
     "gather_logprobs",
     "gather_logprobs_entropy",
     "lm_head_logprobs",
+    "lm_head_ppo_loss",
     "packed_discounted_returns",
     "packed_gae",
+    "packed_labels",
     "packed_logprobs",
     "ppo_loss",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.ops.library import accumulator, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
+from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -30,6 +31,20 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     return product if total is None else total.add_(product)
 
 
+def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
+    """Return the last arguments of the log-prob operators: temperature, none for each row, first column, columns."""
+    return temperature, None, shard.start, max(0, min(len(weight), shard.stop - shard.start))
+
+
+def logits_results(logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple) -> tuple[Tensor, ...]:
+    """(log-probs, entropy, peak, log-sum) of logits that need no gradient."""
+    partials = ops.logprob_partials(logits, labels, *rest)
+    if shard.is_split:
+        assert shard.group is not None
+        partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
+    return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
+
+
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of `hidden @ weight.T` rows, all of which have a label.
 
@@ -38,16 +53,11 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, chunk: int):
-        columns = max(0, min(len(weight), shard.stop - shard.start))
-        rest = (temperature, None, shard.start, columns)
+        rest = columns_of(weight, shard, temperature)
         parts, logits = [], hidden.new_empty(0, len(weight))
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             logits = head_logits(h, weight)
-            partials = ops.logprob_partials(logits, y, *rest)
-            if shard.is_split:
-                assert shard.group is not None
-                partials = gather_partials(ops.logprob_fold(partials, y, temperature, None), shard.group)
-            parts.append(ops.logprob_finish(logits, partials, y, *rest, shard.size, False))
+            parts.append(logits_results(logits, y, shard, rest))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
@@ -70,6 +80,112 @@ class HeadLogprobs(torch.autograd.Function):
             if needs_weight:
                 grad_weight = add_weight_gradient(grad_weight, grad, h)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+class HeadPpoLoss(torch.autograd.Function):
+    """ppo_loss of `hidden @ weight.T` rows, all of which have a label; the gradient is formed with the loss.
+
+    Three matrix products a chunk: logits, and after they have become their own gradient those of hidden and weight. A
+    loss by sequence needs every log-probability first, and forms the logits twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, columns, cu_seqlens, options, scale, shard, temperature, chunk):
+        rest, packed = columns_of(weight, shard, temperature), options.packed(scale)
+        by_entropy = options.entropy_coefficient != 0
+        slices = [slice(i, i + chunk) for i in range(0, len(hidden), chunk)]
+        grad_hidden, grad_weight = torch.zeros_like(hidden), None
+        totals: list[Tensor] = []
+
+        def loss_of(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+            proximal, behavior, advantages, ref = (None if column is None else column[rows] for column in columns)
+            trained = torch.ones_like(logprobs, dtype=torch.bool)
+            loss, sums, by_logprob, by_h = ops.ppo_loss(
+                logprobs, proximal, behavior, advantages, trained, ref, entropy, cu_seqlens, packed
+            )
+            totals.append(sums)
+            return by_logprob, by_h if by_entropy else None
+
+        results: list[Tensor] = []
+        by_logprob, by_h = hidden.new_empty(0), None
+        if options.by_sequence:
+            parts = [logits_results(head_logits(hidden[s], weight), labels[s], shard, rest) for s in slices]
+            results = [torch.cat(column) for column in zip(*parts, strict=True)] if parts else []
+            if parts:
+                by_logprob, by_h = loss_of(slice(None), results[0], results[1])
+        for s in slices:
+            logits, y = head_logits(hidden[s], weight), labels[s]
+            if options.by_sequence:
+                _, entropy, peak, log_sum = (column[s] for column in results)
+                slopes = (by_logprob[s], None if by_h is None else by_h[s])
+            else:
+                logprobs, entropy, peak, log_sum = logits_results(logits, y, shard, rest)
+                slopes = loss_of(s, logprobs, entropy)
+            ops.logprob_grad_(logits, y, peak, log_sum, entropy, *slopes, *rest)
+            grad = logits.to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[s])
+            grad_weight = add_weight_gradient(grad_weight, grad, hidden[s])
+        sums = torch.stack(totals).sum(0) if totals else hidden.new_zeros(len(PPO_SUMS), dtype=torch.float64)
+        ctx.save_for_backward(grad_hidden, torch.zeros_like(weight) if grad_weight is None else grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(sums)
+        return sums[0].to(accumulator(hidden.dtype)), sums
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        by_weight = (grad_weight * grad_loss.to(grad_weight.dtype)).to(ctx.weight_dtype)
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), by_weight, *(None,) * 8
+
+
+def lm_head_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    proximal_logprobs: Tensor | None,
+    behavior_logprobs: Tensor | None,
+    advantages: Tensor,
+    options: PpoOptions,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    ref_logprobs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | None = None,
+    rows_per_chunk: int = 2048,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_loss` of the log-probabilities of `hidden @ weight.T`, without ever holding more than one chunk of logits.
+
+    hidden `[T, H]`, weight `[V_local, H]`, labels `[T]` int64; rows with a negative label are not computed. The rest is
+    as in `ppo_loss`, whose mask is `labels >= 0`. The gradient is formed together with the loss, also where none is
+    asked for: for a pass without gradient use `lm_head_logprobs`. The weight's is summed in float32.
+    """
+    check_temperature(temperature, labels)
+    check_ppo(options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, cu_seqlens=cu_seqlens)
+    trained = labels >= 0
+    kept = trained.nonzero()[:, 0]
+    dtype = accumulator(hidden.dtype)
+    columns = [
+        None if column is None else column.detach().index_select(0, kept).to(dtype)
+        for column in (proximal_logprobs, behavior_logprobs, advantages, ref_logprobs)
+    ]
+    bounds = None
+    if options.by_sequence:
+        assert cu_seqlens is not None
+        bounds = torch.nn.functional.pad(trained.cumsum(0), (1, 0))[cu_seqlens]
+    loss, sums = HeadPpoLoss.apply(
+        hidden.index_select(0, kept).to(weight.dtype),
+        weight,
+        labels.index_select(0, kept),
+        columns,
+        bounds,
+        options,
+        1.0 if normalizer is None else 1.0 / normalizer,
+        shard,
+        temperature,
+        rows_per_chunk,
+    )
+    return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
 def lm_head_logprobs(

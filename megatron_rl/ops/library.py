@@ -130,6 +130,11 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 torch.library.register_autograd("megatron_rl::logprob_finish", logprob_backward, setup_context=save_for_logprob_grad)
 
 
+@torch.library.register_fake("megatron_rl::packed_labels")
+def _(input_ids, cu_seqlens, loss_mask):
+    return tuple(torch.empty_like(input_ids) for _ in range(3))
+
+
 @torch.library.register_fake("megatron_rl::packed_gae")
 def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
     return torch.empty_like(values), torch.empty_like(values)

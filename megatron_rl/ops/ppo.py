@@ -90,6 +90,19 @@ class PpoOptions:
         return [float(numbers[k].index(v)) if k in numbers else float(v) for k, v in values.items()] + [scale]
 
 
+def check_ppo(options: PpoOptions, **tensors: Tensor | None) -> None:
+    """Refuse options whose tensors are missing."""
+    needed = {
+        "behavior_logprobs": options.behavior != "off",
+        "ref_logprobs": options.kl_coefficient > 0,
+        "entropy": options.entropy_coefficient != 0,
+        "cu_seqlens": options.by_sequence,
+    }
+    for name, tensor in tensors.items():
+        if needed[name] and tensor is None:
+            raise ValueError(f"{name} is missing: {options} needs it.")
+
+
 def ppo_loss(
     logprobs: Tensor,
     proximal_logprobs: Tensor | None,
@@ -110,14 +123,13 @@ def ppo_loss(
     sampled. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss. Differentiable in
     logprobs and entropy. No value is waited for, and the result is the same bits every time.
     """
-    for name, needed, tensor in (
-        ("behavior_logprobs", options.behavior != "off", behavior_logprobs),
-        ("ref_logprobs", options.kl_coefficient > 0, ref_logprobs),
-        ("entropy", options.entropy_coefficient != 0, entropy),
-        ("cu_seqlens", options.by_sequence, cu_seqlens),
-    ):
-        if needed and tensor is None:
-            raise ValueError(f"{name} is missing: {options} needs it.")
+    check_ppo(
+        options,
+        behavior_logprobs=behavior_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropy=entropy,
+        cu_seqlens=cu_seqlens,
+    )
     rows = {
         "proximal_logprobs": proximal_logprobs,
         "behavior_logprobs": behavior_logprobs,

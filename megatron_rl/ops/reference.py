@@ -125,3 +125,17 @@ def packed_gae(
                 advantage, next_value = delta + discount * trace_decay * advantage, float(values[t])
                 advantages[t], returns[t] = advantage, advantage + next_value
     return advantages, returns
+
+
+def packed_labels(
+    input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.packed_labels`, one sequence at a time."""
+    labels, positions, numbers = torch.full_like(input_ids, -100), input_ids.clone(), input_ids.clone()
+    for number, (start, stop) in enumerate(bounds_of(cu_seqlens)):
+        positions[start:stop], numbers[start:stop] = torch.arange(stop - start), number
+        if stop > start:
+            labels[start : stop - 1] = input_ids[start + 1 : stop]
+            if loss_mask is not None:
+                labels[start : stop - 1].masked_fill_(~loss_mask[start + 1 : stop], -100)
+    return labels, positions, numbers
