@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     if (cu_seqlens) checked_bounds(*cu_seqlens, tokens.count);
     const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
     std::vector<double> sums(pieces * PPO_SUMS, 0.0);
-    torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, pieces, 4096 * pieces / (tokens.count + 1) + 1, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; p++) {
         int64_t start = tokens.bounds ? tokens.bounds[p] : p * PPO_PIECE;
         int64_t stop = tokens.bounds ? tokens.bounds[p + 1] : std::min(start + PPO_PIECE, tokens.count);
