@@ -42,9 +42,8 @@ def eager(logits, labels):
 def logprob_table(arguments):
     copy = copy_bandwidth()
     print(f"Copy: {copy:.0f} GB/s read and written.\n")
-    print(
-        "| T | V | logits | forward us | GB/s | of copy | backward in place us | GB/s | of copy | eager us | compiled us |"
-    )
+    rate = "us | GB/s | of copy"
+    print(f"| T | V | logits | forward {rate} | backward in place {rate} | eager forward us | compiled forward us |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     compiled = torch.compile(eager)
     for count in arguments.rows:

@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny import LAYOUTS, make_batch, make_engine, make_model
 
+from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.api import LogprobLoss
+from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import packed_logprobs
 from tests.unit.logit_cases import rows
 
@@ -34,3 +38,19 @@ def test_every_rank_gets_the_same_bits(bounds):
         torch.testing.assert_close(torch.tensor(entropy), whole[1].detach(), rtol=0, atol=2e-6)
     gradient = torch.cat([torch.tensor(rank[2]) for rank in ranks], 1)
     torch.testing.assert_close(gradient[:, :1000], x.grad, rtol=1e-5, atol=1e-6)
+
+
+def profiled_step(folder):
+    engine = make_engine(folder, LAYOUTS["1"][1]).train()
+    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.train_batch(make_batch(), loss, lambda data: data["loss_mask"].count_nonzero())
+    return {event.key for event in profile.key_averages()}
+
+
+def test_a_training_step_runs_the_operators_and_no_eager_softmax(tmp_path):
+    make_model("llama", tmp_path)
+    ran = run_ranks(1, profiled_step, tmp_path)[0]
+    names = ("logprob_partials", "logprob_finish", "logprob_grad_", "ppo_loss")
+    assert {f"megatron_rl::{name}" for name in names} <= ran
+    assert not {name for name in ran if "log_softmax" in name or "cross_entropy" in name}
