@@ -51,7 +51,7 @@ test-fast: operators
 readme-tables: .venv/.installed
 	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables
 
-bench-trl: .venv/.installed .venv-trl/.installed $(MODEL)/config.json
+bench-trl: operators .venv-trl/.installed $(MODEL)/config.json
 	@$(PYTHON) benchmarks/bench_vs_trl.py
 
 lint: .venv/.installed
@@ -64,7 +64,7 @@ format: .venv/.installed
 	@$(PYTHON) -m ruff format .
 
 clean:
-	rm -rf .venv .venv-trl models runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-trl models runs build megatron_rl/_C_* *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 define show_report
 echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.png"
