@@ -47,14 +47,18 @@ class PolicyLoss:
 
         Without `proximal_logprobs` this is the step's only update, and the policy itself is the proximal one.
         """
+
+        def column(name: str) -> Tensor:
+            return rows[name].to(logprobs.dtype)  # float64 where the model is
+
         loss, sums = ppo_loss(
             logprobs,
-            rows.get("proximal_logprobs", None),
-            rows["logprobs"],
-            rows["advantages"],
+            column("proximal_logprobs") if "proximal_logprobs" in rows.keys() else None,  # noqa: SIM118
+            column("logprobs"),
+            column("advantages"),
             rows["labels"] >= 0,
             self.terms,
-            ref_logprobs=rows["ref_logprobs"] if self.options.kl_coefficient > 0 else None,
+            ref_logprobs=column("ref_logprobs") if self.options.kl_coefficient > 0 else None,
             entropy=entropy,
         )
         kept = ["entropy", "behavior_mismatch"]

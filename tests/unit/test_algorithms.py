@@ -124,3 +124,9 @@ def test_decoupled_ppo_weighs_tokens_but_not_the_ratio():
     weights = torch.tensor([-0.1, 0.2]).exp()
     torch.testing.assert_close(total.detach(), -(2.0 * weights[0] - 1.0 * weights[1]))
     torch.testing.assert_close(logprobs.grad[[0, 2]], torch.stack([-2.0 * weights[0], weights[1]]))
+
+
+def test_policy_loss_takes_the_logprobs_of_a_float64_model():
+    logprobs = torch.tensor([-1.1, 0.0, -1.8], dtype=torch.float64).requires_grad_()
+    total, _ = loss.PolicyLoss(AlgorithmConfig())(logprobs, torch.zeros(3).double(), rows())
+    assert total == -(2.0 - 1.0) and total.dtype == torch.float64
