@@ -49,7 +49,7 @@ class PolicyLoss:
         """
 
         def column(name: str) -> Tensor:
-            return rows[name].to(logprobs.dtype)  # float64 where the model is
+            return torch.as_tensor(rows[name], dtype=logprobs.dtype)  # float64 where the model is
 
         loss, sums = ppo_loss(
             logprobs,
