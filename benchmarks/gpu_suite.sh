@@ -17,6 +17,8 @@ if [ -n "$wheels" ]; then
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 
+"$python" csrc/build.py --cuda yes --architectures 90a
+
 {
   echo "# GPU suite"
   echo
@@ -29,6 +31,21 @@ print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, megatron-core
   echo '```'
   "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider 2>&1 | tail -n 15
   echo '```'
+  echo
+  echo "## Operators under compute-sanitizer"
+  echo
+  echo '```'
+  if command -v compute-sanitizer >/dev/null; then
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider \
+      tests/gpu/test_operators_cuda.py -k "float64 or policy_loss or advantages" 2>&1 | tail -n 4
+  else
+    echo "compute-sanitizer is not installed"
+  fi
+  echo '```'
+  echo
+  echo "## Operators"
+  echo
+  "$python" -W ignore benchmarks/bench_ops_cuda.py
   echo
   echo "## Training step"
   echo

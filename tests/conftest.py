@@ -1,6 +1,8 @@
-"""Settings for every test: one thread per operation, no network, and GPU tests only where a GPU is."""
+"""Settings for every test: one thread per operation, no network, current operators, GPU tests only where a GPU is."""
 
 import os
+import runpy
+from pathlib import Path
 
 # Tests share cores with forked ranks and servers; spinning OpenMP threads of one would starve the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+# Before anything imports megatron_rl.ops, which refuses operators built from other sources.
+runpy.run_path(str(Path(__file__).parents[1] / "csrc" / "build.py"))["build"]()
 
 pytest_plugins = ["tests.proofs", "tests.servers.fixtures"]
 

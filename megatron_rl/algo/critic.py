@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.algo.gae import packed_gae, rewards_at_the_end, whiten
+from megatron_rl.algo.gae import rewards_at_the_end, whiten
 from megatron_rl.algo.loss import ValueClipLoss
 from megatron_rl.api import TrainEngine, ValueLoss
 from megatron_rl.config import CriticConfig
+from megatron_rl.ops import packed_gae
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 

@@ -4,66 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl.algo import kl
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.ops import PpoOptions, ppo_loss
 
 Sums = dict[str, Tensor]
-
-
-def ppo_clip(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    token_weights: Tensor | None = None,
-) -> tuple[Tensor, Sums]:
-    """w max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), u = exp(logprobs - proximal_logprobs), per token.
-
-    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476). token_weights `[T]` are w,
-    1 where absent; decoupled PPO's come from `behavior_weights`.
-    """
-    # Masked rows become ratio 1 before exp(), so an overflow there cannot reach the gradient.
-    log_ratio = (logprobs - proximal_logprobs).masked_fill(~loss_mask, 0.0)
-    ratio = log_ratio.exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    if token_weights is not None:
-        loss = loss * token_weights
-    return loss.masked_fill(~loss_mask, 0.0).sum(), {
-        "clipped_tokens": ((clipped > plain) & loss_mask).sum(),
-        "ratio_deviation": (ratio.detach() - 1.0).abs().sum(),
-        "approx_kl": -log_ratio.detach().sum(),
-    }
-
-
-def behavior_weights(
-    proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, cap: float
-) -> tuple[Tensor, Sums]:
-    """exp(proximal - behaviour) per token, 0 (the token is dropped) above `cap`: decoupled PPO (arXiv 2505.24298).
-
-    No gradient flows through it, and dropped tokens stay in the loss's denominator.
-    """
-    weights = (proximal_logprobs - behavior_logprobs).masked_fill(~loss_mask, 0.0).exp().detach()
-    dropped = weights > cap
-    return weights.masked_fill(dropped, 0.0), {"dropped_tokens": dropped.sum()}
-
-
-def reinforce(
-    logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, token_weights: Tensor | None = None
-) -> tuple[Tensor, Sums]:
-    """-w A log p per token; token_weights `[T]` are w, 1 where absent."""
-    loss = -advantages * logprobs
-    if token_weights is not None:
-        loss = loss * token_weights
-    return loss.masked_fill(~loss_mask, 0.0).sum(), {}
 
 
 def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
@@ -77,35 +27,45 @@ class PolicyLoss:
 
     options: AlgorithmConfig
 
+    @property
+    def terms(self) -> PpoOptions:
+        options = self.options
+        cap = options.behavior_weight_cap
+        return PpoOptions(
+            mode={"ppo_clip": "clip", "reinforce": "reinforce"}[options.loss],
+            clip_low=options.clip_low,
+            clip_high=options.clip_high,
+            behavior="mask" if cap > 0 else "off",
+            behavior_high=cap if cap > 0 else inf,
+            kl_estimator=options.kl_estimator,
+            kl_coefficient=options.kl_coefficient,
+            entropy_coefficient=options.entropy_coefficient,
+        )
+
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), optionally `proximal_logprobs` and `ref_logprobs`.
 
         Without `proximal_logprobs` this is the step's only update, and the policy itself is the proximal one.
         """
-        options, mask = self.options, rows["labels"] >= 0
-        proximal = rows["proximal_logprobs"] if "proximal_logprobs" in rows.keys() else logprobs.detach()  # noqa: SIM118
-        weights: Tensor | None = None
-        weight_sums: Sums = {}
-        if options.behavior_weight_cap > 0:
-            cap = options.behavior_weight_cap
-            weights, weight_sums = behavior_weights(proximal, rows["logprobs"], mask, cap=cap)
-        if options.loss == "ppo_clip":
-            clips = {"clip_low": options.clip_low, "clip_high": options.clip_high}
-            loss, sums = ppo_clip(logprobs, proximal, rows["advantages"], mask, **clips, token_weights=weights)
-        else:
-            loss, sums = reinforce(logprobs, rows["advantages"], mask, token_weights=weights)
-        sums |= weight_sums
-        mismatch = (proximal - rows["logprobs"]).masked_fill(~mask, 0.0)
-        sums |= {"entropy": entropy.detach().sum(), "behavior_mismatch": mismatch.abs().sum()}
-        if options.kl_coefficient > 0:
-            divergence = (
-                kl.ESTIMATORS[options.kl_estimator](logprobs, rows["ref_logprobs"]).masked_fill(~mask, 0.0).sum()
-            )
-            loss = loss + options.kl_coefficient * divergence
-            sums["reference_kl"] = divergence.detach()
-        if options.entropy_coefficient > 0:
-            loss = loss - options.entropy_coefficient * entropy.sum()
-        return loss, sums
+
+        def column(name: str) -> Tensor:
+            return torch.as_tensor(rows[name], dtype=logprobs.dtype)  # float64 where the model is
+
+        loss, sums = ppo_loss(
+            logprobs,
+            column("proximal_logprobs") if "proximal_logprobs" in rows.keys() else None,  # noqa: SIM118
+            column("logprobs"),
+            column("advantages"),
+            rows["labels"] >= 0,
+            self.terms,
+            ref_logprobs=column("ref_logprobs") if self.options.kl_coefficient > 0 else None,
+            entropy=entropy,
+        )
+        kept = ["entropy", "behavior_mismatch"]
+        kept += ["clipped_tokens", "ratio_deviation", "approx_kl"] if self.options.loss == "ppo_clip" else []
+        kept += ["dropped_tokens"] if self.options.behavior_weight_cap > 0 else []
+        kept += ["reference_kl"] if self.options.kl_coefficient > 0 else []
+        return loss, {name: sums[name] for name in kept}
 
 
 def value_clip(

@@ -1,11 +1,29 @@
-"""Public numerical operators, each with its plain-torch reference in `ops.reference`."""
+"""Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
+from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
+from megatron_rl.ops.head import lm_head_logprobs, lm_head_ppo_loss
+from megatron_rl.ops.labels import packed_labels
 from megatron_rl.ops.logprobs import (
     VocabParallelLogits,
     VocabShard,
     gather_logprobs,
     gather_logprobs_entropy,
-    lm_head_logprobs,
+    packed_logprobs,
 )
+from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
 
-__all__ = ["VocabParallelLogits", "VocabShard", "gather_logprobs", "gather_logprobs_entropy", "lm_head_logprobs"]
+__all__ = [
+    "PPO_SUMS",
+    "PpoOptions",
+    "VocabParallelLogits",
+    "VocabShard",
+    "gather_logprobs",
+    "gather_logprobs_entropy",
+    "lm_head_logprobs",
+    "lm_head_ppo_loss",
+    "packed_discounted_returns",
+    "packed_gae",
+    "packed_labels",
+    "packed_logprobs",
+    "ppo_loss",
+]

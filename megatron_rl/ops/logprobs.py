@@ -1,18 +1,20 @@
 """Log-probability and entropy of labels under logits whose vocabulary may be split over the tensor axis.
 
-Shapes: T rows, V vocabulary, V_local this rank's columns, H hidden size. All arithmetic is float32. Rows with a
+Shapes: T rows, V vocabulary, V_local this rank's columns. Sums are float32 whatever the logits are. Rows with a
 negative label give 0 and no gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from megatron_rl.ops.library import ops
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class VocabShard:
     @property
     def is_split(self) -> bool:
         return self.stop - self.start < self.size
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As `packed_logprobs` takes them."""
+        group = self.group if self.is_split else None
+        return {"vocab_start": self.start, "vocab_size": self.size, "tp_group": group}
 
 
 NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy} | {
@@ -70,47 +78,87 @@ class VocabParallelLogits(Tensor):
         return result
 
 
-class _LogprobsEntropy(torch.autograd.Function):
-    """log p and entropy from one read of the logits; the backward forms the gradient from the logits again."""
+def packed_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return log p(label), and with return_entropy also the entropy in nats: `[T]` float32, both differentiable.
 
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float):
-        kept = labels >= 0
-        local = labels - shard.start
-        mine = kept & (local >= 0) & (local < logits.shape[1])
-        shifted = logits.float() if temperature == 1.0 else logits.float() / temperature
-        peak = shifted.amax(-1)
-        _all_reduce(peak, shard, dist.ReduceOp.MAX)
-        shifted = shifted - peak[:, None]  # everything relative to the peak: large logits must not cancel digits
-        weights = shifted.exp()
-        chosen = shifted.gather(-1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), chosen.masked_fill(~mine, 0.0)])
-        _all_reduce(sums, shard, dist.ReduceOp.SUM)
-        log_sum = sums[0].log()
-        logprobs = (sums[2] - log_sum).masked_fill(~kept, 0.0)
-        entropy = (log_sum - sums[1] / sums[0]).masked_fill(~kept, 0.0)
-        ctx.save_for_backward(logits, peak, log_sum, entropy, local, mine, kept)
-        ctx.temperature = temperature
-        return logprobs, entropy
+    logits: `[T, V_local]` float32, bfloat16, float16 or float64 (then results are float64; CPU only), rows may be
+    strided. They are read once, and once more in backward. labels: `[T]` int64 over the whole vocabulary; a row with a
+    negative one gives 0, is not read and gets gradient 0. temperature divides the logits: a number, or `[T]` float32.
 
-    @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
-        logits, peak, log_sum, entropy, local, mine, kept = ctx.saved_tensors
-        log_p = logits.float().div(ctx.temperature).sub_(peak[:, None]).sub_(log_sum[:, None])
-        p = log_p.exp()
-        # d log p(y) / dx = 1[y] - p;  dH / dx = -p (log p + H)
-        scale = (grad_logprobs.masked_fill(~kept, 0.0))[:, None]
-        grad = p.mul(-scale)
-        if grad_entropy.any():
-            grad -= p.mul_(log_p.add_(entropy[:, None])).mul_(grad_entropy.masked_fill(~kept, 0.0)[:, None])
-        rows = mine.nonzero()[:, 0]
-        grad[rows, local[rows]] += scale[rows, 0]
-        return grad.div_(ctx.temperature).to(logits.dtype), None, None, None
+    vocab_start, vocab_size: logits hold the columns from vocab_start on; columns past vocab_size are padding, which is
+    never read. tp_group: its ranks hold the other columns; all call this, one all-gather of 16 bytes a row combines
+    them, and every rank gets the same bits.
+
+    inplace_backward: the gradient overwrites logits, which must not be a leaf; a second backward then raises. Under
+    torch.compile the gradient gets its own memory.
+
+    A NaN or +inf among a row's logits, or nothing but -inf, makes its results NaN and no other row's. A label of
+    vocab_size or more raises on the CPU and fails a device-side assertion on CUDA.
+    """
+    check_rows(logits, labels)
+    size = vocab_size
+    if size is None:
+        if tp_group is not None:
+            raise ValueError(
+                "vocab_size is missing: with tp_group, logits hold a part of the columns; pass the whole size."
+            )
+        size = vocab_start + logits.shape[1]
+    if not 0 <= vocab_start:
+        raise ValueError(f"vocab_start is {vocab_start}: it is the first column's place in the vocabulary, at least 0.")
+    if inplace_backward and logits.requires_grad and logits.is_leaf:
+        raise ValueError("inplace_backward: logits is a leaf that requires grad, its value would become its gradient.")
+    columns = max(0, min(logits.shape[1], size - vocab_start))
+    one, each = check_temperature(temperature, labels)
+    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns)
+    if tp_group is not None:
+        partials = gather_partials(ops.logprob_fold(partials, labels, one, each), tp_group)
+    logprobs, entropy, _, _ = ops.logprob_finish(
+        logits, partials, labels, one, each, vocab_start, columns, size, inplace_backward
+    )
+    return (logprobs, entropy) if return_entropy else logprobs
 
 
-def _all_reduce(tensor: Tensor, shard: VocabShard, op: dist.ReduceOp) -> None:
-    if shard.is_split:
-        dist.all_reduce(tensor, op=op, group=shard.group)
+def check_rows(logits: Tensor, labels: Tensor) -> None:
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)} for logits {tuple(logits.shape)}: packed rows need [T] labels "
+            f"for [T, V] logits; drop a batch dimension with squeeze(0)."
+        )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels has dtype {labels.dtype}: it must be torch.int64; call labels.long().")
+    if labels.device != logits.device:
+        raise ValueError(f"labels is on {labels.device} and logits on {logits.device}: both must be on one device.")
+
+
+def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[float, Tensor | None]:
+    """Return (one for all rows, one for each or None). A tensor's values are not checked: that would wait for it."""
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}: it divides the logits and must be above 0.")
+        return float(temperature), None
+    if temperature.shape != labels.shape or temperature.dtype != torch.float32 or temperature.device != labels.device:
+        raise ValueError(
+            f"temperature is {temperature.dtype} {tuple(temperature.shape)} on {temperature.device}: a temperature for "
+            f"each row is float32 {tuple(labels.shape)} on {labels.device}."
+        )
+    return 1.0, temperature.contiguous()
+
+
+def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[1, T, 4]` of every rank -> `[ranks, T, 4]` in rank order, on every rank."""
+    ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(ranks, mine, group=group)
+    return ranks
 
 
 def gather_logprobs_entropy(
@@ -128,13 +176,7 @@ def gather_logprobs_entropy(
             else VocabShard(0, logits.shape[-1], logits.shape[-1])
         )
     plain = logits.as_subclass(Tensor) if isinstance(logits, VocabParallelLogits) else logits
-    if plain.ndim != 2 or labels.shape != plain.shape[:1]:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)} for logits {tuple(plain.shape)}: packed rows need [T] labels "
-            f"for [T, V] "
-            f"logits; drop a batch dimension with squeeze(0)."
-        )
-    return _LogprobsEntropy.apply(plain, labels, shard, temperature)
+    return packed_logprobs(plain, labels, temperature=temperature, return_entropy=True, **shard.columns)
 
 
 def gather_logprobs(
@@ -142,38 +184,3 @@ def gather_logprobs(
 ) -> Tensor:
     """Return log p(label), `[T]` float32: `gather_logprobs_entropy` without the entropy."""
     return gather_logprobs_entropy(logits, labels, temperature=temperature, shard=shard)[0]
-
-
-def lm_head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    shard: VocabShard,
-    rows: Tensor | None = None,
-    temperature: float = 1.0,
-    rows_per_chunk: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]`.
-
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64. Label t is predicted by row `rows[t]` of hidden (int64,
-    several labels may share one), by row t where `rows` is absent. Rows with a negative label are not computed. Rows go
-    through the head in chunks, and with more than one chunk the backward recomputes each chunk's logits.
-    """
-    kept = (labels >= 0).nonzero()[:, 0]
-    targets = labels.index_select(0, kept)
-    picked = hidden.index_select(0, kept if rows is None else rows.index_select(0, kept)).to(weight.dtype)
-
-    def chunk_logprobs(chunk_hidden: Tensor, chunk_labels: Tensor) -> tuple[Tensor, Tensor]:
-        return _LogprobsEntropy.apply(F.linear(chunk_hidden, weight), chunk_labels, shard, temperature)
-
-    if len(kept) <= rows_per_chunk:
-        logprobs, entropy = chunk_logprobs(picked, targets)
-    else:
-        parts = [
-            checkpoint(chunk_logprobs, h, y, use_reentrant=False)
-            for h, y in zip(picked.split(rows_per_chunk), targets.split(rows_per_chunk), strict=True)
-        ]
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-    zeros = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-    return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)

@@ -1,17 +1,141 @@
-"""Plain-torch definitions that the operators are tested against: short, slow, any floating dtype."""
+"""Plain-torch definitions that the operators are tested against: short, slow, any floating dtype, autograd."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megatron_rl.ops.ppo import PpoOptions
 
-def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`[T, V]` logits and `[T]` labels (-100.
 
-    Ignored) -> log p(label) and entropy in nats, both `[T]`, 0 where ignored.
+def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Return log p(label) and entropy in nats, both `[T]`: logits `[T, V]`, labels `[T]`, 0 where a label is negative.
+
+    temperature: a number or `[T, 1]`. A column of -inf has probability 0 and no part in the entropy.
     """
     distribution = (logits / temperature).log_softmax(-1)
     kept = labels >= 0
     chosen = distribution.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
+    entropy = -(distribution.exp() * distribution.masked_fill(distribution == float("-inf"), 0.0)).sum(-1)
     return chosen.masked_fill(~kept, 0.0), entropy.masked_fill(~kept, 0.0)
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log p - log q: unbiased, high variance, may be negative. All three: Schulman, "Approximating KL" (2020)."""
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, never negative; its gradient is that of the KL in expectation."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): unbiased, never negative."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor | None,
+    behavior_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    options: PpoOptions,
+    *,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | None = None,
+) -> Tensor:
+    """`ops.ppo_loss` without its statistics."""
+    proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
+    log_ratio = (logprobs - proximal).masked_fill(~mask, 0.0)
+    token_ratio = log_ratio.exp()
+    if options.sequence_ratio:
+        assert cu_seqlens is not None
+        log_ratio = mean_of_sequence(log_ratio, mask, cu_seqlens)
+    ratio, own = log_ratio.exp(), logprobs.masked_fill(~mask, 0.0)
+    bounded = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.mode == "clip":
+        loss = torch.maximum(-advantages * ratio, -advantages * bounded)
+        if options.dual_clip > 0:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -options.dual_clip * advantages), loss)
+    elif options.mode == "cispo":
+        loss = -bounded.detach() * advantages * own
+    elif options.mode == "sapo":
+        steepness = torch.where(advantages > 0, options.sapo_positive, options.sapo_negative)
+        loss = -advantages * 4 / steepness * torch.sigmoid(steepness * (ratio - 1))
+    else:
+        loss = -advantages * own
+    if options.behavior != "off":
+        assert behavior_logprobs is not None
+        log_weight = (proximal - behavior_logprobs).masked_fill(~mask, 0.0).detach()
+        if options.behavior_by_sequence:
+            assert cu_seqlens is not None
+            log_weight = mean_of_sequence(log_weight, mask, cu_seqlens)
+        weight = log_weight.exp()
+        outside = (weight < options.behavior_low) | (weight > options.behavior_high)
+        clamped = weight.clamp(options.behavior_low, options.behavior_high)
+        loss = loss * (weight.masked_fill(outside, 0.0) if options.behavior == "mask" else clamped)
+    if options.kl_coefficient > 0:
+        assert ref_logprobs is not None
+        estimate = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[options.kl_estimator]
+        divergence = estimate(own, ref_logprobs.masked_fill(~mask, 0.0))
+        loss = loss + options.kl_coefficient * divergence * (token_ratio if options.kl_weighted else 1.0)
+    if options.entropy_coefficient != 0:
+        assert entropy is not None
+        loss = loss - options.entropy_coefficient * entropy
+    return loss.masked_fill(~mask, 0.0).sum() / (1.0 if normalizer is None else normalizer)
+
+
+def mean_of_sequence(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return for each row the mean over the rows with mask of its sequence, `[T]`; values are 0 where mask is not."""
+    parts = [values[a:b].sum() / mask[a:b].sum().clamp_min(1) for a, b in bounds_of(cu_seqlens)]
+    lengths = cu_seqlens.diff()
+    return torch.stack(parts).repeat_interleave(lengths) if parts else values
+
+
+def bounds_of(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    bounds = cu_seqlens.tolist()
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    discount: float,
+    trace_decay: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.packed_gae` as a loop over tokens."""
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for sequence, (start, stop) in enumerate(bounds_of(cu_seqlens)):
+        advantage, next_value = 0.0, 0.0 if bootstrap is None else float(bootstrap[sequence])
+        for t in reversed(range(start, stop)):
+            if mask[t]:
+                delta = float(rewards[t]) + discount * next_value - float(values[t])
+                advantage, next_value = delta + discount * trace_decay * advantage, float(values[t])
+                advantages[t], returns[t] = advantage, advantage + next_value
+    return advantages, returns
+
+
+def packed_labels(
+    input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.packed_labels`, one sequence at a time."""
+    labels, positions, numbers = torch.full_like(input_ids, -100), input_ids.clone(), input_ids.clone()
+    for number, (start, stop) in enumerate(bounds_of(cu_seqlens)):
+        positions[start:stop], numbers[start:stop] = torch.arange(stop - start), number
+        if stop > start:
+            labels[start : stop - 1] = input_ids[start + 1 : stop]
+            if loss_mask is not None:
+                labels[start : stop - 1].masked_fill_(~loss_mask[start + 1 : stop], -100)
+    return labels, positions, numbers

@@ -4,9 +4,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from megatron_rl.algo import advantage, kl, loss
+from megatron_rl.algo import advantage, loss
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.ops import PpoOptions, ppo_loss, reference
 from megatron_rl.types import TrajectoryBatch
 
 
@@ -49,16 +50,16 @@ def test_remax_without_greedy_reward_names_the_workflow():
 def test_kl_estimators_are_right_in_expectation():
     p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
     exact = (p * (p / q).log()).sum()
-    torch.testing.assert_close((p * kl.k1(p.log(), q.log())).sum(), exact)
-    torch.testing.assert_close((p * kl.k3(p.log(), q.log())).sum(), exact)
-    torch.testing.assert_close(kl.k2(torch.tensor(0.5), torch.tensor(-0.5)), torch.tensor(0.5))
-    assert (kl.k3(p.log(), q.log()) >= 0).all()
+    torch.testing.assert_close((p * reference.kl_k1(p.log(), q.log())).sum(), exact)
+    torch.testing.assert_close((p * reference.kl_k3(p.log(), q.log())).sum(), exact)
+    torch.testing.assert_close(reference.kl_k2(torch.tensor(0.5), torch.tensor(-0.5)), torch.tensor(0.5))
+    assert (reference.kl_k3(p.log(), q.log()) >= 0).all()
 
 
 def test_clip_removes_the_gradient_only_past_the_clip():
     logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
     advantages, trained = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4, dtype=torch.bool)
-    total, sums = loss.ppo_clip(logprobs, torch.zeros(4), advantages, trained, clip_low=0.2, clip_high=0.3)
+    total, sums = ppo_loss(logprobs, torch.zeros(4), None, advantages, trained, PpoOptions(clip_low=0.2, clip_high=0.3))
     total.backward()
     # A > 0: ratio 1.5 stops at 1.3, ratio 0.5 pulls up; A < 0: ratio 1.5 pulls down, ratio 0.5 stops at 0.8.
     torch.testing.assert_close(total.detach(), torch.tensor(-1.3 - 0.5 + 1.5 + 0.8))
@@ -68,9 +69,7 @@ def test_clip_removes_the_gradient_only_past_the_clip():
 
 def test_masked_rows_cannot_overflow_into_the_gradient():
     logprobs = torch.tensor([0.0, 500.0]).requires_grad_()
-    total, _ = loss.ppo_clip(
-        logprobs, torch.zeros(2), torch.ones(2), torch.tensor([True, False]), clip_low=0.2, clip_high=0.2
-    )
+    total, _ = ppo_loss(logprobs, torch.zeros(2), None, torch.ones(2), torch.tensor([True, False]), PpoOptions())
     total.backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0] and total == -1.0
 
@@ -90,7 +89,7 @@ def test_policy_loss_without_proximal_logprobs_has_ratio_one():
     total.backward()
     assert total == -(2.0 - 1.0) and sums["ratio_deviation"] == 0
     assert logprobs.grad.tolist() == [-2.0, 0.0, 1.0]
-    torch.testing.assert_close(sums["behavior_mismatch"], torch.tensor(0.3))
+    torch.testing.assert_close(sums["behavior_mismatch"].float(), torch.tensor(0.3))
 
 
 def test_policy_loss_adds_kl_and_entropy_terms():
@@ -99,7 +98,7 @@ def test_policy_loss_adds_kl_and_entropy_terms():
     data = rows(ref_logprobs=torch.tensor([-1.5, -7.0, -2.25]))
     total, sums = loss.PolicyLoss(options)(logprobs, entropy, data)
     torch.testing.assert_close(total, torch.tensor((2.0 - 2.0) + 0.1 * (0.5 + 0.25) - 0.01 * 8.0))
-    torch.testing.assert_close(sums["reference_kl"], torch.tensor(0.75))
+    torch.testing.assert_close(sums["reference_kl"].float(), torch.tensor(0.75))
 
 
 def test_kl_without_a_reference_is_refused():
@@ -110,10 +109,10 @@ def test_kl_without_a_reference_is_refused():
 def test_behavior_weight_by_hand():
     proximal, behavior = torch.tensor([2.0, 8.0, 0.5, 9.0]).log(), torch.tensor([1.0, 1.0, 1.0, 1.0]).log()
     trained = torch.tensor([True, True, True, False])
-    weights, sums = loss.behavior_weights(proximal, behavior, trained, cap=5.0)
-    torch.testing.assert_close(weights, torch.tensor([2.0, 0.0, 0.5, 1.0]))
+    options = PpoOptions(mode="reinforce", behavior="mask", behavior_high=5.0)
+    total, sums = ppo_loss(torch.full((4,), -1.0), proximal, behavior, torch.ones(4), trained, options)
     assert sums["dropped_tokens"] == 1
-    total, _ = loss.reinforce(torch.full((4,), -1.0), torch.ones(4), trained, token_weights=weights)
+    torch.testing.assert_close(sums["behavior_weight"].float(), torch.tensor(2.0 + 0.0 + 0.5))
     torch.testing.assert_close(total, torch.tensor(2.5))
 
 
@@ -125,3 +124,9 @@ def test_decoupled_ppo_weighs_tokens_but_not_the_ratio():
     weights = torch.tensor([-0.1, 0.2]).exp()
     torch.testing.assert_close(total.detach(), -(2.0 * weights[0] - 1.0 * weights[1]))
     torch.testing.assert_close(logprobs.grad[[0, 2]], torch.stack([-2.0 * weights[0], weights[1]]))
+
+
+def test_policy_loss_takes_the_logprobs_of_a_float64_model():
+    logprobs = torch.tensor([-1.1, 0.0, -1.8], dtype=torch.float64).requires_grad_()
+    total, _ = loss.PolicyLoss(AlgorithmConfig())(logprobs, torch.zeros(3).double(), rows())
+    assert total == -(2.0 - 1.0) and total.dtype == torch.float64

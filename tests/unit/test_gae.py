@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.algo import loss
 from megatron_rl.algo.critic import Critic
-from megatron_rl.algo.gae import packed_gae, rewards_at_the_end, whiten
+from megatron_rl.algo.gae import rewards_at_the_end, whiten
 from megatron_rl.config import CriticConfig
+from megatron_rl.ops import packed_gae
 from megatron_rl.types import TrajectoryBatch
 
 

@@ -1,0 +1,134 @@
+"""The operators on the CPU beside eager torch: time and extra memory of forward and backward, same inputs, one process.
+
+Usage: python benchmarks/bench_ops_cpu.py [--rows 1024 4096] [--vocab 32000 151936]. Prints a markdown table. Times are
+medians of `--repeats`; extra memory is the largest resident size during a run above that before it, gradients of the
+logits included, without the logits themselves. "ours" overwrites the logits with their gradient, as the engine does.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import threading
+import time
+
+import psutil
+import torch
+
+from megatron_rl.ops import PpoOptions, packed_gae, packed_logprobs, ppo_loss, reference
+
+
+def eager_loss(logits, labels, rows, options):
+    """Log-probabilities, entropy and PPO as plain torch writes them; float32 arithmetic."""
+    log_p = logits.float().log_softmax(-1)
+    logprobs = log_p.gather(-1, labels[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return reference.ppo_loss(logprobs, *rows, options, entropy=entropy)
+
+
+def our_loss(logits, labels, rows, options):
+    logprobs, entropy = packed_logprobs(logits, labels, return_entropy=True, inplace_backward=True)
+    return ppo_loss(logprobs, *rows, options, entropy=entropy)[0]
+
+
+def measure(loss, make_logits, labels, rows, repeats):
+    """(median seconds, most extra bytes) of forward and backward; fresh logits each time, made outside the clock."""
+    options, seconds, extra = PpoOptions(behavior="mask", behavior_high=5.0, entropy_coefficient=0.01), [], 0
+    for _ in range(repeats + 1):
+        logits = make_logits()
+        gc.collect()
+        with ResidentPeak() as peak:
+            begin = time.perf_counter()
+            output = Through.apply(torch.zeros((), requires_grad=True), logits)
+            loss(output, labels, rows, options).backward()
+            seconds.append(time.perf_counter() - begin)
+        extra = max(extra, peak.extra)
+        del logits, output
+    return statistics.median(seconds[1:]), extra
+
+
+class Through(torch.autograd.Function):
+    """Gives the logits a place in the graph without copying them."""
+
+    @staticmethod
+    def forward(ctx, leaf, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros(()), None
+
+
+class ResidentPeak:
+    """Watches the process's resident size from a second thread."""
+
+    def __enter__(self):
+        self.process = psutil.Process(os.getpid())
+        self.before = self.most = self.process.memory_info().rss
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.stop.wait(0.001):
+            self.most = max(self.most, self.process.memory_info().rss)
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.thread.join()
+        self.extra = self.most - self.before
+
+
+def logprob_table(arguments):
+    print("| T | V | logits | eager s | ours s | times faster | eager extra | ours extra (of the logits) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for count in arguments.rows:
+        for vocab in arguments.vocab:
+            for dtype in (torch.float32, torch.bfloat16):
+                generator = torch.Generator().manual_seed(0)
+                source = torch.randn(count, vocab, generator=generator).mul_(3).to(dtype)
+                labels = torch.randint(0, vocab, (count,), generator=generator)
+                noise = torch.randn(3, count, generator=generator)
+                rows = (noise[0] - 10, noise[0] - 10 + 0.1 * noise[1], noise[2], torch.ones(count, dtype=torch.bool))
+                results = [
+                    measure(loss, source.clone, labels, rows, arguments.repeats) for loss in (eager_loss, our_loss)
+                ]
+                (eager, eager_extra), (ours, our_extra) = results
+                size = source.numel() * source.element_size()
+                print(
+                    f"| {count} | {vocab} | {str(dtype)[6:]} | {eager:.3f} | {ours:.3f} | {eager / ours:.1f} | "
+                    f"{eager_extra / 2**20:.0f} MB | {our_extra / 2**20:.0f} MB ({100 * our_extra / size:.1f} %) |",
+                    flush=True,
+                )
+
+
+def gae_table():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((64,), 512)
+    rewards, values = torch.randn(2, 32768, generator=generator)
+    mask = torch.rand(32768, generator=generator) < 0.8
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    seconds = []
+    for function, repeats in ((reference.packed_gae, 1), (packed_gae, 20)):
+        times = []
+        for _ in range(repeats + 1):
+            begin = time.perf_counter()
+            function(rewards, values, mask, cu_seqlens, discount=0.99, trace_decay=0.95)
+            times.append(time.perf_counter() - begin)
+        seconds.append(statistics.median(times[1:]))
+    print(
+        f"\nGAE, 32768 tokens in 64 sequences: Python loop {seconds[0] * 1e3:.0f} ms, ours {seconds[1] * 1e3:.2f} ms, "
+        f"{seconds[0] / seconds[1]:.0f} times faster."
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}\n")
+    logprob_table(arguments)
+    gae_table()

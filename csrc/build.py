@@ -1,0 +1,279 @@
+"""Build the operators: `python csrc/build.py`. Nothing happens where everything is current.
+
+Makes megatron_rl/_C_cpu.so with a C++20 compiler, and megatron_rl/_C_cuda.so where nvcc is found and the installed
+torch has CUDA. Both use torch's stable ABI: one build serves every torch from 2.10 on and every Python. Needs no GPU,
+and does not import torch. A .json beside each library says what it was built from; objects stay in build/csrc under
+the hash of all they depend on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+PACKAGE = SOURCES.parent / "megatron_rl"
+OBJECTS = SOURCES.parent / "build" / "csrc"
+RESOURCES = SOURCES / "resources.json"
+
+ARCHITECTURES = ("80", "90a", "100")
+"""Compute capabilities compiled for. The last one also as PTX, for later devices."""
+
+CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
+CUDA_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
+INSTRUCTION_SETS = {"x86_64": {"baseline": "x86-64", "avx2": "haswell", "avx512": "skylake-avx512"}}
+"""rows.cpp is compiled once for each and chosen when the library loads; elsewhere only for the machine's baseline."""
+
+
+class BuildError(RuntimeError):
+    """What is missing, and the way out."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One object file: a source and how it is compiled."""
+
+    source: Path
+    compiler: tuple[str, ...]
+
+    @property
+    def object(self) -> Path:
+        digest = hashlib.sha256("\n".join([*self.compiler, self.source.read_text(), headers_hash()]).encode())
+        return OBJECTS / f"{self.source.stem}-{digest.hexdigest()[:16]}.o"
+
+    def build(self) -> None:
+        if not self.object.exists():
+            run([*self.compiler, "-c", str(self.source)], self.object)
+
+
+def headers_hash() -> str:
+    texts = [path.read_bytes() for suffix in ("h", "cuh") for path in sorted(SOURCES.rglob(f"*.{suffix}"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def sources_hash() -> str:
+    """Of everything a library is made from; the loader compares it with the one a library was built from."""
+    paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu", ".py"))
+    parts = [part for path in paths for part in (str(path.relative_to(SOURCES)).encode(), path.read_bytes())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def run(command: list[str], output: Path) -> str:
+    """Run a compiler that writes `output`; the file appears whole or not at all.
+
+    Returns what the compiler said.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"building {output.name} failed:\n{' '.join(command)}\n{done.stdout}{done.stderr}")
+    partial.replace(output)
+    return done.stdout + done.stderr
+
+
+def cxx() -> str:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError(
+            f"no C++ compiler: {os.environ.get('CXX', 'g++')} is not on PATH. The operators are compiled on this "
+            f"machine; install GCC 11 or newer (apt-get install g++, dnf install gcc-c++, conda install gxx) or name "
+            f"one in CXX, then run: python csrc/build.py"
+        )
+    return compiler
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None) or shutil.which("nvcc")
+
+
+def cuda_home() -> Path:
+    """The toolkit's folder as nvcc tells it: the nvcc on PATH may be a wrapper anywhere."""
+    said = subprocess.run([str(nvcc()), "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
+    return next(Path(line.partition("TOP=")[2]).resolve() for line in said.splitlines() if "TOP=" in line)
+
+
+def torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError("torch is not installed for this Python; install it, then run: python csrc/build.py")
+    return Path(spec.origin).parent
+
+
+def torch_versions() -> tuple[str, str | None]:
+    """Torch's version and its CUDA's, without the seconds that importing it takes."""
+    names: dict[str, str | None] = {}
+    for line in (torch_folder() / "version.py").read_text().splitlines():
+        name, _, value = line.partition("=")
+        if name.partition(":")[0].strip() in ("__version__", "cuda"):
+            names[name.partition(":")[0].strip()] = None if "None" in value else value.strip(" '\"")
+    return str(names["__version__"]), names["cuda"]
+
+
+def torch_flags() -> list[str]:
+    include = torch_folder() / "include"
+    return [
+        f"-isystem{include}",
+        f"-isystem{include}/torch/csrc/api/include",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    ]
+
+
+def cpu_units() -> list[Unit]:
+    compiler = (cxx(), *CPU_FLAGS)
+    plain = [p for p in sorted((SOURCES / "cpu").glob("*.cpp")) if p.stem != "rows"]
+    units = [Unit(path, (*compiler, *torch_flags())) for path in plain]
+    for name, march in INSTRUCTION_SETS.get(platform.machine(), {"baseline": None}).items():
+        flags = [f"-DROWS=rows_{name}", *([f"-march={march}"] if march else [])]
+        units.append(Unit(SOURCES / "cpu" / "rows.cpp", (*compiler, "-Wno-psabi", *flags)))
+    return units
+
+
+def kernel_units(architectures: tuple[str, ...]) -> list[Unit]:
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    newest = architectures[-1]
+    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    return [Unit(p, (str(nvcc()), *CUDA_FLAGS, *targets)) for p in sorted((SOURCES / "kernels").glob("*.cu"))]
+
+
+def binding_units(*flags: str) -> list[Unit]:
+    compiler = (cxx(), *CPU_FLAGS, *torch_flags(), *flags)
+    return [Unit(path, compiler) for path in sorted((SOURCES / "cuda").glob("*.cpp"))]
+
+
+def emulated_units() -> list[Unit]:
+    """The kernels' own source for the host, with csrc/emulation in place of the CUDA runtime."""
+    compiler = (cxx(), *CPU_FLAGS, "-O1", "-xc++", f"-I{SOURCES / 'emulation'}", "-DEMULATED", "-Wno-unknown-pragmas")
+    kernels = [Unit(path, compiler) for path in sorted((SOURCES / "kernels").glob("*.cu"))]
+    return kernels + binding_units(f"-I{SOURCES / 'emulation'}", "-DEMULATED")
+
+
+def link(units: list[Unit], library: Path, *flags: str) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(Unit.build, units))
+    folder = torch_folder() / "lib"
+    objects = [str(unit.object) for unit in units]
+    run([cxx(), "-shared", *objects, f"-L{folder}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", *flags], library)
+
+
+def cuda_link_flags() -> list[str]:
+    """Libtorch_cuda is named as needed even where this torch has none: an empty stand-in gives the linker its name."""
+    stand_in = OBJECTS / "stand_in" / "libtorch_cuda.so"
+    run([cxx(), "-shared", "-xc++", "/dev/null", "-Wl,-soname,libtorch_cuda.so"], stand_in)
+    cudart = [f"-L{cuda_home() / name}" for name in ("lib64", "lib")]
+    return [f"-L{stand_in.parent}", "-ltorch_cuda", *cudart, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
+
+def write_if_stale(library: Path, built_for: dict[str, object], make: Callable[[], None]) -> bool:
+    """Build unless the .json beside the library says that it came from these sources, in this way."""
+    record = library.with_suffix(".json")
+    wanted = {"sources": sources_hash(), **built_for}
+    if library.exists() and record.exists() and json.loads(record.read_text()) == wanted:
+        return False
+    record.unlink(missing_ok=True)
+    make()
+    record.write_text(json.dumps(wanted, indent=1) + "\n")
+    return True
+
+
+def build_cpu() -> bool:
+    sets = list(INSTRUCTION_SETS.get(platform.machine(), {"baseline": None}))
+    built_for = {"compiler": cxx(), "torch headers": torch_versions()[0], "instruction sets": sets}
+    return write_if_stale(PACKAGE / "_C_cpu.so", built_for, lambda: link(cpu_units(), PACKAGE / "_C_cpu.so"))
+
+
+def build_cuda(architectures: tuple[str, ...]) -> bool:
+    if nvcc() is None:
+        raise BuildError("nvcc is not found on PATH or in CUDA_HOME: install the CUDA toolkit, or build with --cuda no")
+    built_for = {"compiler": nvcc(), "torch headers": torch_versions()[0], "architectures": list(architectures)}
+    library = PACKAGE / "_C_cuda.so"
+
+    def compile_and_link() -> None:
+        units = kernel_units(architectures) + binding_units("-DUSE_CUDA", f"-isystem{cuda_home()}/include")
+        link(units, library, *cuda_link_flags())
+
+    return write_if_stale(library, built_for, compile_and_link)
+
+
+def build_emulated() -> Path:
+    """The kernels as a CPU library under `torch.ops.megatron_rl_emulated`, for tests of their index logic."""
+    library = OBJECTS / "emulated.so"
+    write_if_stale(library, {"emulated": True}, lambda: link(emulated_units(), library))
+    return library
+
+
+def build(cuda: str = "auto", architectures: tuple[str, ...] = ARCHITECTURES) -> list[str]:
+    """Build what is not current; return the libraries' names."""
+    built = ["_C_cpu.so"] if build_cpu() else []
+    if cuda == "yes" or (cuda == "auto" and nvcc() and torch_versions()[1]):
+        built += ["_C_cuda.so"] if build_cuda(architectures) else []
+    return built
+
+
+def resources() -> dict[str, dict[str, int]]:
+    """Registers of every kernel on every architecture, as ptxas reports them; a spill raises."""
+    found: dict[str, dict[str, int]] = {f"sm_{architecture}": {} for architecture in ARCHITECTURES}
+    sources = sorted((SOURCES / "kernels").glob("*.cu"))
+    jobs = [(architecture, source) for architecture in ARCHITECTURES for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (architecture, _), report in zip(jobs, pool.map(lambda job: ptxas_report(*job), jobs), strict=True):
+            found[f"sm_{architecture}"] |= registers_in(report)
+    return found
+
+
+def ptxas_report(architecture: str, source: Path) -> str:
+    """What ptxas says of one source; said once and kept, like an object."""
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    unit = Unit(source, (str(nvcc()), *CUDA_FLAGS, target, "-Xptxas=-v", "-cubin"))
+    kept = unit.object.with_suffix(".txt")
+    if not kept.exists():
+        kept.write_text(run([*unit.compiler, str(source)], unit.object.with_suffix(".cubin")))
+    return kept.read_text()
+
+
+def registers_in(report: str) -> dict[str, int]:
+    readable = subprocess.run(["c++filt"], input=report, capture_output=True, text=True, check=True).stdout
+    found, kernel = {}, ""
+    for line in readable.splitlines():
+        if "Compiling entry function" in line:
+            kernel = line.split("'")[1].partition("::")[2].partition("(")[0]
+        elif "spill stores" in line and "0 bytes spill stores, 0 bytes spill loads" not in line:
+            raise BuildError(f"{kernel} spills: {line.strip()}")
+        elif "Used" in line and "registers" in line:
+            found[kernel] = int(line.partition("Used ")[2].split()[0])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--cuda", choices=("auto", "yes", "no"), default="auto", help="auto: where nvcc is, for a torch with CUDA"
+    )
+    parser.add_argument("--architectures", default=",".join(ARCHITECTURES), help="compute capabilities, e.g. 90a")
+    parser.add_argument("--record-resources", action="store_true", help="write csrc/resources.json with nvcc and stop")
+    arguments = parser.parse_args()
+    if arguments.record_resources:
+        RESOURCES.write_text(json.dumps(resources(), indent=1, sort_keys=True) + "\n")
+        return
+    try:
+        built = build(arguments.cuda, tuple(arguments.architectures.split(",")))
+    except BuildError as error:
+        sys.exit(f"csrc/build.py: {error}")
+    if built:
+        print(f"==> built {', '.join(built)} in {PACKAGE}")
+
+
+if __name__ == "__main__":
+    main()

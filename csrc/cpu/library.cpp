@@ -1,0 +1,32 @@
+// The CPU library: it defines the operators' schemas and their CPU implementations.
+#include "../operators.h"
+#include "../schemas.h"
+#include "rows.h"
+
+const RowLoops& rows() {
+  static const RowLoops& best = []() -> const RowLoops& {
+#ifdef __x86_64__
+    auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512) return rows_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return rows_avx2;
+#endif
+    return rows_baseline;
+  }();
+  return best;
+}
+
+namespace {
+std::string instruction_set() { return rows().instruction_set; }
+}  // namespace
+
+STABLE_TORCH_LIBRARY(megatron_rl, library) {
+  define_operators(library);
+  library.def("instruction_set() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) { implement_operators(library); }
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CompositeExplicitAutograd, library) {
+  library.impl("instruction_set", TORCH_BOX(&instruction_set));
+}

@@ -1,0 +1,66 @@
+// The policy loss on the CPU, in double. Pieces (or sequences) in parallel; their sums are added in order.
+#include "../math/ppo.h"
+
+#include "../operators.h"
+#include "../ppo_tensors.h"
+
+namespace {
+
+using Sums = double[PPO_SUMS];
+
+// One piece of tokens, or one sequence.
+template <class X>
+void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums) {
+  double log_ratio = 0, behavior = 0, by_ratio = 0, count = 0;
+  const bool by_sequence = tokens.bounds != nullptr;
+  for (int64_t i = begin; i < end && by_sequence; i++) {
+    if (!tokens.mask[i]) continue;
+    auto token = tokens.template token<double>(i);
+    log_ratio += token.log_ratio, behavior += finite_or_zero(token.behavior_log_ratio), count += 1;
+  }
+  log_ratio /= count > 0 ? count : 1, behavior /= count > 0 ? count : 1;
+  auto write = [&](int64_t i, double gradient) {
+    tokens.grad_logprobs[i] = X(gradient);
+    sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
+  };
+  const bool shared = tokens.options.sequence_ratio != 0;
+  for (int64_t i = begin; i < end; i++) {
+    tokens.grad_logprobs[i] = X(0);
+    tokens.grad_entropy[i] = tokens.mask[i] ? X(-tokens.options.entropy_coefficient * tokens.options.scale) : X(0);
+    if (!tokens.mask[i]) continue;
+    auto slopes = ppo_token(tokens.options, tokens.template token<double>(i), log_ratio, behavior, sums);
+    by_ratio += slopes.by_ratio;
+    if (shared) tokens.grad_logprobs[i] = X(slopes.direct);
+    else write(i, slopes.by_ratio + slopes.direct);
+  }
+  for (int64_t i = begin; i < end && shared; i++) {
+    if (tokens.mask[i]) write(i, double(tokens.grad_logprobs[i]) + by_ratio / count);
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
+    Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options) {
+  PpoResults results(logprobs);
+  with_stored_type<float, double>(logprobs, "logprobs", [&]<class X>(X) {
+    PpoTokens<X> tokens = ppo_tokens<X>(
+        logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options, results);
+    if (cu_seqlens) checked_bounds(*cu_seqlens, tokens.count);
+    const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
+    std::vector<double> sums(pieces * PPO_SUMS, 0.0);
+    torch::stable::parallel_for(0, pieces, 4096 * pieces / (tokens.count + 1) + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; p++) {
+        int64_t start = tokens.bounds ? tokens.bounds[p] : p * PPO_PIECE;
+        int64_t stop = tokens.bounds ? tokens.bounds[p + 1] : std::min(start + PPO_PIECE, tokens.count);
+        piece_of(tokens, start, stop, *reinterpret_cast<Sums*>(&sums[p * PPO_SUMS]));
+      }
+    });
+    double* total = static_cast<double*>(results.sums.data_ptr());
+    for (int i = 0; i < PPO_SUMS; i++) total[i] = 0;
+    for (int64_t i = 0; i < pieces * PPO_SUMS; i++) total[i % PPO_SUMS] += sums[i];
+    *static_cast<X*>(results.loss.data_ptr()) = X(total[SUM_LOSS]);
+  });
+  return results.all();
+}

@@ -1,0 +1,22 @@
+// Loops over the columns of one tile of a row, compiled once for each instruction set and chosen when the library loads.
+#pragma once
+
+#include "../math/logprob.h"
+
+enum Stored { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, STORED_TYPES };
+
+struct RowLoops {
+  const char* instruction_set;
+  // Statistics of `count` adjacent columns; `chosen` is left at -inf.
+  Partial<double> (*partial[STORED_TYPES])(const void* x, int64_t count, double inverse_temperature);
+  // out = p (constant + slope log p) for `count` adjacent columns; out may be x.
+  void (*gradient[STORED_TYPES])(const void* x, void* out, int64_t count, const RowGradient<double>& row);
+};
+
+extern const RowLoops rows_baseline;
+#ifdef __x86_64__
+extern const RowLoops rows_avx2;
+extern const RowLoops rows_avx512;
+#endif
+
+const RowLoops& rows();

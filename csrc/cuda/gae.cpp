@@ -1,0 +1,27 @@
+// Tensors in, launches out: the CUDA side of packed GAE. Bounds are not read here; packing has checked them.
+#include "../kernels/gae.cuh"
+
+#include "../operators.h"
+#include "stream.h"
+
+std::tuple<Tensor, Tensor> packed_gae(
+    Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
+    double trace_decay) {
+  OnDeviceOf device(values);
+  const int64_t tokens = rewards.numel(), sequences = cu_seqlens.numel() - 1;
+  GaeTokens given = {
+      elements<float>(rewards, "rewards", tokens),
+      elements<float>(values, "values", tokens),
+      elements<bool>(mask, "mask", tokens),
+      elements<int64_t>(cu_seqlens, "cu_seqlens", sequences + 1),
+      elements_or_null<float>(bootstrap, "bootstrap", sequences),
+      discount,
+      trace_decay,
+  };
+  Tensor advantages = new_tensor(values, {tokens}, ScalarType::Float);
+  Tensor returns = new_tensor(values, {tokens}, ScalarType::Float);
+  launch_gae(
+      given, sequences, static_cast<float*>(advantages.data_ptr()), static_cast<float*>(returns.data_ptr()),
+      device.stream);
+  return {advantages, returns};
+}

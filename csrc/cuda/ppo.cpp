@@ -1,0 +1,21 @@
+// Tensors in, launches out: the CUDA side of the policy loss.
+#include "../kernels/ppo.cuh"
+
+#include "../operators.h"
+#include "../ppo_tensors.h"
+#include "stream.h"
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
+    Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options) {
+  OnDeviceOf device(logprobs);
+  PpoResults results(logprobs);
+  PpoTokens<float> tokens = ppo_tokens<float>(
+      logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options, results);
+  const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
+  Tensor partials = new_tensor(logprobs, {pieces, PPO_SUMS}, ScalarType::Float);
+  launch_ppo(
+      tokens, pieces, static_cast<float*>(partials.data_ptr()), static_cast<float*>(results.loss.data_ptr()),
+      static_cast<double*>(results.sums.data_ptr()), device.stream);
+  return results.all();
+}

@@ -1,0 +1,162 @@
+"""Loads the compiled operators of csrc/ and tells torch what they return and how they differentiate.
+
+`_C_cpu` defines and implements them for CPU tensors, `_C_cuda` for CUDA tensors where it was built. A tensor on a
+device without an implementation raises torch's NotImplementedError: there is no fallback.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PACKAGE = Path(__file__).resolve().parents[1]
+BUILD_SCRIPT = PACKAGE.parent / "csrc" / "build.py"
+WAY_OUT = "run `python csrc/build.py` in the source tree (it needs a C++20 compiler such as g++; `make` does it too)"
+
+
+def load() -> None:
+    path = PACKAGE / "_C_cpu.so"
+    if not path.exists():
+        raise RuntimeError(f"{path} does not exist: the operators are compiled once after installation; {WAY_OUT}.")
+    for library in [path, *cuda_library()]:
+        check_current(library)
+        torch.ops.load_library(library)
+
+
+def cuda_library() -> list[Path]:
+    """`_C_cuda.so` binds to libtorch_cuda, so that a torch without CUDA cannot load it."""
+    path = PACKAGE / "_C_cuda.so"
+    return [path] if path.exists() and torch.version.cuda is not None else []
+
+
+def check_current(library: Path) -> None:
+    """Refuse a library that was built from other sources than those beside it."""
+    if not BUILD_SCRIPT.exists():
+        return  # an installed package: there are no sources to differ from
+    found, wanted = built_from(library).get("sources"), runpy.run_path(str(BUILD_SCRIPT))["sources_hash"]()
+    if found != wanted:
+        raise RuntimeError(
+            f"{library} was built from other sources ({found}) than those in csrc/ ({wanted}): a stale operator would "
+            f"compute something else than the code says; {WAY_OUT}."
+        )
+
+
+def built_from(library: Path) -> dict[str, object]:
+    record = library.with_suffix(".json")
+    return json.loads(record.read_text()) if record.exists() else {}
+
+
+PPO_SUMS = 19
+"""Statistics of ppo_loss; csrc/math/ppo.h counts them too."""
+
+load()
+ops = torch.ops.megatron_rl
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tiles(columns: int, dtype: torch.dtype) -> int:
+    """Parts of a row that `logprob_partials` returns; csrc/math/logprob.h has the same rule."""
+    tile = 32768 // dtype.itemsize
+    return (columns + tile - 1) // tile if columns > tile else 1
+
+
+@torch.library.register_fake("megatron_rl::logprob_partials")
+def _(logits, labels, temperature, temperatures, vocab_start, columns):
+    return logits.new_empty((tiles(columns, logits.dtype), logits.shape[0], 4), dtype=accumulator(logits.dtype))
+
+
+@torch.library.register_fake("megatron_rl::logprob_fold")
+def _(partials, labels, temperature, temperatures):
+    return partials.new_empty((1, *partials.shape[1:]))
+
+
+@torch.library.register_fake("megatron_rl::logprob_finish")
+def _(logits, partials, labels, temperature, temperatures, vocab_start, columns, vocab_size, inplace_backward):
+    return tuple(partials.new_empty(partials.shape[1]) for _ in range(4))
+
+
+@torch.library.register_fake("megatron_rl::logprob_grad")
+def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("megatron_rl::logprob_grad_")
+def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns):
+    return None
+
+
+def save_for_logprob_grad(ctx, inputs, output) -> None:
+    logits, _, labels, temperature, temperatures, vocab_start, columns, _, inplace_backward = inputs
+    _, entropy, peak, log_sum = output
+    ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
+    ctx.mark_non_differentiable(peak, log_sum)
+    ctx.save_for_backward(logits, labels, peak, log_sum, entropy, temperatures)
+    ctx.rest = (temperature, vocab_start, columns, inplace_backward)
+
+
+def logprob_backward(ctx, grad_logprobs, grad_entropy, _peak, _log_sum):
+    if grad_logprobs is None and grad_entropy is None:
+        return (None,) * 9
+    logits, labels, peak, log_sum, entropy, temperatures = ctx.saved_tensors
+    temperature, vocab_start, columns, inplace = ctx.rest
+    arguments = (
+        *(logits, labels, peak, log_sum, entropy, dense(grad_logprobs), dense(grad_entropy)),
+        *(temperature, temperatures, vocab_start, columns),
+    )
+    # A compiled graph has no notion of a saved tensor that changes; it plans its own memory.
+    if inplace and not torch.compiler.is_compiling():
+        overwrite_with_gradient(*arguments)
+        return logits, *(None,) * 8
+    return ops.logprob_grad(*arguments), *(None,) * 8
+
+
+def overwrite_with_gradient(logits: Tensor, *rest) -> None:
+    """`logprob_grad_`, with the logits marked as changed: torch then refuses to use them as the logits again."""
+    ops.logprob_grad_(logits, *rest)
+    torch.autograd.graph.increment_version(logits)
+
+
+def dense(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous()
+
+
+torch.library.register_autograd("megatron_rl::logprob_finish", logprob_backward, setup_context=save_for_logprob_grad)
+
+
+@torch.library.register_fake("megatron_rl::packed_labels")
+def _(input_ids, cu_seqlens, loss_mask):
+    return tuple(torch.empty_like(input_ids) for _ in range(3))
+
+
+@torch.library.register_fake("megatron_rl::packed_gae")
+def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
+    return torch.empty_like(values), torch.empty_like(values)
+
+
+@torch.library.register_fake("megatron_rl::ppo_loss")
+def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options):
+    sums = logprobs.new_empty(PPO_SUMS, dtype=torch.float64)
+    return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
+
+
+def save_for_ppo_grad(ctx, inputs, output) -> None:
+    _, sums, grad_logprobs, grad_entropy = output
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)
+    ctx.save_for_backward(grad_logprobs, grad_entropy)
+    ctx.has_entropy = inputs[6] is not None
+
+
+def ppo_backward(ctx, grad_loss, *_):
+    grad_logprobs, grad_entropy = ctx.saved_tensors
+    by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
+    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None
+
+
+torch.library.register_autograd("megatron_rl::ppo_loss", ppo_backward, setup_context=save_for_ppo_grad)

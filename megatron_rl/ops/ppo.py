@@ -1,0 +1,160 @@
+"""Policy losses from log-probabilities: loss, gradient and statistics in one pass over the tokens.
+
+Shapes: T packed rows, B sequences. Results are sums over trained rows; nothing is averaged here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from megatron_rl.ops.library import ops
+
+MODES = ("clip", "cispo", "sapo", "reinforce")
+BEHAVIOR = ("off", "mask", "clamp")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+PPO_SUMS = (
+    *("loss", "tokens", "clipped_tokens", "dual_clipped_tokens", "dropped_tokens", "ratio", "ratio_deviation"),
+    *("approx_kl", "approx_kl_k2", "approx_kl_k3", "behavior_weight", "behavior_mismatch", "behavior_log_ratio"),
+    *("reference_kl", "entropy", "logprobs", "clipped_logprobs", "not_finite", "squared_gradient"),
+)
+"""Names of `ppo_loss`'s statistics: sums and counts over trained rows, in the order of csrc/math/ppo.h.
+
+ratio_deviation is |ratio - 1|; approx_kl, _k2, _k3 estimate KL(proximal || policy); behavior_* speak of
+log p(proximal) - log p(behaviour); dropped_tokens lie outside behavior_low and behavior_high; not_finite counts rows
+whose loss or behaviour ratio is no number.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions:
+    """What `ppo_loss` computes. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight."""
+
+    mode: str = "clip"
+    """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347); cispo: -w clip(u) A log p with clip(u) held constant
+    (arXiv 2506.13585); sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347); reinforce: -w A log p."""
+    sequence_ratio: bool = False
+    """u is the geometric mean over the sequence's trained rows: GSPO (arXiv 2507.18071). Needs cu_seqlens."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    """Above 0: the loss of a row with A < 0 is at most -A times this (arXiv 1912.09729); at least 1."""
+    behavior: str = "off"
+    """w = p(proximal) / p(behaviour), without gradient: decoupled PPO (arXiv 2505.24298). mask drops a row whose weight
+    lies outside [behavior_low, behavior_high]; clamp moves the weight to the bound; off: w is 1."""
+    behavior_by_sequence: bool = False
+    """w is the geometric mean over the sequence's trained rows. Needs cu_seqlens."""
+    behavior_low: float = 0.0
+    behavior_high: float = inf
+    kl_estimator: str = "k3"
+    kl_weighted: bool = False
+    """Multiply the KL term by u, gradient included: unbiased for the policy from rows of the proximal one."""
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    """sapo's s for rows with A > 0, and for the others."""
+
+    def __post_init__(self) -> None:
+        for name, value, right, rule in (
+            ("mode", self.mode, self.mode in MODES, f"must be one of {', '.join(MODES)}"),
+            ("behavior", self.behavior, self.behavior in BEHAVIOR, f"must be one of {', '.join(BEHAVIOR)}"),
+            ("kl_estimator", self.kl_estimator, self.kl_estimator in KL_ESTIMATORS, "must be k1, k2 or k3"),
+            ("clip_low", self.clip_low, 0 <= self.clip_low <= 1, "must be in [0, 1]"),
+            ("clip_high", self.clip_high, self.clip_high >= 0, "must be at least 0"),
+            ("dual_clip", self.dual_clip, self.dual_clip == 0 or self.dual_clip >= 1, "must be 0 (off) or at least 1"),
+            ("behavior_low", self.behavior_low, self.behavior_low <= self.behavior_high, "is above behavior_high"),
+            ("sapo_positive", self.sapo_positive, self.sapo_positive > 0, "must be above 0"),
+            ("sapo_negative", self.sapo_negative, self.sapo_negative > 0, "must be above 0"),
+        ):
+            if not right:
+                raise ValueError(f"PpoOptions.{name} is {value}: it {rule}.")
+
+    @property
+    def by_sequence(self) -> bool:
+        return self.sequence_ratio or self.behavior_by_sequence
+
+    def packed(self, scale: float) -> list[float]:
+        """As csrc/math/ppo.h reads them."""
+        numbers = {"mode": MODES, "behavior": BEHAVIOR, "kl_estimator": ("", *KL_ESTIMATORS)}
+        order = (
+            *("mode", "sequence_ratio", "clip_low", "clip_high", "dual_clip", "behavior", "behavior_by_sequence"),
+            *("behavior_low", "behavior_high", "kl_estimator", "kl_weighted", "kl_coefficient"),
+            *("entropy_coefficient", "sapo_positive", "sapo_negative"),
+        )
+        values = {name: getattr(self, name) for name in order}
+        return [float(numbers[k].index(v)) if k in numbers else float(v) for k, v in values.items()] + [scale]
+
+
+def check_ppo(options: PpoOptions, **tensors: Tensor | None) -> None:
+    """Refuse options whose tensors are missing."""
+    needed = {
+        "behavior_logprobs": options.behavior != "off",
+        "ref_logprobs": options.kl_coefficient > 0,
+        "entropy": options.entropy_coefficient != 0,
+        "cu_seqlens": options.by_sequence,
+    }
+    for name, tensor in tensors.items():
+        if needed[name] and tensor is None:
+            raise ValueError(f"{name} is missing: {options} needs it.")
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor | None,
+    behavior_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    options: PpoOptions,
+    *,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss summed over rows with mask, and its statistics, `PPO_SUMS` by name, 0-dim float64.
+
+    All are `[T]` of one float dtype (float32, on the CPU also float64), mask bool; masked rows may hold anything.
+    Without proximal_logprobs the policy itself is the proximal one, ratio 1; without behavior_logprobs the proximal one
+    sampled. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss. Differentiable in
+    logprobs and entropy. No value is waited for, and the result is the same bits every time.
+    """
+    check_ppo(
+        options,
+        behavior_logprobs=behavior_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropy=entropy,
+        cu_seqlens=cu_seqlens,
+    )
+    rows = {
+        "proximal_logprobs": proximal_logprobs,
+        "behavior_logprobs": behavior_logprobs,
+        "advantages": advantages,
+        "ref_logprobs": ref_logprobs,
+        "entropy": entropy,
+    }
+    for name, tensor in rows.items():
+        if tensor is not None and (tensor.shape != logprobs.shape or tensor.dtype != logprobs.dtype):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be as logprobs, {logprobs.dtype} "
+                f"{tuple(logprobs.shape)}."
+            )
+    if logprobs.ndim != 1 or mask.dtype != torch.bool or mask.shape != logprobs.shape:
+        raise ValueError(
+            f"logprobs is {tuple(logprobs.shape)}, mask {mask.dtype} {tuple(mask.shape)}: both must be [T], mask bool."
+        )
+    loss, sums, _, _ = ops.ppo_loss(
+        logprobs.contiguous(),
+        *(None if t is None else t.detach().contiguous() for t in (proximal_logprobs, behavior_logprobs)),
+        advantages.detach().contiguous(),
+        mask.contiguous(),
+        None if ref_logprobs is None else ref_logprobs.detach().contiguous(),
+        None if entropy is None else entropy.contiguous(),
+        cu_seqlens if options.by_sequence else None,
+        options.packed(1.0 if normalizer is None else 1.0 / normalizer),
+    )
+    return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))

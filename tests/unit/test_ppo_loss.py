@@ -1,0 +1,186 @@
+"""ppo_loss against autograd of the plain definition in float64; and as the CUDA kernel's source on the CPU."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from megatron_rl.ops import PPO_SUMS, PpoOptions, ppo_loss, reference
+from megatron_rl.ops import library as loader
+from megatron_rl.ops.library import ops as library
+
+build = runpy.run_path(str(Path(__file__).parents[2] / "csrc" / "build.py"))
+LENGTHS = (700, 0, 1, 1300, 47)
+CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+OPTIONS = {
+    "ppo": PpoOptions(),
+    "clip higher, dual": PpoOptions(clip_low=0.1, clip_high=0.3, dual_clip=1.5),
+    "cispo": PpoOptions(mode="cispo"),
+    "sapo": PpoOptions(mode="sapo", sapo_negative=2.0),
+    "reinforce": PpoOptions(mode="reinforce"),
+    "gspo": PpoOptions(sequence_ratio=True, clip_low=0.01, clip_high=0.02),
+    "gspo, clamped sequence weight": PpoOptions(
+        sequence_ratio=True, behavior="clamp", behavior_by_sequence=True, behavior_low=0.99, behavior_high=1.01
+    ),
+    "decoupled, mask": PpoOptions(behavior="mask", behavior_low=0.8, behavior_high=1.2),
+    "decoupled, clamp": PpoOptions(behavior="clamp", behavior_low=0.9, behavior_high=1.1),
+    "k1": PpoOptions(kl_coefficient=0.1, kl_estimator="k1"),
+    "k2": PpoOptions(kl_coefficient=0.1, kl_estimator="k2", entropy_coefficient=0.01),
+    "k3": PpoOptions(kl_coefficient=0.1),
+    "k3, weighted": PpoOptions(kl_coefficient=0.1, kl_weighted=True, mode="reinforce"),
+}
+
+
+def case(dtype=torch.float64, trained=0.7):
+    generator = torch.Generator().manual_seed(0)
+    count = int(CU_SEQLENS[-1])
+    noise = torch.randn(5, count, generator=generator, dtype=dtype)
+    logprobs = -noise[0].abs()
+    proximal, behavior, ref = (logprobs + 0.3 * noise[i] for i in (1, 2, 3))
+    mask = torch.rand(count, generator=generator) < trained
+    entropy = torch.rand(count, generator=generator, dtype=dtype)
+    return logprobs, proximal, behavior, noise[4], mask, ref, entropy
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("trained", [0.0, 0.7])
+def test_loss_and_gradient_equal_autograd(options, trained):
+    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(trained=trained)
+    for tensor in (logprobs, proximal, behavior, ref):
+        tensor[~mask] = float("-inf")  # what stands in rows that are not trained does not matter
+    results = []
+    for function in (lambda *a, **k: ppo_loss(*a, **k)[0], reference.ppo_loss):
+        own, h = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
+        more = {"ref_logprobs": ref, "entropy": h, "cu_seqlens": CU_SEQLENS, "normalizer": 7.0}
+        loss = function(own, proximal, behavior, advantages, mask, options, **more)
+        gradients = torch.autograd.grad(2 * loss, (own, h), allow_unused=True, materialize_grads=True)
+        results.append((loss.detach(), gradients[0].masked_fill(~mask, 0.0), gradients[1]))
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_kernel_equals_the_operator(options):
+    torch.ops.load_library(build["build_emulated"]())
+    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
+    behavior[5] = float("-inf")
+    bounds = CU_SEQLENS if options.by_sequence else None
+    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, bounds, options.packed(0.5))
+    found = torch.ops.megatron_rl_emulated.ppo_loss(*arguments)
+    for mine, right in zip(found, library.ppo_loss(*arguments), strict=True):
+        torch.testing.assert_close(mine, right, rtol=2e-5, atol=1e-5)
+
+
+def test_statistics_by_hand():
+    """Five rows: inside, clipped above, clipped below, dropped by its behaviour weight, not trained."""
+    ratio = torch.tensor([1.1, 1.5, 0.5, 1.0, 9.0])
+    weight = torch.tensor([1.0, 1.0, 0.5, 8.0, 1.0])
+    proximal = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
+    options = PpoOptions(behavior="mask", behavior_high=5.0, kl_coefficient=1.0, kl_estimator="k1")
+    loss, sums = ppo_loss(
+        proximal + ratio.log(),
+        proximal,
+        proximal - weight.log(),
+        advantages,
+        torch.tensor([True, True, True, True, False]),
+        options,
+        ref_logprobs=proximal,
+        entropy=torch.full((5,), 0.5),
+    )
+    log = ratio[:4].double().log()
+    expected = {
+        "loss": -1.1 - 1.2 + 0.5 * 0.8 + log.sum(),
+        "tokens": 4,
+        "clipped_tokens": 2,
+        "dual_clipped_tokens": 0,
+        "dropped_tokens": 1,
+        "ratio": 4.1,
+        "ratio_deviation": 0.1 + 0.5 + 0.5,
+        "approx_kl": -log.sum(),
+        "approx_kl_k2": (log.square() / 2).sum(),
+        "approx_kl_k3": (log.exp() - 1 - log).sum(),
+        "behavior_weight": 1 + 1 + 0.5,
+        "behavior_mismatch": weight[:4].double().log().abs().sum(),
+        "behavior_log_ratio": weight[:4].double().log().sum(),
+        "reference_kl": log.sum(),
+        "entropy": 2.0,
+        "logprobs": (proximal[:4].double() + log).sum(),
+        "clipped_logprobs": (proximal[1:3].double() + log[1:3]).sum(),
+        "not_finite": 0,
+        "squared_gradient": (1 - 1.1) ** 2 + 1 + 1 + 1,
+    }
+    assert tuple(expected) == PPO_SUMS and len(PPO_SUMS) == loader.PPO_SUMS
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            float(sums[name]), float(value), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert float(loss) == pytest.approx(float(sums["loss"]), rel=1e-6)
+
+
+def test_without_proximal_logprobs_the_ratio_is_one():
+    logprobs, _, _, advantages, mask, _, _ = case()
+    own = logprobs.requires_grad_()
+    loss, sums = ppo_loss(own, None, None, advantages, mask, PpoOptions())
+    loss.backward()
+    torch.testing.assert_close(own.grad, (-advantages).masked_fill(~mask, 0.0))
+    assert sums["ratio_deviation"] == 0 and sums["ratio"] == mask.sum()
+
+
+def test_numbers_that_are_none_are_counted():
+    logprobs, proximal, behavior, advantages, mask, _, _ = case()
+    mask[:3] = True
+    behavior[0] = float("-inf")  # an infinite weight: counted, and none is applied
+    logprobs[1], proximal[1] = float("-inf"), float("-inf")
+    loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, mask, PpoOptions(behavior="clamp"))
+    assert sums["not_finite"] == 2 and loss.isnan()
+
+
+def test_a_small_divergence_keeps_its_digits():
+    own, ref = torch.tensor([-1.0]), torch.tensor([-1.0 - 2.0**-12])
+    _, sums = ppo_loss(
+        own, None, None, torch.zeros(1), torch.ones(1).bool(), PpoOptions(kl_coefficient=1.0), ref_logprobs=ref
+    )
+    d = 2.0**-12
+    assert float(sums["reference_kl"]) == pytest.approx(d * d / 2 - d**3 / 6, rel=1e-6)
+
+
+def test_bits_repeat_with_any_number_of_threads():
+    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
+    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, None, PpoOptions().packed(1.0))
+    once, threads = library.ppo_loss(*arguments), torch.get_num_threads()
+    torch.set_num_threads(2)
+    again = library.ppo_loss(*arguments)
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_obeys_torchs_rules_and_compiles_without_a_break():
+    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
+    own, h = logprobs.requires_grad_(), entropy.requires_grad_()
+    options = OPTIONS["k2"]
+    arguments = (own, proximal, behavior, advantages, mask, ref, h, None, options.packed(1.0))
+    opcheck(library.ppo_loss.default, arguments)
+
+    def loss(own):
+        return ppo_loss(own, proximal, behavior, advantages, mask, options, ref_logprobs=ref, entropy=h)[0]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(own), own)[0], torch.autograd.grad(loss(own), own)[0])
+
+
+def test_bad_input_is_named():
+    logprobs, proximal, behavior, advantages, mask, _, _ = case()
+    with pytest.raises(ValueError, match="ref_logprobs is missing"):
+        ppo_loss(logprobs, proximal, behavior, advantages, mask, OPTIONS["k3"])
+    with pytest.raises(ValueError, match="cu_seqlens is missing"):
+        ppo_loss(logprobs, proximal, behavior, advantages, mask, OPTIONS["gspo"])
+    with pytest.raises(ValueError, match="advantages is torch.float32"):
+        ppo_loss(logprobs, proximal, behavior, advantages.float(), mask, OPTIONS["ppo"])
+    with pytest.raises(ValueError, match="mask torch.float64"):
+        ppo_loss(logprobs, proximal, behavior, advantages, mask.double(), OPTIONS["ppo"])
+    with pytest.raises(ValueError, match="PpoOptions.mode is ppo"):
+        PpoOptions(mode="ppo")
