@@ -1,4 +1,4 @@
-"""The README's tables say what the tests of this session proved; this runs after all of them."""
+"""The README's tables say what the tests that ran have proved; this one runs after all of them."""
 
 import pytest
 

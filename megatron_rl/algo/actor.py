@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.algo import advantage
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.api import LogprobLoss, TrainEngine
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
 
@@ -47,10 +47,14 @@ class PolicyActor:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share; all ranks call it with as many shares."""
-        loss = LogprobLoss(PolicyLoss(self.options), temperature=self.temperature)
-        self.engine.train()
-        stats = []
-        for share in shares:
-            stats.append(self.engine.train_batch(share, loss))
-            self.engine.step_lr_scheduler()
-        return stats
+        return update_each(self.engine, shares, LogprobLoss(PolicyLoss(self.options), temperature=self.temperature))
+
+
+def update_each(engine: TrainEngine, shares: list[TrajectoryBatch], loss: LogprobLoss | ValueLoss) -> list[StepStats]:
+    """Apply one optimizer step per share, each followed by one of the learning rate's schedule."""
+    engine.train()
+    stats = []
+    for share in shares:
+        stats.append(engine.train_batch(share, loss))
+        engine.step_lr_scheduler()
+    return stats

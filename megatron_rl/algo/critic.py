@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_rl.algo.actor import update_each
 from megatron_rl.algo.gae import rewards_at_the_end, whiten
 from megatron_rl.algo.loss import ValueClipLoss
 from megatron_rl.api import TrainEngine, ValueLoss
@@ -37,10 +38,4 @@ class Critic:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share; all ranks call it with as many shares."""
-        loss = ValueLoss(ValueClipLoss(self.options.value_clip))
-        self.engine.train()
-        stats = []
-        for share in shares:
-            stats.append(self.engine.train_batch(share, loss))
-            self.engine.step_lr_scheduler()
-        return stats
+        return update_each(self.engine, shares, ValueLoss(ValueClipLoss(self.options.value_clip)))
