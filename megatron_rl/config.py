@@ -381,14 +381,20 @@ class RunConfig:
     save_every_steps: int = 0
     """HF weights under folder/step-N; 0 saves after the last step only."""
     save_at_end: bool = True
+    checkpoint_every_steps: int = 0
+    """What `--resume` continues from, under folder/checkpoints; 0 writes none."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
-        check("run", steps=(self.steps, self.steps >= 1, "must be at least 1"))
-        for key in ("evaluate_every_steps", "save_every_steps", "threads_per_rank"):
+        for key in ("steps", "keep_checkpoints"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value >= 1, "must be at least 1")})
+        for key in ("evaluate_every_steps", "save_every_steps", "checkpoint_every_steps", "threads_per_rank"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 0, "must be at least 0")})
 

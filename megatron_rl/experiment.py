@@ -26,10 +26,12 @@ from megatron_rl.algo.loss import explained_variance
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
+from megatron_rl.recovery import RunCheckpoints, read_state
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -165,8 +167,9 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 class Experiment:
     """All parts of one run on this rank: a context manager that starts them and always stops them."""
 
-    def __init__(self, config: TrainConfig, *, needs_servers: bool = True) -> None:
-        self.config, self.needs_servers = config, needs_servers
+    def __init__(self, config: TrainConfig, *, needs_servers: bool = True, resume: str = "") -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        self.config, self.needs_servers, self.resume = config, needs_servers, resume
         self.timers = PhaseTimers()
         self.supervisor: Supervisor | None = None
         self.rollout: RemoteSGLangEngine | None = None
@@ -191,7 +194,10 @@ class Experiment:
                 f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
-        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
+        self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
+        self.resumed_from = self.checkpoints.choose(self.resume)
+        self.first_step = read_state(self.resumed_from)["step"] if self.resumed_from else 0
+        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.own_prompts = itertools.islice(self.prompts, self.groups.data.rank, None, self.groups.data.size)
@@ -286,6 +292,50 @@ class Experiment:
 
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Bring models and servers to where the first step starts: resumed from a checkpoint, or warm-started."""
+        if self.resumed_from:
+            self._continue_from(self.resumed_from)
+        else:
+            self.warm_start()
+        self.publish()
+        if not self.resumed_from:  # a checkpoint is written after its step's evaluation
+            self.evaluate(step=0)
+        self.timers.snapshot()  # starting up is not part of the first step
+
+    def _continue_from(self, path: Path) -> None:
+        with self.timers("resume"):
+            for name, engine in self._trained.items():
+                engine.load(path / name, with_optimizer=True, is_checked=True)
+        state = read_state(path)
+        self.prompts.load_state_dict(state["prompts"])
+        self.held_out_scores = state["held_out_scores"]
+        if self.reference is not None and self.config.warm_start.updates > 0:
+            self._load_warm_start(self.reference)
+        for fault in self.checkpoints.passed_over:
+            self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
+        self.say(f"resumed after step {self.first_step} from {path}")
+
+    @property
+    def _trained(self) -> dict[str, MegatronEngine]:
+        """The engines that a checkpoint holds, by their name in it."""
+        return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
+
+    def checkpoint(self, *, step: int) -> None:
+        """Begin to write what a later run continues from after `step` steps, where it is time to."""
+        options = self.config.run
+        if options.checkpoint_every_steps == 0:
+            return
+        try:
+            self.checkpoints.finish(wait=False)
+            if step == options.steps or step % options.checkpoint_every_steps == 0:
+                with self.timers("checkpoint"):
+                    self.log_file.sync()
+                    state = {"prompts": self.prompts.state_dict(), "held_out_scores": self.held_out_scores}
+                    self.checkpoints.start(step, self._trained, state)
+        except CheckpointError as error:  # training is worth more than the newest checkpoint
+            self.say(f"WARNING: {error} Training goes on, and the next checkpoint is tried when it is due.")
+
     def warm_start(self) -> None:
         """Train on the prompts' answers where the config asks for it, then start RL's optimizer afresh."""
         options = self.config.warm_start
@@ -304,11 +354,26 @@ class Experiment:
         self.engine.set_version(0)
         if self.reference is not None:
             self.reference.copy_weights(self.engine)
-        if self.critic is not None and not self.config.critic.model:
-            folder = options.folder or self.folder / "warm_start"  # through files: the layouts may differ
-            if not options.folder:
-                self.engine.save(folder)
-            self.critic.engine.load(folder)
+        takes_over = self.critic is not None and not self.config.critic.model
+        is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
+        if not options.folder and (takes_over or is_needed_later):
+            self.engine.save(self._warm_start_folder)
+        if takes_over:
+            self.critic.engine.load(self._warm_start_folder)  # through files: the layouts may differ
+
+    @property
+    def _warm_start_folder(self) -> Path:
+        return Path(self.config.warm_start.folder or self.folder / "warm_start")
+
+    def _load_warm_start(self, engine: MegatronEngine) -> None:
+        """Load what the run's warm start had made; ValueError where it is not there any more."""
+        folder = self._warm_start_folder
+        if self.config.warm_start.folder and not self._is_warm_start_kept():
+            raise ValueError(
+                f"warm_start.folder = {str(folder)!r}: no longer holds the warm start of this run, which the resumed "
+                f"run's reference is; bring it back, or start a new run."
+            )
+        engine.load(folder)
 
     def _train_warm_start(self) -> None:
         options = self.config.warm_start
@@ -512,7 +577,8 @@ class Experiment:
                     self.critic.engine.save(self.folder / f"{name}-critic")
 
     def finish(self) -> None:
-        """Write the report and say what the run achieved."""
+        """Wait for the last checkpoint, write the report and say what the run achieved."""
+        self.checkpoints.finish(wait=True)
         self.log_file.close()
         if self.groups.is_main:
             report = write_report(self.folder)

@@ -15,16 +15,13 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch import watch
 
 
-def train(config: TrainConfig) -> None:
-    """Run the experiment. All ranks call it."""
+def train(config: TrainConfig, *, resume: str = "") -> None:
+    """Run the experiment, from its start or from a checkpoint. All ranks call it."""
     from megatron_rl.experiment import Experiment
 
-    with Experiment(config) as x:
-        x.warm_start()
-        x.publish()
-        x.evaluate(step=0)
-        x.timers.snapshot()  # starting up is not part of the first step
-        for step in range(config.run.steps):
+    with Experiment(config, resume=resume) as x:
+        x.begin()
+        for step in range(x.first_step, config.run.steps):
             with x.timers("rollout"):
                 batch = x.exchange(x.rollout_batch())
             x.score(batch)
@@ -41,6 +38,7 @@ def train(config: TrainConfig) -> None:
             x.save(step=step + 1)
             x.log(step, batch, stats, critic_stats)
             x.evaluate(step=step + 1)
+            x.checkpoint(step=step + 1)
         x.finish()
 
 
@@ -49,6 +47,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument("--dry-run", action="store_true", help="check everything that needs no server, then stop")
+    parser.add_argument(
+        "--resume",
+        default="",
+        metavar="auto|CHECKPOINT",
+        help="continue a run: auto takes the newest good checkpoint in run.folder, or starts where there is none",
+    )
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -62,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             check(config)
             print(config.to_yaml())
         else:
-            train(config)
+            train(config, resume=args.resume)
     except ValueError as error:
         sys.exit(f"megatron_rl.train: {error}")
     except KeyboardInterrupt:

@@ -431,20 +431,23 @@ class MegatronEngine(TrainEngine):
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
 
-        All ranks call it. RuntimeError where a writer failed; an earlier checkpoint of that name is still there then.
+        All ranks call it. CheckpointError where a writer failed; an earlier checkpoint of that name is still there.
         """
         if self.checkpoints is None:
             return True
         self.groups.activate()
         return self.checkpoints.finish(wait=wait)
 
-    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
+    def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
+        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint.
+
+        `is_checked` leaves out the comparison of a checkpoint's files with their sums, where the caller has made it.
+        """
         self._activate()
         if with_optimizer and self.optimizer is None:
             raise RuntimeError("load with_optimizer on an engine with trainable=False: it has none; leave it out.")
         if with_optimizer or checkpoint.is_checkpoint(path):
-            checkpoint.load(path, self, with_optimizer=with_optimizer)
+            checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return
         load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
         if self.optimizer is not None:

@@ -23,8 +23,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("megatron_rl.launch", description="Start a training run's ranks on this host.")
     parser.add_argument("--ranks", type=int, default=1, help="processes to start")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
+    parser.add_argument("--resume", default="", metavar="auto|CHECKPOINT", help="continue a run, see megatron_rl.train")
     parser.add_argument("config", help="experiment file")
     args, rest = parser.parse_known_args(argv)
+    if args.resume:
+        rest += ["--resume", args.resume]
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks}: must be at least 1")
     if args.exit_with:

@@ -92,6 +92,8 @@ OUR_KEYS = {
         "evaluate_every_steps",
         "save_every_steps",
         "save_at_end",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
         "threads_per_rank",
         "offload",
     ],
