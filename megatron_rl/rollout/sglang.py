@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import aiohttp
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import ReplyPart, RequestRefused, ServerClient, ServerError, sampling_params
 from megatron_rl.rollout.tally import Tally
@@ -46,8 +47,8 @@ PROBE_TIMEOUT_S = 30.0
 class RemoteSGLangEngine(InferenceEngine):
     """Implements InferenceEngine and WeightReceiver. One trainer rank makes it; HTTP runs on a thread of its own."""
 
-    def __init__(self, config: RolloutConfig, *, seed: int | None = None) -> None:
-        self.config, self.seed = config, seed
+    def __init__(self, config: RolloutConfig, *, seed: int | None = None, events: Sequence[RolloutEvents] = ()) -> None:
+        self.config, self.seed, self.events = config, seed, events
         self._version = 0
         self._servers: list[ServerClient] = []
         self._client_id = uuid.uuid4().hex[:8]
@@ -69,7 +70,7 @@ class RemoteSGLangEngine(InferenceEngine):
         # Clear while the servers are paused: a request sent then would be pinned to the version that is on its way out.
         self._open = asyncio.Event()
         self._open.set()
-        self._executor = RolloutExecutor(self, self._thread, self.config, self._tally)
+        self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
         try:
             self._thread.run(self._connect(urls))
         except (ServerError, RequestRefused):
@@ -81,7 +82,7 @@ class RemoteSGLangEngine(InferenceEngine):
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        self._executor.fail("the rollout engine was destroyed.")
+        thread.loop.call_soon_threadsafe(self._executor.fail, "the rollout engine was destroyed.")
         thread.run(self._session.close())
         thread.stop()
         self._servers = []
@@ -197,27 +198,27 @@ class RemoteSGLangEngine(InferenceEngine):
     # -- episodes
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        self._running_thread()
-        self._executor.submit(data, workflow)
+        self._running_thread().run(self._executor.submit(data, workflow))
+
+    def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
+        """Take a group that an earlier process finished and nobody consumed. Before the first batch."""
+        self._running_thread().run(self._executor.restore(data, workflow, group))
 
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.wait(count, timeout_s)
+        return self._running_thread().run(self._executor.wait(count, timeout_s))
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.rollout_batch(data, workflow)
+        return self._running_thread().run(self._executor.rollout_batch(data, workflow))
 
     def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.prepare_batch(prompts, workflow, count)
+        return self._running_thread().run(self._executor.prepare_batch(prompts, workflow, count))
 
     def fail(self, message: str) -> None:
         """Make waiting and later calls raise RuntimeError(message). For a supervisor whose server died; any thread."""
         if self._thread is not None:
-            self._executor.fail(message)
+            self._thread.loop.call_soon_threadsafe(self._executor.fail, message)
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call, under `rollout/`."""
@@ -229,7 +230,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._thread is not None:
-            self._executor.notice_version()
+            self._thread.loop.call_soon_threadsafe(self._executor.notice_version)
 
     # -- weights
 

@@ -13,10 +13,11 @@ from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout import executor as executor_module
 from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory
+from megatron_rl.types import Trajectory, TrajectoryBatch
 
 
 class VersionOnly:
@@ -65,6 +66,20 @@ def prompts(*numbers, **fields):
     return [{"n": number, **fields} for number in numbers]
 
 
+class FromTheTrainer:
+    """Calls the executor from another thread, as the rollout engine does for the trainer."""
+
+    def __init__(self, thread, events=(), **config):
+        self.thread, self.engine, self.tally = thread, VersionOnly(), Tally()
+        self.executor = RolloutExecutor(self.engine, RolloutConfig(**config), self.tally, events)
+
+    def fail(self, message):
+        self.thread.loop.call_soon_threadsafe(self.executor.fail, message)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.thread.run(getattr(self.executor, name)(*args, **kwargs))
+
+
 @pytest.fixture
 def make(monkeypatch):
     monkeypatch.setattr(executor_module, "FIRST_RETRY_S", 0.001)
@@ -72,7 +87,7 @@ def make(monkeypatch):
 
     def start(**config):
         threads.append(EventLoopThread("test"))
-        return RolloutExecutor(VersionOnly(), threads[-1], RolloutConfig(**config), Tally())
+        return FromTheTrainer(threads[-1], **config)
 
     yield start
     for thread in threads:
@@ -117,7 +132,7 @@ def test_failing_episode_is_tried_again_then_left_out_and_counted(make):
     assert batch["rewards"].tolist() == [0, 2]
     assert batch["group"].tolist() == [0, 1]
     assert workflow.attempts == {0: 1, 1: 3, 2: 3, 3: 1}
-    metrics = executor._tally.take()
+    metrics = executor.tally.take()
     assert [metrics[f"rollout/episodes_{k}"] for k in ("accepted", "rejected", "failed", "retried")] == [2, 1, 1, 4]
 
 
@@ -160,7 +175,7 @@ def test_wait_returns_groups_in_the_order_they_finish(make):
 
 
 def test_queued_episodes_start_as_others_finish(make):
-    executor, workflow = make(max_concurrent_episodes=2), Scripted(one)
+    executor, workflow = make(max_concurrent_episodes=2), Scripted(one, delay_s=0.05)
     for n in range(5):
         executor.submit({"n": n}, workflow)
     assert sorted(executor.wait(5, timeout_s=5)["rewards"].tolist()) == [0, 1, 2, 3, 4]
@@ -188,7 +203,7 @@ def test_synchronous_batches_hold_the_next_prompts_in_order(make):
     workflow = Scripted(one)
     assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [0, 1, 2]
     assert next(source)["n"] == 3  # nothing was sampled ahead
-    executor._engine.version = 1
+    executor.engine.version = 1
     source = itertools.chain(prompts(3), source)
     assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [3, 4, 5]
 
@@ -202,10 +217,10 @@ def test_asynchronous_batches_run_ahead_by_the_staleness_bound(make):
         time.sleep(0.01)
     time.sleep(0.05)
     assert len(workflow.attempts) == 8  # (1 + 0 + 1) * 4, and not one more until the version rises
-    executor._engine.version = 1
+    executor.engine.version = 1
     batch = executor.prepare_batch(source, workflow, 4)
     assert len(batch) == 4
-    metrics = executor._tally.take()
+    metrics = executor.tally.take()
     # Four tokens at age 0, then four of version 0 consumed at version 1.
     assert metrics["rollout/staleness"] == 0.5
     assert metrics["rollout/staleness_max"] == 1
@@ -261,3 +276,77 @@ def test_unnamed_prompts_get_new_samples_with_every_batch(make):
     executor.rollout_batch(prompts(0), workflow)
     executor.rollout_batch(prompts(0, sample_key="mine"), workflow)
     assert keys == ["version 0 batch 0 0", "version 0 batch 1 0", "mine"]
+
+
+class Book(RolloutEvents):
+    """Writes every event down with the prompt's number."""
+
+    def __init__(self):
+        self.lines = []
+
+    def queued(self, episode):
+        self.lines.append(("queued", episode.data["n"]))
+
+    def started(self, episode):
+        self.lines.append(("started", episode.data["n"]))
+
+    def accepted(self, episode, group):
+        self.lines.append(("accepted", episode.data["n"], group["rewards"].tolist()))
+
+    def rejected(self, episode, why):
+        self.lines.append(("rejected", episode.data["n"], why))
+
+    def dead_lettered(self, episode, error):
+        self.lines.append(("dead_lettered", episode.data["n"], str(error)))
+
+    def of(self, n):
+        return [line[0] for line in self.lines if line[1] == n]
+
+    def consumed(self, episodes, version):
+        self.lines.append(("consumed", [episode.data["n"] for episode in episodes], version))
+
+
+def test_observers_hear_of_every_turn_of_a_prompt(make):
+    def act(data, _):
+        if data["n"] == 1:
+            raise RequestRefused("prompt too long")
+        return None if data["n"] == 2 else one(data, 1)
+
+    book = Book()
+    executor = make(events=[book])
+    executor.engine.version = 3
+    executor.rollout_batch(prompts(0, 1, 2), Scripted(act))
+    assert book.of(0) == ["queued", "started", "accepted"]
+    assert book.of(1) == ["queued", "started", "dead_lettered"]
+    assert book.of(2) == ["queued", "started", "rejected"]
+    assert ("accepted", 0, [0.0]) in book.lines and ("dead_lettered", 1, "prompt too long") in book.lines
+    assert book.lines[-1] == ("consumed", [0], 3)
+
+    book.lines.clear()
+    executor.prepare_batch(iter(prompts(1, 2, 4, 5)), Scripted(act), 2)
+    assert book.of(1)[-1] == "dead_lettered" and book.of(2)[-1] == "rejected"
+    assert book.of(4) == book.of(5) == ["queued", "started", "accepted"]
+    assert book.lines[-1] == ("consumed", [4, 5], 3)
+
+
+def test_books_that_cannot_be_kept_end_the_run(make):
+    class FullDisk(RolloutEvents):
+        def accepted(self, episode, group):
+            raise OSError("no space left on device")
+
+    executor = make(events=[FullDisk()])
+    with pytest.raises(RuntimeError, match="OSError: no space left on device"):
+        executor.prepare_batch(iter(prompts(0)), Scripted(one), 1)
+    with pytest.raises(RuntimeError, match="no space left on device"):
+        executor.rollout_batch(prompts(1), Scripted(one))
+
+
+def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make):
+    book = Book()
+    executor, workflow = make(events=[book], max_staleness=1), Scripted(one, delay_s=0.01)
+    executor.engine.version = 5
+    executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert batch["rewards"].tolist()[0] == 40
+    assert [line for line in book.lines if line[0] == "queued"] == [("queued", n) for n in range(3)]  # (1 + 1) * 2 - 1
+    assert book.of(40) == []

@@ -1,0 +1,48 @@
+"""Groups of trajectories: made from what workflows return, aged, and joined into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.types import Trajectory, TrajectoryBatch
+
+
+def as_group(result: Any) -> TrajectoryBatch | None:
+    """Turn what a workflow returned into a batch of one group; None for a rejected prompt."""
+    if result is None:
+        return None
+    if isinstance(result, list):
+        strangers = [type(entry).__name__ for entry in result if not isinstance(entry, Trajectory)]
+        if strangers:
+            raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
+        return TrajectoryBatch.from_trajectories([result]) if result else None
+    if isinstance(result, (Mapping, TensorDict)):
+        batch = TrajectoryBatch.from_padded(result)
+        batch.sequences["group"].zero_()
+        return batch
+    raise TypeError(
+        f"arun_episode returned {type(result).__name__}; must return a list of Trajectory, a padded TensorDict or None."
+    )
+
+
+def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
+    """Join batches of one group each; `group` numbers them from 0 in the given order."""
+    first = groups[0]
+    for number, group in enumerate(groups):
+        if group.tokens.keys() != first.tokens.keys() or group.sequences.keys() != first.sequences.keys():
+            raise RuntimeError(
+                f"group {number} has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, group 0 "
+                f"{sorted(first.tokens)} and {sorted(first.sequences)}; every episode must return the same ones."
+            )
+        group.sequences["group"].fill_(number)
+    return TrajectoryBatch.cat(groups)
+
+
+def trained_versions(group: TrajectoryBatch) -> Tensor:
+    """Return the policy versions of the trained tokens that have one, int64."""
+    versions: Tensor = group["versions"]
+    return versions[group["loss_mask"] & (versions >= 0)]
