@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
-from megatron_rl.recovery import RunCheckpoints, read_state
+from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -196,11 +195,12 @@ class Experiment:
             )
         self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
         self.resumed_from = self.checkpoints.choose(self.resume)
-        self.first_step = read_state(self.resumed_from)["step"] if self.resumed_from else 0
+        resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
+        self.first_step = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.own_prompts = itertools.islice(self.prompts, self.groups.data.rank, None, self.groups.data.size)
+        self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
         try:
             if self.needs_servers:
                 self._start_servers()
@@ -216,6 +216,7 @@ class Experiment:
             self.engine.publisher.close()  # servers that go on after this run forget its group
         if self.rollout is not None:
             self.rollout.destroy()
+            self.books.close()
         if self.supervisor is not None:
             self.supervisor.stop()
         parallel.stop()
@@ -240,9 +241,9 @@ class Experiment:
             urls = [self.supervisor.start()]
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.groups.is_data_head:
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=self.books.events)
             self.rollout.initialize(urls[0])
-            self.workflow = make_workflow(config, self.tokenizer, config.generation)
+            self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)
             self.evaluation_workflow = make_workflow(config, self.tokenizer, greedy)
 
@@ -314,6 +315,8 @@ class Experiment:
             self._load_warm_start(self.reference)
         for fault in self.checkpoints.passed_over:
             self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
+        for fault in self.books.faults:
+            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.say(f"resumed after step {self.first_step} from {path}")
 
     @property
@@ -331,7 +334,9 @@ class Experiment:
             if step == options.steps or step % options.checkpoint_every_steps == 0:
                 with self.timers("checkpoint"):
                     self.log_file.sync()
-                    state = {"prompts": self.prompts.state_dict(), "held_out_scores": self.held_out_scores}
+                    self.books.turn_the_page(self.checkpoints.oldest)
+                    state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
+                    state |= {"prompts": self.prompts.state_dict(), "ledgers": self.books.ledgers()}
                     self.checkpoints.start(step, self._trained, state)
         except CheckpointError as error:  # training is worth more than the newest checkpoint
             self.say(f"WARNING: {error} Training goes on, and the next checkpoint is tried when it is due.")
@@ -445,14 +450,14 @@ class Experiment:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
 
         Synchronous runs take each step's prompts in order. With max_staleness > 0 a head keeps further episodes in
-        flight, over its own share of the prompts: every `data.size`-th one.
+        flight, over its own share of the prompts, which its ledger hands out.
         """
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
         if self.config.rollout.max_staleness > 0:
             if self.rollout is None:
                 return None
-            return self.rollout.prepare_batch(self.own_prompts, self.workflow, last - first)
+            return self.rollout.prepare_batch(self.books.ledger, self.workflow, last - first)
         prompts = self.prompts.next_batch(total)
         return None if self.rollout is None else self.rollout.rollout_batch(prompts[first:last], self.workflow)
 

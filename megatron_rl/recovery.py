@@ -1,12 +1,14 @@
-"""The checkpoints of a run, from which it continues after any death: `run.folder/checkpoints/step-N`.
+"""What a run continues from after any death: its checkpoints, and the books of its rollouts.
 
-One holds an engine's checkpoint per trained model, run.json (what the loop itself remembers) and, last, the manifest.
-It is written aside and appears under its name when it is whole; older ones go only after that, and none that is damaged
-goes at all. All ranks call every method.
+A checkpoint, `run.folder/checkpoints/step-N`, holds an engine's checkpoint per trained model, run.json (what the loop
+itself remembers) and, last, the manifest. It is written aside and appears under its name when it is whole; older ones
+go only after that, and none that is damaged goes at all. All ranks call every method.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import re
@@ -17,10 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import TrainConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout import journal
+from megatron_rl.rollout.events import RolloutEvents
+from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
+from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
@@ -91,6 +100,11 @@ class RunCheckpoints:
                 f"checkpoint {str(self.folder / f'step-{step}')!r}: {fault}; earlier ones are untouched. See that the "
                 f"disk has space and that run.folder can be written."
             )
+
+    @property
+    def oldest(self) -> int:
+        """Step of the oldest checkpoint that could be resumed, for the main rank; 0 where there is none."""
+        return min(self._steps(), default=0)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -173,3 +187,82 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps."""
     state: dict[str, Any] = json.loads((path / RUN_STATE).read_text())
     return state
+
+
+class RolloutBooks:
+    """A data head's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes.
+
+    resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
+    The other ranks keep no books, but call along.
+    """
+
+    def __init__(
+        self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
+    ) -> None:
+        self.groups, self.max_staleness = groups, config.rollout.max_staleness
+        self.folder = Path(config.run.folder) / journal.FOLDER
+        life = [journal.next_life(self.folder)]
+        dist.broadcast_object_list(life, src=0, group=groups.control)
+        self.ledger = PromptLedger(prompts, rank=groups.data.rank, size=groups.data.size)
+        self.journal: RolloutJournal | None = None
+        self.replay: Replay | None = None
+        if resumed:
+            self._take_prompts_from(resumed)
+        if not groups.is_data_head or config.run.checkpoint_every_steps == 0:
+            return
+        state = resumed or {"step": 0, "version": 0}
+        stamp = {"life": life[0], "version": state["version"], "fingerprint": fingerprint(config)}
+        self.journal = RolloutJournal(self.folder, head=groups.data.rank, first_step=state["step"], **stamp)
+        if resumed is not None:
+            self.replay = Replay(self.folder, max_staleness=self.max_staleness, **stamp)
+
+    def _take_prompts_from(self, state: dict[str, Any]) -> None:
+        if state["ledgers"] and self.max_staleness == 0:
+            raise ValueError(
+                "rollout.max_staleness = 0: the checkpoint is of an asynchronous run, whose prompts in flight a "
+                "synchronous one would leave out; resume it with max_staleness above 0."
+            )
+        of_synchronous_run = [{"open": [], "next": state["prompts"]["number"], "size": 1}]
+        self.ledger.load_state_dicts(state["ledgers"] or of_synchronous_run)
+
+    @property
+    def events(self) -> list[RolloutEvents]:
+        return [self.ledger, *([self.journal] if self.journal is not None else [])]
+
+    @property
+    def faults(self) -> list[str]:
+        """What of earlier processes' journals cannot be read."""
+        return self.replay.faults if self.replay is not None else []
+
+    def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
+        return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
+
+    def ledgers(self) -> list[dict[str, Any]]:
+        """The ledgers of all data heads, for a checkpoint; none of a synchronous run, which takes prompts in order."""
+        if self.max_staleness == 0:
+            return []
+        states: list[Any] = [None] * self.groups.world_size
+        mine = self.ledger.state_dict() if self.groups.is_data_head else None
+        dist.all_gather_object(states, mine, group=self.groups.control)
+        return [state for state in states if state is not None]
+
+    def turn_the_page(self, oldest_checkpoint: int) -> None:
+        """Begin new journal files with a checkpoint, and drop those that none which is left can need."""
+        if self.journal is not None:
+            self.journal.begin_file()
+        if self.groups.is_main:
+            journal.drop_files_before(self.folder, oldest_checkpoint - self.max_staleness - 1)
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """Sum up every setting that a group depends on which is sampled at a given version of the same run."""
+    parts = {"model": config.model, "generation": config.generation, "data": config.data}
+    parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
+    settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+    rollout, seed = config.rollout, config.run.seed
+    settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -13,8 +13,8 @@ from megatron_rl.types import Trajectory, TrajectoryBatch
 
 def as_group(result: Any) -> TrajectoryBatch | None:
     """Turn what a workflow returned into a batch of one group; None for a rejected prompt."""
-    if result is None:
-        return None
+    if result is None or isinstance(result, TrajectoryBatch):
+        return result
     if isinstance(result, list):
         strangers = [type(entry).__name__ for entry in result if not isinstance(entry, Trajectory)]
         if strangers:
