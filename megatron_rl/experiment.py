@@ -547,7 +547,7 @@ class Experiment:
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
-            metrics |= self.rollout.metrics()
+            metrics |= self.rollout.metrics() | self.books.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
 

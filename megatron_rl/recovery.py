@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class RunCheckpoints:
         self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
-        """What is being written."""
+        self.step = 0
+        """What is being written, and after which step."""
         self.passed_over: list[str] = []
         """Damaged checkpoints that `choose` met, each with its fault."""
 
@@ -53,16 +55,19 @@ class RunCheckpoints:
     def start(self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any]) -> None:
         """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
         self.finish(wait=True)
-        aside = self.folder / f".step-{step}.partial"
+        # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
+        name = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
+        dist.broadcast_object_list(name, src=0, group=self.groups.control)
+        aside = self.folder / name[0]
 
         def make_room() -> None:
-            for abandoned in self.folder.glob(".step-*.partial"):  # of a run that was killed
-                shutil.rmtree(abandoned)
+            for abandoned in self.folder.glob(".step-*.partial"):
+                shutil.rmtree(abandoned, ignore_errors=True)
             aside.mkdir(parents=True)
             (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
 
         self._on_main(make_room, step)
-        self.aside, self.engines = aside, engines
+        self.aside, self.step, self.engines = aside, step, engines
         for name, engine in engines.items():
             engine.save_async(aside / name)
 
@@ -82,15 +87,14 @@ class RunCheckpoints:
         if not is_done:
             return False
         aside, self.aside = self.aside, None
-        step = int(aside.name.split("-")[1].removesuffix(".partial"))
 
         def publish() -> None:
             manifest.write(aside)
-            replace_folder(aside, self.folder / f"step-{step}")
+            replace_folder(aside, self.folder / f"step-{self.step}")
             for old in sorted(self._steps())[: -self.keep]:
                 shutil.rmtree(self.folder / f"step-{old}")
 
-        self._on_main(publish, step)
+        self._on_main(publish, self.step)
         return True
 
     def _on_main(self, act: Callable[[], None], step: int) -> None:
@@ -233,6 +237,10 @@ class RolloutBooks:
     def faults(self) -> list[str]:
         """What of earlier processes' journals cannot be read."""
         return self.replay.faults if self.replay is not None else []
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups of earlier processes this one has trained or is about to, in all."""
+        return {"rollout/replayed_groups": self.replay.replayed} if self.replay is not None else {}
 
     def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
         return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
