@@ -385,12 +385,15 @@ class RunConfig:
     """What `--resume` continues from, under folder/checkpoints; 0 writes none."""
     keep_checkpoints: int = 2
     """Newest checkpoints that stay."""
+    grace_s: float = 60.0
+    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
+        check("run", grace_s=(self.grace_s, self.grace_s > 0, "must be above 0 seconds"))
         for key in ("steps", "keep_checkpoints"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 1, "must be at least 1")})

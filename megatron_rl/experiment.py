@@ -30,6 +30,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
+from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
@@ -47,6 +48,8 @@ from megatron_rl.weights.mapping import weight_source
 logger = logging.getLogger(__name__)
 
 HELD_OUT = "held_out"
+SERVER_DIES_BEFORE_NOTICE_S = 1.0
+"""Some schedulers send a notice to every process of a job, also to the servers."""
 WARM_START_SETTINGS = "warm_start.json"
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
@@ -196,11 +199,14 @@ class Experiment:
         self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
         self.resumed_from = self.checkpoints.choose(self.resume)
         resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
-        self.first_step = resumed["step"] if resumed else 0
+        self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
+        self.notice = StopNotice(config.run.grace_s, on_half_time=self._leave_step, says_so=self.groups.is_main)
+        if config.run.checkpoint_every_steps > 0:
+            self.notice.listen()
         try:
             if self.needs_servers:
                 self._start_servers()
@@ -211,6 +217,7 @@ class Experiment:
         return self
 
     def __exit__(self, error_type: type | None = None, *_: object) -> None:
+        self.notice.close()
         self.log_file.close()
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
@@ -235,7 +242,7 @@ class Experiment:
                 context_length=arch.max_positions,
                 dummy_weights=True,  # version 0 is published before the first request
                 threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
-                on_death=watch.stop,
+                on_death=self._on_server_death,
             )
             self.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
             urls = [self.supervisor.start()]
@@ -246,6 +253,18 @@ class Experiment:
             self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)
             self.evaluation_workflow = make_workflow(config, self.tokenizer, greedy)
+
+    def _on_server_death(self, message: str) -> None:
+        """End the run, unless whoever ended the server has sent this process a notice too: then save first."""
+        if self.notice.came(within_s=SERVER_DIES_BEFORE_NOTICE_S):
+            self._leave_step()
+        else:
+            watch.stop(message)
+
+    def _leave_step(self) -> None:
+        """Let the rollout of the step that is under way fail."""
+        if self.rollout is not None:
+            self.rollout.fail(f"{self.notice.signal_name or 'a notice'}: the run is about to be ended.")
 
     def _start_engines(self) -> None:
         config = self.config
@@ -308,9 +327,7 @@ class Experiment:
         with self.timers("resume"):
             for name, engine in self._trained.items():
                 engine.load(path / name, with_optimizer=True, is_checked=True)
-        state = read_state(path)
-        self.prompts.load_state_dict(state["prompts"])
-        self.held_out_scores = state["held_out_scores"]
+        self.held_out_scores = read_state(path)["held_out_scores"]
         if self.reference is not None and self.config.warm_start.updates > 0:
             self._load_warm_start(self.reference)
         for fault in self.checkpoints.passed_over:
@@ -324,22 +341,41 @@ class Experiment:
         """The engines that a checkpoint holds, by their name in it."""
         return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
 
-    def checkpoint(self, *, step: int) -> None:
-        """Begin to write what a later run continues from after `step` steps, where it is time to."""
+    def checkpoint(self, *, step: int) -> bool:
+        """Begin to write what a later run continues from after `step` steps, where it is time to.
+
+        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
+        """
         options = self.config.run
         if options.checkpoint_every_steps == 0:
-            return
+            return False
+        self.books.note_step()
+        if self.groups.any(self.notice.came()):
+            self._stop_after(step)
+            return True
         try:
             self.checkpoints.finish(wait=False)
             if step == options.steps or step % options.checkpoint_every_steps == 0:
                 with self.timers("checkpoint"):
-                    self.log_file.sync()
-                    self.books.turn_the_page(self.checkpoints.oldest)
-                    state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
-                    state |= {"prompts": self.prompts.state_dict(), "ledgers": self.books.ledgers()}
-                    self.checkpoints.start(step, self._trained, state)
+                    self._start_checkpoint(step)
         except CheckpointError as error:  # training is worth more than the newest checkpoint
             self.say(f"WARNING: {error} Training goes on, and the next checkpoint is tried when it is due.")
+        return False
+
+    def _start_checkpoint(self, step: int) -> None:
+        self.log_file.sync()
+        self.books.turn_the_page(self.checkpoints.oldest)
+        state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
+        self.checkpoints.start(step, self._trained, state | self.books.state_dict())
+
+    def _stop_after(self, step: int) -> None:
+        """Write the checkpoint of this place, where there is something new, and say how to go on."""
+        self.checkpoints.finish(wait=True)
+        if step > self.checkpoints.newest:
+            self._start_checkpoint(step)
+            self.checkpoints.finish(wait=True)
+        why = self.notice.signal_name or "another rank's notice"
+        self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
 
     def warm_start(self) -> None:
         """Train on the prompts' answers where the config asks for it, then start RL's optimizer afresh."""
@@ -445,6 +481,26 @@ class Experiment:
         dist.barrier(group=self.groups.control)  # no head may ask for a reply before the servers have the version
         if self.rollout is not None:
             self.rollout.set_version(version)
+
+    def next_batch(self, step: int) -> TrajectoryBatch | None:
+        """Return the step's trajectories on every rank, or None where a notice stops the run.
+
+        A rollout that a notice cuts short is left, and so is the step: the checkpoint is that of its beginning.
+        """
+        own: TrajectoryBatch | None = None
+        is_left = False
+        with self.timers("rollout"):
+            self.books.note_step()
+            try:
+                own = self.rollout_batch()
+            except RuntimeError:
+                if not self.notice.came():
+                    raise
+                is_left = True
+            if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
+                self._stop_after(step)
+                return None
+            return self.exchange(own)
 
     def rollout_batch(self) -> TrajectoryBatch | None:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.

@@ -74,6 +74,12 @@ class ParallelGroups:
         dist.broadcast_object_list(fault, src=0, group=self.control)
         return fault[0]
 
+    def any(self, is_so: bool) -> bool:
+        """True on all ranks if it is so on one. All ranks call it."""
+        votes = torch.tensor([int(is_so)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(votes[0])
+
     def activate(self) -> None:
         """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""
         from megatron.core import parallel_state

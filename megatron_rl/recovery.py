@@ -47,6 +47,8 @@ class RunCheckpoints:
         self.aside: Path | None = None
         self.step = 0
         """What is being written, and after which step."""
+        self.newest = 0
+        """Step of the newest one that this process has written or resumed."""
         self.passed_over: list[str] = []
         """Damaged checkpoints that `choose` met, each with its fault."""
 
@@ -56,9 +58,9 @@ class RunCheckpoints:
         """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
         self.finish(wait=True)
         # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
-        name = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
-        dist.broadcast_object_list(name, src=0, group=self.groups.control)
-        aside = self.folder / name[0]
+        unique = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
+        dist.broadcast_object_list(unique, src=0, group=self.groups.control)
+        aside = self.folder / unique[0]
 
         def make_room() -> None:
             for abandoned in self.folder.glob(".step-*.partial"):
@@ -95,6 +97,7 @@ class RunCheckpoints:
                 shutil.rmtree(self.folder / f"step-{old}")
 
         self._on_main(publish, self.step)
+        self.newest = self.step
         return True
 
     def _on_main(self, act: Callable[[], None], step: int) -> None:
@@ -203,7 +206,7 @@ class RolloutBooks:
     def __init__(
         self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
     ) -> None:
-        self.groups, self.max_staleness = groups, config.rollout.max_staleness
+        self.prompts, self.groups, self.max_staleness = prompts, groups, config.rollout.max_staleness
         self.folder = Path(config.run.folder) / journal.FOLDER
         life = [journal.next_life(self.folder)]
         dist.broadcast_object_list(life, src=0, group=groups.control)
@@ -212,6 +215,7 @@ class RolloutBooks:
         self.replay: Replay | None = None
         if resumed:
             self._take_prompts_from(resumed)
+        self.note_step()
         if not groups.is_data_head or config.run.checkpoint_every_steps == 0:
             return
         state = resumed or {"step": 0, "version": 0}
@@ -226,7 +230,8 @@ class RolloutBooks:
                 "rollout.max_staleness = 0: the checkpoint is of an asynchronous run, whose prompts in flight a "
                 "synchronous one would leave out; resume it with max_staleness above 0."
             )
-        of_synchronous_run = [{"open": [], "next": state["prompts"]["number"], "size": 1}]
+        self.prompts.load_state_dict(state["prompts"])
+        of_synchronous_run = [{"open": [], "next": self.prompts.number, "size": 1}]
         self.ledger.load_state_dicts(state["ledgers"] or of_synchronous_run)
 
     @property
@@ -245,14 +250,21 @@ class RolloutBooks:
     def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
         return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
 
-    def ledgers(self) -> list[dict[str, Any]]:
-        """The ledgers of all data heads, for a checkpoint; none of a synchronous run, which takes prompts in order."""
+    def note_step(self) -> None:
+        """A step begins or has ended: this is the place that `state_dict` tells of."""
+        self._noted = self.prompts.state_dict(), self.ledger.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the prompts, the same on all ranks.
+
+        The ledgers of all data heads; none of a synchronous run, which takes its prompts in order.
+        """
+        prompts, ledger = self._noted
         if self.max_staleness == 0:
-            return []
+            return {"prompts": prompts, "ledgers": []}
         states: list[Any] = [None] * self.groups.world_size
-        mine = self.ledger.state_dict() if self.groups.is_data_head else None
-        dist.all_gather_object(states, mine, group=self.groups.control)
-        return [state for state in states if state is not None]
+        dist.all_gather_object(states, ledger if self.groups.is_data_head else None, group=self.groups.control)
+        return {"prompts": prompts, "ledgers": [state for state in states if state is not None]}
 
     def turn_the_page(self, oldest_checkpoint: int) -> None:
         """Begin new journal files with a checkpoint, and drop those that none which is left can need."""

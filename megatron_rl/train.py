@@ -13,17 +13,19 @@ from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch import watch
+from megatron_rl.launch.notice import EXIT_STOPPED
 
 
-def train(config: TrainConfig, *, resume: str = "") -> None:
-    """Run the experiment, from its start or from a checkpoint. All ranks call it."""
+def train(config: TrainConfig, *, resume: str = "") -> bool:
+    """Run the experiment, from its start or from a checkpoint. False if a notice stopped it. All ranks call it."""
     from megatron_rl.experiment import Experiment
 
     with Experiment(config, resume=resume) as x:
         x.begin()
         for step in range(x.first_step, config.run.steps):
-            with x.timers("rollout"):
-                batch = x.exchange(x.rollout_batch())
+            batch = x.next_batch(step)
+            if batch is None:
+                return False
             x.score(batch)
             with x.timers("advantages"):
                 x.compute_advantages(batch)
@@ -38,8 +40,10 @@ def train(config: TrainConfig, *, resume: str = "") -> None:
             x.save(step=step + 1)
             x.log(step, batch, stats, critic_stats)
             x.evaluate(step=step + 1)
-            x.checkpoint(step=step + 1)
+            if x.checkpoint(step=step + 1):
+                return False
         x.finish()
+        return True
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -66,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
             check(config)
             print(config.to_yaml())
         else:
-            train(config, resume=args.resume)
+            if not train(config, resume=args.resume):
+                sys.exit(EXIT_STOPPED)
     except ValueError as error:
         sys.exit(f"megatron_rl.train: {error}")
     except KeyboardInterrupt:

@@ -68,7 +68,7 @@ class RolloutJournal(RolloutEvents):
         self.folder, self.life, self.head, self.step = Path(folder), life, head, first_step
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
-        self._file = -1
+        self._file, self._files = -1, 0
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin_file()
 
@@ -78,8 +78,12 @@ class RolloutJournal(RolloutEvents):
             if self._file >= 0:
                 os.fsync(self._file)
                 os.close(self._file)
-            self.path = self.folder / f"{self.life:06}-{self.step:08}-{self.head:04}{SUFFIX}"
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            self._files += 1
+            self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
+            try:
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            except OSError as error:
+                raise self._failure(error) from error
             self._write_event("opened", self.opening | {"step": self.step, "head": self.head})
 
     def close(self) -> None:
@@ -129,12 +133,12 @@ class RolloutJournal(RolloutEvents):
         try:
             written = os.write(self._file, record)
         except OSError as error:
-            raise RuntimeError(f"rollout journal {self.path}: {error}; make room on the disk and resume.") from error
+            raise self._failure(error) from error
         if written < len(record):
-            raise RuntimeError(
-                f"rollout journal {self.path}: only {written:,} of a record's {len(record):,} bytes could be written; "
-                f"make room on the disk and resume."
-            )
+            raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
+
+    def _failure(self, fault: object) -> RuntimeError:
+        return RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
 
 
 def is_indexed(data: dict[str, Any]) -> bool:
@@ -198,7 +202,7 @@ def drop_files_before(folder: str | Path, step: int) -> None:
     """Delete the files, of all heads and lives, that end before `step`. A head's newest one stays."""
     of_head: dict[str, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        of_head.setdefault(path.stem.split("-")[2], []).append(path)
+        of_head.setdefault(path.stem.split("-")[3], []).append(path)
     for files in of_head.values():
         for path, following in zip(files, files[1:], strict=False):
             if _step_of(following) <= step:

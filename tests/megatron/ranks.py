@@ -88,6 +88,7 @@ def fork(function: Callable[..., Any], args: tuple[Any, ...], output: Path) -> i
         with output.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # whoever captured them
         import torch
 
         torch.set_num_threads(1)

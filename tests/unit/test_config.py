@@ -94,6 +94,7 @@ OUR_KEYS = {
         "save_at_end",
         "checkpoint_every_steps",
         "keep_checkpoints",
+        "grace_s",
         "threads_per_rank",
         "offload",
     ],

@@ -164,7 +164,9 @@ def test_old_files_go_and_the_others_stay(tmp_path):
         journal.consumed([episode(step)], version=step)
         journal.begin_file()
     drop_files_before(tmp_path, step=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"000001-0000000{n}-0000.journal" for n in (2, 3)]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        f"000001-0000000{n}-00000{n + 1}-0000.journal" for n in (2, 3)
+    ]
     assert next_life(tmp_path) == 2 and next_life(tmp_path / "none") == 1
 
 
