@@ -6,11 +6,13 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -353,14 +355,20 @@ class Experiment:
         if self.groups.any(self.notice.came()):
             self._stop_after(step)
             return True
-        try:
+        with self._warning_of_checkpoints():
             self.checkpoints.finish(wait=False)
             if step == options.steps or step % options.checkpoint_every_steps == 0:
                 with self.timers("checkpoint"):
                     self._start_checkpoint(step)
-        except CheckpointError as error:  # training is worth more than the newest checkpoint
-            self.say(f"WARNING: {error} Training goes on, and the next checkpoint is tried when it is due.")
         return False
+
+    @contextlib.contextmanager
+    def _warning_of_checkpoints(self) -> Iterator[None]:
+        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.say(f"WARNING: {error} Training goes on; the next checkpoint is tried when it is due.")
 
     def _start_checkpoint(self, step: int) -> None:
         self.log_file.sync()
@@ -639,7 +647,8 @@ class Experiment:
 
     def finish(self) -> None:
         """Wait for the last checkpoint, write the report and say what the run achieved."""
-        self.checkpoints.finish(wait=True)
+        with self._warning_of_checkpoints():
+            self.checkpoints.finish(wait=True)
         self.log_file.close()
         if self.groups.is_main:
             report = write_report(self.folder)

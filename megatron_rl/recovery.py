@@ -71,7 +71,7 @@ class RunCheckpoints:
         self._on_main(make_room, step)
         self.aside, self.step, self.engines = aside, step, engines
         for name, engine in engines.items():
-            engine.save_async(aside / name)
+            engine.save_async(aside / name, beside=engines.values())
 
     def finish(self, *, wait: bool) -> bool:
         """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_rl import platform
 from megatron_rl.engine import manifest, optimizer_kinds
+from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
+WRITER_NICENESS = 10
+"""Training comes first where writers share its cores."""
 SCHEDULE_KEYS = {
     "max_lr": "optimizer.lr",
     "min_lr": "optimizer.min_lr",
@@ -54,9 +60,15 @@ class CheckpointWriter:
         self.calls = AsyncCallsQueue(persistent=False)
         self.path: Path | None = None
         """What is being written."""
+        self.copies = SharedCopies()
 
-    def start(self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path, head: str) -> None:
-        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first."""
+    def start(
+        self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path, head: str, training: list[Tensor]
+    ) -> None:
+        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first.
+
+        training: the tensors that training changes, which the writers may not have.
+        """
         self.finish(wait=True)
         self.path = Path(path)
         aside = self.path.with_name(f".{self.path.name}.partial")
@@ -81,8 +93,22 @@ class CheckpointWriter:
         if request.async_fn is not None:
             write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank)
             request = request._replace(async_fn=write)
+        if request.preload_fn is not None and not platform.has_cuda():  # on a GPU this makes copies on the host
+            request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
         request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
         self.calls.schedule_async_request(request)
+
+    def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
+        """Return upstream's buckets, (file, key, (bytes, tensors)), with copies of training's own tensors."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in training}
+        buckets = preload()
+        tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
+        own = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in storages]
+        copies = dict(zip(map(id, own), self.copies.of(own), strict=True))
+        return [
+            (file, key, (data, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]))
+            for file, key, (data, items) in buckets
+        ]
 
     def finish(self, *, wait: bool) -> bool:
         """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
@@ -115,14 +141,18 @@ class CheckpointWriter:
 
     def _failure(self, fault: str) -> manifest.CheckpointError:
         path, self.path = self.path, None
+        assert path is not None
+        # What a full disk makes of a file in work hides the reason: torch's writer then complains of a position.
+        free = next((shutil.disk_usage(folder).free for folder in path.parents if folder.exists()), 0)
         return manifest.CheckpointError(
-            f"checkpoint {str(path)!r}: {fault}, and no new checkpoint is there; see that the disk has space and no "
-            f"process of the run was killed, and save again."
+            f"checkpoint {str(path)!r}: {fault}, and no new checkpoint is there; see that the disk has space "
+            f"({free / 1e9:.2f} GB are free) and no process of the run was killed, and save again."
         )
 
 
 def _write_and_sum(write: Callable[..., None], aside: Path, rank: int, *args: Any, **kwargs: Any) -> None:
     """Run upstream's writer, then checksum this rank's files while the kernel still holds them."""
+    os.nice(WRITER_NICENESS)
     write(*args, **kwargs)
     manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
 

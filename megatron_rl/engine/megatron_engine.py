@@ -7,7 +7,7 @@ Results do not depend on the layout or the microbatch split; tests/megatron hold
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_rl.batch.exchange import pack_alike  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.context import sum_for_all  # noqa: E402
+from megatron_rl.engine.host_memory import left_out_of_forks  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
@@ -415,10 +416,11 @@ class MegatronEngine(TrainEngine):
                 pass
         dist.barrier(group=self.groups.control)
 
-    def save_async(self, path: str | Path) -> None:
+    def save_async(self, path: str | Path, *, beside: Iterable[MegatronEngine] = ()) -> None:
         """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
 
-        It appears under its name in the first `finish_saves` after the writers are done.
+        It appears under its name in the first `finish_saves` after the writers are done. beside: engines of the same
+        processes that are trained meanwhile too.
         """
         self._activate()
         if self.optimizer is None:
@@ -426,7 +428,10 @@ class MegatronEngine(TrainEngine):
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state = checkpoint.training_state(self, is_loading=False)
-        self.checkpoints.start(path, state, model_folder=self.config.model.path, head=self.arch.head)
+        training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
+        with left_out_of_forks(training):
+            model = {"model_folder": self.config.model.path, "head": self.arch.head}
+            self.checkpoints.start(path, state, training=training, **model)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.

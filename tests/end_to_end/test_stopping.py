@@ -90,7 +90,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     settings, expected = settings
     folder = tmp_path / "run"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *settings, "rollout.workflow=slow_workflows:StuckInTheThirdStep")
+    overrides = (f"run.folder={folder}", *settings, "rollout.workflow=third_step:StuckInTheThirdStep")
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=4")
     if staleness:
         overrides += ("batch.updates_per_step=1",)
