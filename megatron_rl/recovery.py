@@ -7,6 +7,7 @@ go only after that, and none that is damaged goes at all. All ranks call every m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -69,9 +70,14 @@ class RunCheckpoints:
             (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
 
         self._on_main(make_room, step)
-        self.aside, self.step, self.engines = aside, step, engines
-        for name, engine in engines.items():
-            engine.save_async(aside / name, beside=engines.values())
+        self.engines = engines
+        try:
+            for name, engine in engines.items():
+                engine.save_async(aside / name, beside=engines.values())
+        except CheckpointError:
+            self._abandon()
+            raise
+        self.aside, self.step = aside, step
 
     def finish(self, *, wait: bool) -> bool:
         """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
@@ -84,7 +90,7 @@ class RunCheckpoints:
             # Of all engines, also after one that is not done: each call is a collective.
             is_done = all([engine.finish_saves(wait=wait) for engine in self.engines.values()])
         except CheckpointError:
-            self.aside = None
+            self._abandon()
             raise
         if not is_done:
             return False
@@ -99,6 +105,13 @@ class RunCheckpoints:
         self._on_main(publish, self.step)
         self.newest = self.step
         return True
+
+    def _abandon(self) -> None:
+        """One engine could not be written: wait for the writers of the others, whose part is of no use."""
+        self.aside = None
+        for engine in self.engines.values():
+            with contextlib.suppress(CheckpointError):
+                engine.finish_saves(wait=True)
 
     def _on_main(self, act: Callable[[], None], step: int) -> None:
         fault = self.groups.on_main(act)
