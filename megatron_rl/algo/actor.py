@@ -47,7 +47,8 @@ class PolicyActor:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share; all ranks call it with as many shares."""
-        return update_each(self.engine, shares, LogprobLoss(PolicyLoss(self.options), temperature=self.temperature))
+        loss = LogprobLoss(PolicyLoss(self.options), temperature=self.temperature, by_row=True)
+        return update_each(self.engine, shares, loss)
 
 
 def update_each(engine: TrainEngine, shares: list[TrajectoryBatch], loss: LogprobLoss | ValueLoss) -> list[StepStats]:

@@ -37,7 +37,7 @@ from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, v
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
-from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
+from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs, lm_head_loss  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import write_hf_folder  # noqa: E402
@@ -253,8 +253,7 @@ class MegatronEngine(TrainEngine):
             if isinstance(loss_fn, ValueLoss):
                 loss_sum, sums = loss_fn.fn(self._head_values(hidden, rows["labels"], packed), rows)
             elif isinstance(loss_fn, LogprobLoss):
-                logprobs, entropy = self._head_logprobs(hidden, rows["labels"], packed, loss_fn.temperature)
-                loss_sum, sums = loss_fn.fn(logprobs, entropy, rows)
+                loss_sum, sums = self._logprob_loss(loss_fn, hidden, rows, packed)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
                 loss_sum, sums = self._logits(hidden, packed).sum() * 0.0, {}
             else:
@@ -325,12 +324,31 @@ class MegatronEngine(TrainEngine):
     def _head_logprobs(
         self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        own = labels.masked_fill(packed.reads < 0, -100)
-        parts = lm_head_logprobs(
-            hidden, self._output_weight(), own, rows=packed.reads, shard=self.shard, temperature=temperature
-        )
+        parts = lm_head_logprobs(hidden, self._output_weight(), labels, **self._head_rows(packed, temperature))
         logprobs, entropy = sum_for_all(torch.stack(parts), self.groups.context)
         return logprobs, entropy
+
+    def _logprob_loss(
+        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = rows["labels"]
+        if not (loss.by_row and torch.is_grad_enabled()):
+            return loss.fn(*self._head_logprobs(hidden, labels, packed, loss.temperature), rows)
+        columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
+
+        def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
+            return loss.fn(logprobs, entropy, chosen)
+
+        head = self._head_rows(packed, loss.temperature)
+        loss_sum, sums = lm_head_loss(hidden, self._output_weight(), labels, of_some, **head)
+        if self.groups.context.size == 1:
+            return loss_sum, sums
+        parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.groups.context)
+        return parts[0].to(loss_sum.dtype), dict(zip(sums, parts[1:].unbind(), strict=True))
+
+    def _head_rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
+        return {"rows": packed.reads, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _head_values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
         """`[T]` float32 values, 0 in rows that are not trained."""
