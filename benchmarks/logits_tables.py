@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from device_clock import COST, COST_LEGEND, DeviceClock
 from operator_peers import (
-    ENTROPY,
     ENTROPY_BACKWARD,
+    FORWARD,
     LOGP,
     MODES,
     POLICY,
@@ -78,7 +78,7 @@ def without_last_rows(given: Given) -> Given:
 def minimal_bytes(case: Logits, trained: int, mode: str) -> int:
     """Each trained row read once forward, read and written once backward; the others' zeros written backward."""
     row = case.vocab * case.dtype.itemsize
-    backward = 0 if mode in (LOGP, ENTROPY) else 2 * trained * row + (case.rows - trained) * row
+    backward = 0 if mode in FORWARD else 2 * trained * row + (case.rows - trained) * row
     return trained * row + backward
 
 
@@ -86,7 +86,7 @@ def true_rows(logits: Tensor, given: Given, mode: str, sample: Tensor, peer: Pee
     """(log-probs, entropy, gradient) of the sampled rows in float64; the gradient is 0-dim where the mode has none."""
     x, labels = logits[sample].double().requires_grad_(), given.labels[sample]
     logprobs, entropy = reference.logprobs_entropy(x, labels)
-    if mode in (LOGP, ENTROPY):
+    if mode in FORWARD:
         return logprobs.detach(), entropy.detach(), torch.zeros((), device=x.device)
     if mode == POLICY:
         columns = (given.proximal[sample].double(), None, given.advantages[sample].double())
@@ -102,7 +102,7 @@ def true_rows(logits: Tensor, given: Given, mode: str, sample: Tensor, peer: Pee
 def measure_peer(clock: DeviceClock, peer: Peer, mode: str, source: Tensor, given: Given) -> dict[str, Any]:
     """Errors, repeatability, time and memory of one call."""
     call = peer.calls[mode]
-    restores = peer.overwrites and mode not in (LOGP, ENTROPY)
+    restores = mode in peer.overwrites
     logits = source.clone() if restores else source
     # not the last row, which Liger's layout leaves out; not one without a label, which not every peer makes 0
     count = max(1, len(source) - 1)
@@ -146,9 +146,9 @@ def logprob_table(clock: DeviceClock, report: Report, budget: Budget, peers: lis
 
     def measure(case: Logits) -> None:
         source, given = make_logits(case, clock.device)
-        for mode, peer in [(mode, peer) for mode in MODES for peer in peers if mode in peer.calls]:
-            if (mode == POLICY and case.rows % POLICY_SEQUENCE) or (peer.is_slow and not case.slow_peers):
-                continue
+        able = [peer for peer in peers if peer.least_rows <= case.rows and (case.slow_peers or not peer.is_slow)]
+        modes = MODES if case.rows % POLICY_SEQUENCE == 0 else [mode for mode in MODES if mode != POLICY]
+        for mode, peer in [(mode, peer) for mode in modes for peer in able if mode in peer.calls]:
             if budget.is_spent():
                 report.skip(f"{case}, {mode}, {peer.name}")
                 continue

@@ -21,7 +21,9 @@ from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_log
 LOGP, ENTROPY = "logp", "logp, entropy"
 LOGP_BACKWARD, ENTROPY_BACKWARD = "logp, backward", "logp, entropy, backward"
 POLICY = "policy loss, backward"
-MODES = (LOGP, ENTROPY, LOGP_BACKWARD, ENTROPY_BACKWARD, POLICY)
+FORWARD = (LOGP, ENTROPY)
+BACKWARD = (LOGP_BACKWARD, ENTROPY_BACKWARD, POLICY)
+MODES = (*FORWARD, *BACKWARD)
 
 POLICY_OPTIONS = PpoOptions()
 POLICY_SEQUENCE = 512
@@ -51,12 +53,13 @@ class Peer:
     calls: dict[str, Callable[[Tensor, Given], Found]]
     sign: float = 1.0
     """-1 where it returns -log p, whose upstream gradient it is given."""
-    overwrites: bool = True
-    """Its backward writes into the logits: they are put back before each call, outside the clock."""
+    overwrites: tuple[str, ...] = BACKWARD
+    """Where it writes into the logits: they are put back before each call, outside the clock."""
     unit_gradient: bool = False
     """It knows the upstream gradient 1 of every row only."""
     is_slow: bool = False
     """So slow to compile or to run that it is measured on some of the rows only."""
+    least_rows: int = 1
     head: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
     """(hidden, weight, labels, advantages) -> (loss, gradient of hidden, of weight), the loss a sum over rows."""
 
@@ -66,7 +69,7 @@ class InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, leaf: Tensor, logits: Tensor) -> Tensor:
-        return logits
+        return logits.detach()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[None, None]:
@@ -157,7 +160,7 @@ def torch_eager() -> Peer:
         version=torch.__version__,
         notes="float32 log_softmax of all rows; entropy; temperature outside, not counted here; whole logits",
         calls=calls_of(eager_logprobs, has_entropy=True) | {POLICY: policy_call(eager_policy_loss)},
-        overwrites=False,
+        overwrites=(),
         is_slow=True,
         head=head,
     )
@@ -177,7 +180,7 @@ def torch_compile() -> Peer:
         notes="of the eager functions, static shapes, compile time left out",
         calls=calls_of(logprobs, has_entropy=True)
         | {POLICY: policy_call(lambda x, given: policy_loss(x, *(getattr(given, name) for name in columns)))},
-        overwrites=False,
+        overwrites=(),
         is_slow=True,
     )
 
@@ -259,6 +262,7 @@ def liger_grpo() -> Peer:
         notes="no entropy, temperature inside, in place; sequences of one length, one advantage each, the last row of "
         "each is left out; clip ratio only as statistics",
         calls={LOGP: forward, POLICY: policy_call(policy_loss)},
+        least_rows=2,
     )
 
 
@@ -275,7 +279,7 @@ def liger_vocab_parallel() -> Peer:
         notes="one rank; keeps float32 [T, V]; no entropy, no temperature",
         calls=calls_of(losses, has_entropy=False),
         sign=-1.0,
-        overwrites=False,
+        overwrites=(),
         is_slow=True,
     )
 
@@ -338,6 +342,7 @@ def megatron() -> Peer:
         calls=calls_of(losses, has_entropy=False),
         sign=-1.0,
         is_slow=True,
+        overwrites=MODES,  # float32 logits lose their maximum in forward
     )
 
 
