@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -59,7 +58,6 @@ class DeviceClock:
         """The allocator's peak during the call, results included, above what there was before."""
         if prepare is not None:
             prepare()
-        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -117,7 +117,7 @@ def measure_peer(clock: DeviceClock, peer: Peer, mode: str, source: Tensor, give
         prepare()
         logprobs, *others = call(logits, given)
         return [
-            None if x is None else x[sample].double()
+            None if x is None else x[sample].detach().double()
             for x in (None if logprobs is None else peer.sign * logprobs, *others)
         ]
 
