@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,11 +218,6 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Above clip_low this is DAPO's clip-higher."""
-    behavior_weight_cap: float = 0.0
-    """Decoupled PPO: weigh a token by p(proximal) / p(behaviour) and drop it above this cap (AReaL's is 5).
-
-    0 leaves the weight out: every token counts as if the proximal policy had sampled it.
-    """
     kl_coefficient: float = 0.0
     """Weight of the KL term to the frozen reference; above 0 loads a second engine."""
     kl_estimator: str = "k3"
@@ -233,15 +231,55 @@ class AlgorithmConfig:
             loss=(self.loss, self.loss in losses, f"must be one of {', '.join(losses)}"),
             clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
             clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
-            behavior_weight_cap=(
-                self.behavior_weight_cap,
-                self.behavior_weight_cap == 0 or self.behavior_weight_cap >= 1,
-                "must be 0 (no weight) or at least 1; AReaL's is 5",
-            ),
             kl_coefficient=(self.kl_coefficient, self.kl_coefficient >= 0, "must be at least 0"),
             kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
             entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
         )
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """What is done about tokens that another policy has sampled: an older one, or a server that computes differently.
+
+    Decoupled PPO (arXiv 2505.24298) has three policies: the behaviour policy sampled a token, the proximal one is the
+    trainer's when the step begins, and the trained one's ratio to it is clipped.
+    """
+
+    proximal: str = "recompute"
+    """recompute: a forward pass before the step's first update, saved where there is one update only. loglinear:
+    between the behaviour's and the trained log-prob, by the share of updates that lie before the step. behavior: the
+    behaviour policy itself, plain PPO; then there is no weight."""
+    weight: str = "off"
+    """p(proximal) / p(behaviour), constant for the gradient. clamp: moved into [low, high], truncated importance
+    sampling. mask: a token outside them does not train, IcePop (arXiv 2510.18855); by sequence this masks sequences.
+    off: every token counts as if the proximal policy had sampled it."""
+    level: str = "token"
+    """token, or sequence: one weight for all, the geometric mean over its trained tokens."""
+    low: float = 0.0
+    high: float = 5.0
+    alarm: float = 0.0
+    """Stop the run when trainer and server differ by more than this, mean |log p - log q| in nats of a step's tokens of
+    the current version (of all tokens where there are none). 0 never stops."""
+
+    def __post_init__(self) -> None:
+        check(
+            "correction",
+            proximal=(
+                self.proximal,
+                self.proximal in ("recompute", "loglinear", "behavior"),
+                "must be recompute, loglinear or behavior",
+            ),
+            weight=(self.weight, self.weight in ("off", "clamp", "mask"), "must be off, clamp or mask"),
+            level=(self.level, self.level in ("token", "sequence"), "must be token or sequence"),
+            low=(self.low, 0 <= self.low <= 1, "must be in [0, 1]: a weight of 1 is no mismatch"),
+            high=(self.high, self.high >= 1, "must be at least 1: a weight of 1 is no mismatch"),
+            alarm=(self.alarm, self.alarm >= 0, "must be at least 0; 0 never stops"),
+        )
+        if self.proximal == "behavior" and self.weight != "off":
+            raise ValueError(
+                f"correction.weight = {self.weight!r}: correction.proximal = behavior makes every weight 1; set it to "
+                f"off, or take another proximal policy."
+            )
 
 
 @dataclass(kw_only=True)
@@ -424,6 +462,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -458,20 +497,21 @@ class TrainConfig:
                 f"batch.updates_per_step = {batch.updates_per_step} makes several in one step; set one of them to its "
                 f"default (0 and 1)."
             )
-        if self.run.steps * batch.updates_per_step < self.optimizer.warmup_updates:
+        if self.critic.warmup_steps >= self.run.steps:
             raise ValueError(
-                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the run has only run.steps x "
-                f"batch.updates_per_step = {self.run.steps * batch.updates_per_step} updates; lower it."
+                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
+                f"run.steps = {self.run.steps}; lower it."
+            )
+        updates = (self.run.steps - self.critic.warmup_steps) * batch.updates_per_step
+        if updates < self.optimizer.warmup_updates:
+            raise ValueError(
+                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
+                f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
             )
         if not self.has_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
                 f"algo.advantage=gae, or leave the section out."
-            )
-        if self.critic.warmup_steps >= self.run.steps:
-            raise ValueError(
-                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
-                f"run.steps = {self.run.steps}; lower it."
             )
 
     @property
@@ -494,9 +534,11 @@ class TrainConfig:
         """Raise ValueError where a layout does not divide the number of processes."""
         self.parallel.check_world_size(world_size)
         if self.has_critic:
-            self.critic.parallel.check_world_size(world_size)
+            with as_part_of("critic.parallel"):
+                self.critic.parallel.check_world_size(world_size)
         if self.reward_model.path:
-            self.reward_model.parallel.check_world_size(world_size)
+            with as_part_of("reward_model.parallel"):
+                self.reward_model.parallel.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:
@@ -538,6 +580,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             raise ValueError(
                 f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
             )
+        for name in (name for name in SECTIONS if "." in name):
+            with as_part_of(name):
+                OmegaConf.to_object(OmegaConf.select(config, name))
         checked = OmegaConf.to_object(config)
         assert isinstance(checked, TrainConfig)
         return checked
@@ -546,6 +591,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         found = OmegaConf.select(merged, key)
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
+
+
+@contextmanager
+def as_part_of(name: str) -> Iterator[None]:
+    """Let an error of a section that is known under a shorter name as well, such as `parallel`, say this one."""
+    short = name.rpartition(".")[2]
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(rf"(?<![\w.]){short}(?=[.:])", name, str(error))) from error
 
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
@@ -575,6 +630,7 @@ SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "generation": GenerationConfig,
     "algo": AlgorithmConfig,
+    "correction": CorrectionConfig,
     "critic": CriticConfig,
     "critic.parallel": ParallelConfig,
     "critic.optimizer": OptimizerConfig,

@@ -38,7 +38,7 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
             with x.timers("publish"):
                 x.publish()
             x.save(step=step + 1)
-            x.log(step, batch, stats, critic_stats)
+            x.log(step, batch, shares, stats, critic_stats)
             x.evaluate(step=step + 1)
             if x.checkpoint(step=step + 1):
                 return False
