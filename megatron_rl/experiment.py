@@ -375,17 +375,18 @@ class Experiment:
         except CheckpointError as error:
             self.say(f"WARNING: {error} Training goes on; the next checkpoint is tried when it is due.")
 
-    def _start_checkpoint(self, step: int) -> None:
+    def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()
         self.books.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
-        self.checkpoints.start(step, self._trained, state | self.books.state_dict())
+        state |= self.books.state_dict()
+        self.checkpoints.start(step, self._trained, state, in_background=in_background)
 
     def _stop_after(self, step: int) -> None:
         """Write the checkpoint of this place, where there is something new, and say how to go on."""
         self.checkpoints.finish(wait=True)
         if step > self.checkpoints.newest:
-            self._start_checkpoint(step)
+            self._start_checkpoint(step, in_background=False)
             self.checkpoints.finish(wait=True)
         why = self.notice.signal_name or "another rank's notice"
         self.say(f"stopped after step {step} on {why}; --resume auto continues the run")

@@ -55,7 +55,9 @@ class RunCheckpoints:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any]) -> None:
+    def start(
+        self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any], *, in_background: bool = True
+    ) -> None:
         """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
         self.finish(wait=True)
         # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
@@ -73,7 +75,7 @@ class RunCheckpoints:
         self.engines = engines
         try:
             for name, engine in engines.items():
-                engine.save_async(aside / name, beside=engines.values())
+                engine.save_async(aside / name, beside=engines.values(), in_background=in_background)
         except CheckpointError:
             self._abandon()
             raise

@@ -63,11 +63,18 @@ class CheckpointWriter:
         self.copies = SharedCopies()
 
     def start(
-        self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path, head: str, training: list[Tensor]
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        *,
+        model_folder: str | Path,
+        head: str,
+        training: list[Tensor],
+        in_background: bool,
     ) -> None:
         """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first.
 
-        training: the tensors that training changes, which the writers may not have.
+        training: the tensors that training changes, which the writers may not have. in_background: training goes on.
         """
         self.finish(wait=True)
         self.path = Path(path)
@@ -91,7 +98,8 @@ class CheckpointWriter:
         request = dist_checkpointing.save(state, str(aside), strategy, **options)
         self._on_main(add_model_files)
         if request.async_fn is not None:
-            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank)
+            niceness = WRITER_NICENESS if in_background else 0
+            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank, niceness)
             request = request._replace(async_fn=write)
         if request.preload_fn is not None and not platform.has_cuda():  # on a GPU this makes copies on the host
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
@@ -150,9 +158,11 @@ class CheckpointWriter:
         )
 
 
-def _write_and_sum(write: Callable[..., None], aside: Path, rank: int, *args: Any, **kwargs: Any) -> None:
+def _write_and_sum(
+    write: Callable[..., None], aside: Path, rank: int, niceness: int, *args: Any, **kwargs: Any
+) -> None:
     """Run upstream's writer, then checksum this rank's files while the kernel still holds them."""
-    os.nice(WRITER_NICENESS)
+    os.nice(niceness)
     write(*args, **kwargs)
     manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
 

@@ -434,7 +434,7 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()
         if with_optimizer:
-            self.save_async(path)
+            self.save_async(path, in_background=False)
             self.finish_saves()
             return
         if self.groups.is_main:
@@ -450,11 +450,14 @@ class MegatronEngine(TrainEngine):
                 pass
         dist.barrier(group=self.groups.control)
 
-    def save_async(self, path: str | Path, *, beside: Iterable[MegatronEngine] = ()) -> None:
+    def save_async(
+        self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True
+    ) -> None:
         """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
 
         It appears under its name in the first `finish_saves` after the writers are done. beside: engines of the same
-        processes that are trained meanwhile too.
+        processes that are trained meanwhile too. in_background: False where the caller is going to wait, so that the
+        writers need not stand back.
         """
         self._activate()
         if self.optimizer is None:
@@ -465,7 +468,7 @@ class MegatronEngine(TrainEngine):
         training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
         with left_out_of_forks(training):
             model = {"model_folder": self.config.model.path, "head": self.arch.head}
-            self.checkpoints.start(path, state, training=training, **model)
+            self.checkpoints.start(path, state, training=training, in_background=in_background, **model)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.

@@ -18,7 +18,7 @@ class Engine:
     def __init__(self, fails=()):
         self.fails, self.path, self.is_slow = list(fails), None, False
 
-    def save_async(self, path, *, beside):
+    def save_async(self, path, *, beside, in_background):
         assert self.path is None, "the one before is done"
         self.path = path
 
