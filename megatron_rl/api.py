@@ -52,7 +52,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return `count` finished groups, in the order they finished. TimeoutError leaves them where they are."""
+        """Return the first `count` groups to finish, older versions first. TimeoutError leaves them where they are."""
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:

@@ -303,6 +303,9 @@ class RolloutConfig:
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous."""
+    stale: str = "drop"
+    """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
+    tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
     episode_attempts: int = 3
@@ -324,6 +327,7 @@ class RolloutConfig:
                 "must be at least 1",
             ),
             max_staleness=(self.max_staleness, self.max_staleness >= 0, "must be at least 0; 0 is synchronous"),
+            stale=(self.stale, self.stale in ("drop", "mask", "keep"), "must be drop, mask or keep"),
             request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
             start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
             episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
-from megatron_rl.rollout.groups import as_group, join_groups, trained_versions
+from megatron_rl.rollout.groups import as_group, join_groups, mask_older, refuse_older, trained_versions
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.tally import Tally
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
+MOST_REJECTED = 100
+"""Prompts rejected per group of a batch, after which nobody believes that the batch will come."""
 
 
 @dataclass(kw_only=True)
@@ -37,6 +39,14 @@ class Finished:
 
     episode: Episode
     group: TrajectoryBatch
+    versions: range
+    """From the oldest trained token's policy version to the newest's; empty where none has one."""
+
+    @classmethod
+    def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
+        versions = trained_versions(group)
+        ends = range(int(versions.min()), int(versions.max()) + 1) if len(versions) else range(0)
+        return cls(episode=episode, group=group, versions=ends)
 
 
 class RolloutExecutor:
@@ -71,10 +81,10 @@ class RolloutExecutor:
 
         Before the first batch. Not reported as accepted: whoever has it knows.
         """
-        self._finished.append(Finished(episode=self._new_episode(data, workflow), group=group))
+        self._finished.append(Finished.of(self._new_episode(data, workflow), group))
 
     async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return `count` groups in the order they finish.
+        """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
 
         TimeoutError leaves them where they are. RuntimeError if so few episodes remain that `count` cannot be reached.
         """
@@ -141,7 +151,7 @@ class RolloutExecutor:
                 f"{self._config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
                 + (f"; the first error was {type(errors[0]).__name__}: {errors[0]}" if errors else ".")
             ) from (errors[0] if errors else None)
-        return self._consume([Finished(episode=episode, group=group) for episode, group in accepted])
+        return self._consume([Finished.of(episode, group) for episode, group in accepted])
 
     def notice_version(self) -> None:
         """The policy version rose: start what the gate admits now."""
@@ -178,6 +188,7 @@ class RolloutExecutor:
     async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
         while True:
             self._raise_if_fatal()
+            self._requeue_stale()
             if len(self._finished) >= count:
                 break
             if self._failed >= count and not self._finished:
@@ -186,6 +197,11 @@ class RolloutExecutor:
                     f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and none "
                     f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
                 ) from self._first_error
+            if self._rejected >= MOST_REJECTED * count:
+                raise RuntimeError(
+                    f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
+                    f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
+                )
             refill()
             self._start()
             left = len(self._finished) + self._gate.running + len(self._queue)
@@ -196,14 +212,39 @@ class RolloutExecutor:
                 ) from self._first_error
             self._progress.clear()
             await self._progress.wait()
+        # The oldest first, or they might be too old for the next batch; of one age in the order of finishing.
+        self._finished.sort(key=lambda finished: finished.versions.start)
         taken, self._finished = self._finished[:count], self._finished[count:]
         self._failed, self._rejected, self._first_error = 0, 0, None
         if in_order:
             taken.sort(key=lambda finished: finished.episode.number)
         return self._consume(taken)
 
+    def _requeue_stale(self) -> None:
+        """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""
+        oldest_allowed = self._engine.get_version() - self._config.max_staleness
+        kept, dropped = [], []
+        for finished in self._finished:
+            versions = finished.versions
+            # A group of which masking would leave nothing is dropped as well.
+            decides = {"drop": versions.start, "mask": versions.stop - 1, "keep": oldest_allowed}[self._config.stale]
+            (dropped if versions and decides < oldest_allowed else kept).append(finished)
+        self._finished = kept
+        for finished in reversed(dropped):  # the first of them becomes the first of the queue
+            self._gate.take_back()
+            finished.episode.queued_s = time.monotonic()
+            self._queue.appendleft(finished.episode)
+        for finished in dropped:
+            self._tally.add(stale=1)
+            for events in self._events:
+                events.requeued(finished.episode, f"its group holds tokens of versions before {oldest_allowed}")
+
     def _consume(self, taken: list[Finished]) -> TrajectoryBatch:
         version = self._engine.get_version()
+        if self._config.stale == "mask":
+            for finished in taken:
+                masked = mask_older(finished.group, version - self._config.max_staleness)
+                self._tally.add(masked_tokens=masked)
         batch = join_groups([finished.group for finished in taken])
         ages = version - trained_versions(batch)
         if len(ages):
@@ -260,7 +301,7 @@ class RolloutExecutor:
             for events in self._events:
                 events.accepted(episode, group)
             if is_admitted:
-                self._finished.append(Finished(episode=episode, group=group))
+                self._finished.append(Finished.of(episode, group))
         elif error is None:
             self._tally.add(rejected=1)
             self._rejected += is_admitted
@@ -279,8 +320,11 @@ class RolloutExecutor:
         """Run one episode to its end; never raises but when cancelled."""
         self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         for attempt in range(1, self._config.episode_attempts + 1):
+            version = self._engine.get_version()
             try:
-                return Outcome(group=as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data))))
+                group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
+                refuse_older(group, version)
+                return Outcome(group=group)
             except RequestRefused as refusal:
                 return Outcome(error=refusal)
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.

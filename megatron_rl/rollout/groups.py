@@ -46,3 +46,24 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
     """Return the policy versions of the trained tokens that have one, int64."""
     versions: Tensor = group["versions"]
     return versions[group["loss_mask"] & (versions >= 0)]
+
+
+def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
+    """Clear the loss mask of tokens that an older version sampled; return how many there were."""
+    versions, mask = group["versions"], group["loss_mask"]
+    old = mask & (versions >= 0) & (versions < oldest_allowed)
+    group.tokens["loss_mask"] = mask & ~old
+    return int(old.sum())
+
+
+def refuse_older(group: TrajectoryBatch | None, version: int) -> None:
+    """Raise RuntimeError for tokens from before `version`, which was published before the episode began.
+
+    They would be sampled again and again: no later try is younger.
+    """
+    versions = trained_versions(group) if group is not None else ()
+    if len(versions) and (oldest := int(versions.min())) < version:
+        raise RuntimeError(
+            f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "
+            f"server did not get the weights, or the workflow writes versions of its own."
+        )

@@ -57,3 +57,7 @@ class AdmissionGate:
         self.running -= is_admitted
         self.others -= not is_admitted
         self.accepted += accepted and is_admitted
+
+    def take_back(self) -> None:
+        """A group that was accepted is dropped after all."""
+        self.accepted -= 1
