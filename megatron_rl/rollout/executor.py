@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MOST_REJECTED = 100
-"""Prompts rejected per group of a batch, after which nobody believes that the batch will come."""
+"""Prompts rejected for each group of a batch, after which the batch is given up."""
 
 
 @dataclass(kw_only=True)
@@ -64,7 +64,7 @@ class RolloutExecutor:
         self._progress = asyncio.Event()
         self._submitted = 0
         self._batches_at: tuple[int, int] = (-1, 0)
-        self._failed = self._rejected = 0  # since the last batch, of those that the gate admitted
+        self._failed = self._rejected = 0  # since the last batch, of admitted episodes
         self._first_error: BaseException | None = None
         self._fatal: str | None = None
 
@@ -186,39 +186,44 @@ class RolloutExecutor:
     # -- finished groups
 
     async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
-        while True:
-            self._raise_if_fatal()
-            self._requeue_stale()
-            if len(self._finished) >= count:
-                break
-            if self._failed >= count and not self._finished:
-                # Without this, a broken reward function would burn the whole data set.
-                raise RuntimeError(
-                    f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and none "
-                    f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
-                ) from self._first_error
-            if self._rejected >= MOST_REJECTED * count:
-                raise RuntimeError(
-                    f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
-                    f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
-                )
-            refill()
-            self._start()
-            left = len(self._finished) + self._gate.running + len(self._queue)
-            if left < count:
-                raise RuntimeError(
-                    f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
-                    f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
-                ) from self._first_error
-            self._progress.clear()
-            await self._progress.wait()
+        try:
+            while True:
+                self._raise_if_fatal()
+                self._requeue_stale()
+                if len(self._finished) >= count:
+                    break
+                refill()
+                self._start()
+                self._raise_if_hopeless(count)
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._failed, self._rejected, self._first_error = 0, 0, None
         # The oldest first, or they might be too old for the next batch; of one age in the order of finishing.
         self._finished.sort(key=lambda finished: finished.versions.start)
         taken, self._finished = self._finished[:count], self._finished[count:]
-        self._failed, self._rejected, self._first_error = 0, 0, None
         if in_order:
             taken.sort(key=lambda finished: finished.episode.number)
         return self._consume(taken)
+
+    def _raise_if_hopeless(self, count: int) -> None:
+        """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
+        if self._failed >= count and not self._finished:
+            raise RuntimeError(
+                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and none "
+                f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
+            ) from self._first_error
+        if self._rejected >= MOST_REJECTED * count:
+            raise RuntimeError(
+                f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
+                f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
+            )
+        left = len(self._finished) + self._gate.running + len(self._queue)
+        if left < count:
+            raise RuntimeError(
+                f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
+                f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
+            ) from self._first_error
 
     def _requeue_stale(self) -> None:
         """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""

@@ -161,7 +161,9 @@ def check_batch(batch, world, servers, ledger):
     assert servers.version - trained.min() <= world.eta, "a token is older than the bound"
     groups = batch["group"].tolist()
     assert groups == [number for number in range(world.groups) for _ in range(2)], "groups come whole"
-    prompts = batch["input_ids"][batch.cu_seqlens[:-1]].tolist()
+    firsts = batch["input_ids"][batch.cu_seqlens[:-1]].tolist()
+    prompts = firsts[::2]
+    assert firsts == [n for n in prompts for _ in range(2)]
     assert len(set(prompts)) == world.groups
     assert all(ledger.last[n] == "consumed" for n in prompts)
     if world.eta == 0:
