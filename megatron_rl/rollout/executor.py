@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-MOST_REJECTED = 100
-"""Prompts rejected for each group of a batch, after which the batch is given up."""
+MOST_FAILED, MOST_REJECTED = 10, 100
+"""Failed and rejected prompts for each group of a batch, after which it is given up: they would use up the data set."""
 
 
 @dataclass(kw_only=True)
@@ -105,8 +105,11 @@ class RolloutExecutor:
         """
         self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished))
 
+        # One step's prompts more than there is room for: they start as soon as the next version makes room.
+        spare = count if self._config.max_staleness > 0 else 0
+
         def refill() -> None:
-            wanted = self._gate.room(self._engine.get_version()) - len(self._queue)
+            wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
             for data in itertools.islice(prompts, max(0, wanted)):
                 self._enqueue(data, workflow)
 
@@ -190,10 +193,10 @@ class RolloutExecutor:
             while True:
                 self._raise_if_fatal()
                 self._requeue_stale()
-                if len(self._finished) >= count:
-                    break
                 refill()
                 self._start()
+                if len(self._finished) >= count:
+                    break
                 self._raise_if_hopeless(count)
                 self._progress.clear()
                 await self._progress.wait()
@@ -208,10 +211,11 @@ class RolloutExecutor:
 
     def _raise_if_hopeless(self, count: int) -> None:
         """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
-        if self._failed >= count and not self._finished:
+        if self._failed >= count * (MOST_FAILED if self._finished else 1):
             raise RuntimeError(
-                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and none "
-                f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
+                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
+                f"{len(self._finished) or 'none'} succeeded; the first error was "
+                f"{type(self._first_error).__name__}: {self._first_error}"
             ) from self._first_error
         if self._rejected >= MOST_REJECTED * count:
             raise RuntimeError(

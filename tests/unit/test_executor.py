@@ -360,7 +360,9 @@ def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make
     executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
     batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
     assert batch["rewards"].tolist()[0] == 40
-    assert [line for line in book.lines if line[0] == "queued"] == [("queued", n) for n in range(3)]  # (1 + 1) * 2 - 1
+    assert [line for line in book.lines if line[0] == "started"] == [
+        ("started", n) for n in range(3)
+    ]  # (1 + 1) * 2 - 1
     assert book.of(40) == []
 
 
