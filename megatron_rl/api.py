@@ -59,6 +59,10 @@ class InferenceEngine(abc.ABC):
         """Run one episode per prompt and return the groups in the order of `data` (rejected ones left out)."""
 
     @abc.abstractmethod
+    def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
+        """The same in the slots that training's episodes leave; the caller need not wait for it."""
+
+    @abc.abstractmethod
     def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:

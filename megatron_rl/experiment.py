@@ -12,6 +12,8 @@ import itertools
 import json
 import logging
 import os
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
+from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -172,6 +176,7 @@ class Experiment:
         self.rollout: RemoteSGLangEngine | None = None
         self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
+        self.evaluations: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -234,7 +239,9 @@ class Experiment:
             urls = [self.supervisor.start()]
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.groups.is_data_head:
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
+            rank = self.groups.data.rank
+            dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=[dead_letters])
             self.rollout.initialize(urls[0])
             self.workflow = make_workflow(config, self.tokenizer, config.generation)
             greedy = config.generation.new(greedy=True, n_samples=1)
@@ -364,7 +371,7 @@ class Experiment:
         reward = [0.0]
         if self.groups.is_main:
             workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-            reward = [float(self.rollout.rollout_batch(self.held_out, workflow)["rewards"].mean())]
+            reward = [float(self.rollout.evaluate(self.held_out, workflow).result()["rewards"].mean())]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 
@@ -379,12 +386,13 @@ class Experiment:
     def rollout_batch(self) -> TrajectoryBatch | None:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
 
-        Synchronous runs take each step's prompts in order. With max_staleness > 0 a head keeps further episodes in
-        flight, over its own share of the prompts: every `data.size`-th one.
+        Synchronous runs take each step's prompts in order. With max_staleness > 0, and where prompts may be replaced, a
+        head takes as many as it needs from its own share of the prompts: every `data.size`-th one.
         """
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
-        if self.config.rollout.max_staleness > 0:
+        options = self.config.rollout
+        if options.max_staleness > 0 or options.max_uniform_resamples > 0 or options.oversample > 1:
             if self.rollout is None:
                 return None
             return self.rollout.prepare_batch(self.own_prompts, self.workflow, last - first)
@@ -439,24 +447,38 @@ class Experiment:
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.
 
-        Before the first step, after the last, and between.
+        Before the first step, after the last, and between; an asynchronous run does not wait for those between, whose
+        replies may be of several versions then.
         """
         every, last = self.config.run.evaluate_every_steps, self.config.run.steps
         is_due = step in (0, last) or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):
             return
+        waits = self.config.rollout.max_staleness == 0 or step in (0, last)
         with self.timers("evaluate"):
             if self.groups.is_main:
-                batch = self.rollout.rollout_batch(self.held_out, self.evaluation_workflow)
-                rewards = batch["rewards"]
-                self.held_out_scores.append(float(rewards.mean()))
-                is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
-                name = "accuracy" if is_right_or_wrong else "reward/mean"
-                metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
-                samples = self.samples(batch, len(batch), self.held_out)
-                self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+                self.evaluations.append((step, self.rollout.evaluate(self.held_out, self.evaluation_workflow)))
+                self._log_evaluations(wait=waits)
+            if waits:
+                dist.barrier(group=self.groups.control)
+
+    def _log_evaluations(self, *, wait: bool) -> None:
+        """Log the evaluations that are done, in their order, or wait for all."""
+        while self.evaluations and (wait or self.evaluations[0][1].done()):
+            step, result = self.evaluations.popleft()
+            batch = result.result()
+            rewards = batch["rewards"]
+            self.held_out_scores.append(float(rewards.mean()))
+            is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
+            name = "accuracy" if is_right_or_wrong else "reward/mean"
+            metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
+            versions = trained_versions(batch)
+            if len(versions):
+                metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+            samples = self.samples(batch, len(batch), self.held_out)
+            self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+            if self.config.rollout.max_staleness == 0:
                 self.rollout.metrics()  # evaluation does not count as rollout
-            dist.barrier(group=self.groups.control)
 
     def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats], critic_stats: list[StepStats]) -> None:
         """Write the step's metrics. Means over the step's updates weigh trained tokens."""
@@ -477,6 +499,7 @@ class Experiment:
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
+            self._log_evaluations(wait=False)
             metrics |= self.rollout.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -46,6 +47,14 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
     """Return the policy versions of the trained tokens that have one, int64."""
     versions: Tensor = group["versions"]
     return versions[group["loss_mask"] & (versions >= 0)]
+
+
+def is_uniform(group: TrajectoryBatch) -> bool:
+    """True where all trajectories have the same reward, so that none is better than another."""
+    rewards: Tensor = group["rewards"]
+    if "rewards" in group.tokens:  # one per token: a trajectory's is the sum
+        rewards = torch.stack([part.sum() for part in rewards.split(group.lengths.tolist())])
+    return bool((rewards == rewards[0]).all())
 
 
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:

@@ -1,9 +1,12 @@
 """The executor with workflows that ask no server: order, admission, retries, and the ends of things."""
 
 import asyncio
+import dataclasses
 import itertools
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tensordict import TensorDict
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout import executor as executor_module
+from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
@@ -450,3 +454,68 @@ def test_groups_can_be_trained_however_old(with_late_group):
     batch = executor.prepare_batch(source, workflow, 2)
     assert batch["rewards"].tolist()[0] == 0 and batch["loss_mask"][:3].tolist() == [False, True, True]
     assert executor.tally.take()["rollout/staleness_max"] == 2
+
+
+def pair(*rewards):
+    return lambda data, _: [
+        dataclasses.replace(trajectory(data["n"]), reward=float(reward)) for reward in rewards[data["n"] % len(rewards)]
+    ]
+
+
+def test_groups_without_variance_are_replaced(make):
+    book = Book()
+    executor = make(events=[book], max_uniform_resamples=10)
+    workflow = Scripted(pair((1, 1), (0, 1), (0, 0)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert batch["input_ids"][::4].tolist() == [1, 4]
+    assert ("rejected", 0, "all rewards are equal") in book.lines
+    assert executor.tally.take()["rollout/episodes_uniform"] >= 2
+
+
+def test_task_without_any_variance_does_not_spin_for_ever(make):
+    executor, workflow = make(max_uniform_resamples=3), Scripted(pair((1, 1)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert len(batch) == 4, "the rest is trained as it is"
+    assert len(workflow.attempts) == 2 + 3 * 2
+    assert executor.tally.take()["rollout/episodes_uniform"] == 6
+
+
+def test_full_step_does_not_wait_for_the_slowest_but_the_next_one_does(make):
+    book = Book()
+    executor, workflow = make(events=[book], oversample=1.5), Scripted(one)
+    delays = {1: 0.3}
+    source = ({"n": n, "delay_s": delays.get(n, 0.02 if n < 3 else 0)} for n in itertools.count())
+    started = time.monotonic()
+    assert executor.prepare_batch(source, workflow, 2)["rewards"].tolist() == [0, 2]
+    assert time.monotonic() - started < 0.25
+    assert ("requeued", 1, "the step was full") in book.lines
+    executor.engine.version = 1
+    assert 1 in executor.prepare_batch(source, workflow, 2)["rewards"], "it is not passed over twice"
+    assert book.of(1) == ["queued", "started", "requeued", "started", "accepted"]
+
+
+def test_evaluation_runs_beside_training_without_pausing_it(make):
+    executor, workflow, scored = make(max_concurrent_episodes=3, max_staleness=1), Scripted(one), Scripted(one)
+    source = ({"n": n, "delay_s": 0.02} for n in itertools.count())
+    evaluation = executor.thread.submit(executor.executor.evaluate(prompts(*range(5), delay_s=0.05), scored))
+    for version in range(6):
+        executor.engine.version = version
+        executor.prepare_batch(source, workflow, 2)
+    batch = evaluation.result(timeout=5)
+    assert batch["rewards"].tolist() == [0, 1, 2, 3, 4]
+    assert workflow.most_running >= 2 and scored.most_running >= 1
+    time.sleep(0.1)
+    assert executor.tally.take()["rollout/episodes_accepted"] == len(workflow.attempts), "evaluations do not count"
+
+
+def test_failed_prompts_are_listed_with_their_error(make, tmp_path):
+    def act(data, _):
+        if data["n"] == 1:
+            raise ZeroDivisionError("in the verifier")
+        return one(data, 1)
+
+    executor = make(events=[DeadLetters(tmp_path / "dead_letters.jsonl")], episode_attempts=2)
+    executor.rollout_batch(prompts(0, 1, source=Path("data")), Scripted(act))
+    (letter,) = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
+    assert letter["prompt"]["n"] == 1 and letter["prompt"]["source"] == "data"
+    assert letter["error"] == "ZeroDivisionError: in the verifier" and "in act" in letter["traceback"]

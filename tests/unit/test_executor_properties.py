@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -26,14 +27,14 @@ from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.unit.simulated_time import Deadlock, simulate
 
 SECONDS = st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0, 10.0, 50.0])  # equal ones often: things happen at once
-ENDS = st.one_of(st.just("group"), st.sampled_from(["group", "none", "error", "refusal"]))
-worlds_examples = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+ENDS = st.one_of(st.just("group"), st.sampled_from(["group", "uniform", "none", "error", "refusal"]))
+worlds_examples = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
 # A prompt's last event -> what may follow it.
 FOLLOWERS = {
     None: {"queued"},
     "queued": {"started"},
-    "started": {"accepted", "rejected", "dead_lettered"},
+    "started": {"accepted", "rejected", "dead_lettered", "requeued"},
     "accepted": {"consumed", "requeued"},
     "requeued": {"started"},
     "consumed": set(),
@@ -53,13 +54,25 @@ class World:
     """Of the k-th try of any episode: the seconds that each of its tokens takes, and how it ends."""
     steps: list[tuple[float, bool]]
     """Seconds of training, and whether the policy changes."""
+    evaluates: bool
+    oversample: float
+    resamples: int
+
+    @property
+    def most_present(self):
+        """Groups that may be running or waiting at once."""
+        return self.eta * self.groups + math.ceil(self.groups * self.oversample)
 
 
 @st.composite
 def worlds(draw):
+    eta = draw(st.integers(0, 4))
     return World(
         max_concurrent=draw(st.integers(1, 12)),
-        eta=draw(st.integers(0, 4)),
+        eta=eta,
+        evaluates=draw(st.booleans()),
+        oversample=1.0 if eta else draw(st.sampled_from([1.0, 1.5, 2.0])),
+        resamples=draw(st.integers(0, 2)),
         groups=draw(st.integers(1, 5)),
         stale=draw(st.sampled_from(["drop", "mask"])),
         attempts=draw(st.integers(1, 3)),
@@ -83,10 +96,12 @@ class Servers(RolloutWorkflow):
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         versions = []
-        for seconds in durations:
-            versions.append(self.version)  # a token is as old as the weights it was begun with
-            await asyncio.sleep(seconds)
-        self.running -= 1
+        try:
+            for seconds in durations:
+                versions.append(self.version)  # a token is as old as the weights it was begun with
+                await asyncio.sleep(seconds)
+        finally:
+            self.running -= 1
         if end == "error":
             raise OSError("the verifier broke")
         if end == "refusal":
@@ -99,7 +114,7 @@ class Servers(RolloutWorkflow):
                 loss_mask=torch.tensor([False] + [True] * len(versions)),
                 logprobs=torch.zeros(1 + len(versions)),
                 versions=torch.tensor([-1, *versions]),
-                reward=float(reply),
+                reward=float(reply) if end == "group" else 1.0,
             )
             for reply in range(2)
         ]
@@ -110,8 +125,8 @@ class Ledger(RolloutEvents):
     """Where every prompt is; each event is checked against the one before."""
 
     most_present: int
-    """Groups that may be running or waiting at once."""
     last: dict[int, str] = field(default_factory=dict)
+    recalled: set[int] = field(default_factory=set)
 
     def note(self, episode, event):
         n = episode.data["n"]
@@ -123,9 +138,9 @@ class Ledger(RolloutEvents):
         return sum(states[event] for event in events)
 
     def has_room(self, world, steps_ahead):
-        """Whether a slot and the staleness bound have room for one more episode."""
+        """Whether, where no evaluation takes any, a slot and the staleness bound have room for one more episode."""
         running, present = self.count("started"), self.count("started", "accepted")
-        return running < world.max_concurrent and present < steps_ahead * world.groups
+        return not world.evaluates and running < world.max_concurrent and present < steps_ahead * world.groups
 
     def queued(self, episode):
         self.note(episode, "queued")
@@ -139,6 +154,9 @@ class Ledger(RolloutEvents):
 
     def requeued(self, episode, why):
         self.note(episode, "requeued")
+        if why == "the step was full":
+            assert episode.data["n"] not in self.recalled, "a prompt was passed over twice"
+            self.recalled.add(episode.data["n"])
 
     def consumed(self, episodes, version):
         for episode in episodes:
@@ -156,6 +174,8 @@ def executor_of(world, servers, ledger):
         max_concurrent_episodes=world.max_concurrent,
         max_staleness=world.eta,
         stale=world.stale,
+        oversample=world.oversample,
+        max_uniform_resamples=world.resamples,
         episode_attempts=world.attempts,
     )
     return RolloutExecutor(servers, config, Tally(), [ledger])
@@ -184,7 +204,7 @@ def is_excuse(error):
 @worlds_examples
 @given(worlds())
 def test_asynchronous_training_keeps_every_promise(world):
-    servers, ledger, consumed = Servers(world), Ledger(most_present=(world.eta + 1) * world.groups), []
+    servers, ledger, consumed = Servers(world), Ledger(world.most_present), []
     executor = executor_of(world, servers, ledger)
     taken = itertools.count()
     source = ({"n": n} for n in taken)
@@ -193,6 +213,8 @@ def test_asynchronous_training_keeps_every_promise(world):
         for seconds, is_applied in world.steps:
             batch = await executor.prepare_batch(source, servers, world.groups)
             consumed.extend(check_batch(batch, world, servers, ledger))
+            if world.evaluates:
+                evaluations.append(asyncio.ensure_future(executor.evaluate([{"n": -1}] * world.groups, servers)))
             await asyncio.sleep(seconds)
             waiting = ledger.count("queued", "requeued")
             assert not (waiting and ledger.has_room(world, steps_ahead=world.eta)), "work lies while servers idle"
@@ -200,7 +222,11 @@ def test_asynchronous_training_keeps_every_promise(world):
             executor.notice_version()
             if world.eta > 0 and all(end == "group" for _, end in world.episodes):
                 assert not ledger.has_room(world, steps_ahead=world.eta + is_applied), "new weights start new work"
+        # However full training kept the servers, evaluations come to their end, or to nothing where none succeeded.
+        for outcome in await asyncio.gather(*evaluations, return_exceptions=True):
+            assert isinstance(outcome, TrajectoryBatch) or "evaluate: none of" in str(outcome)
 
+    evaluations = []
     try:
         simulate(train())
     except RuntimeError as error:
@@ -214,7 +240,7 @@ def test_asynchronous_training_keeps_every_promise(world):
 @worlds_examples
 @given(worlds(), st.integers(1, 12))
 def test_submitted_episodes_all_come_back(world, count):
-    servers, ledger = Servers(world), Ledger(most_present=count)
+    servers, ledger = Servers(world), Ledger(count)
     executor = executor_of(world, servers, ledger)
     come = []
 
@@ -243,7 +269,7 @@ def test_submitted_episodes_all_come_back(world, count):
 @given(worlds(), st.floats(0, 100))
 def test_end_of_the_world_wakes_who_waits_and_ends_every_episode(world, seconds):
     servers = Servers(world)
-    executor = executor_of(world, servers, Ledger(most_present=10**9))
+    executor = executor_of(world, servers, Ledger(10**9))
 
     async def train():
         asyncio.get_running_loop().call_later(seconds, executor.fail, "the server died")
@@ -267,7 +293,7 @@ def test_end_of_the_world_wakes_who_waits_and_ends_every_episode(world, seconds)
 @worlds_examples
 @given(worlds())
 def test_restored_groups_are_trained_or_sampled_again_once(world):
-    servers, ledger, consumed = Servers(world), Ledger(most_present=(world.eta + 1) * world.groups), []
+    servers, ledger, consumed = Servers(world), Ledger(world.most_present), []
     servers.version = len(world.steps)
     executor = executor_of(world, servers, ledger)
     source = ({"n": n} for n in itertools.count(len(world.episodes)))
