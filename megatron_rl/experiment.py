@@ -12,7 +12,9 @@ import inspect
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
+from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -180,6 +184,7 @@ class Experiment:
         self.rollout: RemoteSGLangEngine | None = None
         self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
+        self.evaluations: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +256,10 @@ class Experiment:
             urls = [self.supervisor.start()]
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.groups.is_data_head:
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=self.books.events)
+            rank = self.groups.data.rank
+            dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
+            events = [*self.books.events, dead_letters]
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events)
             self.rollout.initialize(urls[0])
             self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)
@@ -326,8 +334,9 @@ class Experiment:
         else:
             self.warm_start()
         self.publish()
-        if not self.resumed_from:  # a checkpoint is written after its step's evaluation
-            self.evaluate(step=0)
+        # A checkpoint is written after its step's evaluation has begun, which may not have ended.
+        if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
+            self.evaluate(step=self.first_step)
         self.timers.snapshot()  # starting up is not part of the first step
 
     def _continue_from(self, path: Path) -> None:
@@ -379,7 +388,7 @@ class Experiment:
         self.log_file.sync()
         self.books.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
-        state |= self.books.state_dict()
+        state |= {"evaluating": [begun for begun, _ in self.evaluations]} | self.books.state_dict()
         self.checkpoints.start(step, self._trained, state, in_background=in_background)
 
     def _stop_after(self, step: int) -> None:
@@ -484,7 +493,7 @@ class Experiment:
         reward = [0.0]
         if self.groups.is_main:
             workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-            reward = [float(self.rollout.rollout_batch(self.held_out, workflow)["rewards"].mean())]
+            reward = [float(self.rollout.evaluate(self.held_out, workflow).result()["rewards"].mean())]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 
@@ -519,12 +528,12 @@ class Experiment:
     def rollout_batch(self) -> TrajectoryBatch | None:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
 
-        Synchronous runs take each step's prompts in order. With max_staleness > 0 a head keeps further episodes in
-        flight, over its own share of the prompts, which its ledger hands out.
+        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
+        many as it needs from its own share of the prompts, which its ledger hands out.
         """
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
-        if self.config.rollout.max_staleness > 0:
+        if not self.config.rollout.takes_prompts_in_order:
             if self.rollout is None:
                 return None
             return self.rollout.prepare_batch(self.books.ledger, self.workflow, last - first)
@@ -579,24 +588,38 @@ class Experiment:
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.
 
-        Before the first step, after the last, and between.
+        Before the first step, after the last, and between; an asynchronous run does not wait for those between, whose
+        replies may be of several versions then.
         """
         every, last = self.config.run.evaluate_every_steps, self.config.run.steps
         is_due = step in (0, last) or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):
             return
+        waits = self.config.rollout.max_staleness == 0 or step in (0, last)
         with self.timers("evaluate"):
             if self.groups.is_main:
-                batch = self.rollout.rollout_batch(self.held_out, self.evaluation_workflow)
-                rewards = batch["rewards"]
-                self.held_out_scores.append(float(rewards.mean()))
-                is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
-                name = "accuracy" if is_right_or_wrong else "reward/mean"
-                metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
-                samples = self.samples(batch, len(batch), self.held_out)
-                self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+                self.evaluations.append((step, self.rollout.evaluate(self.held_out, self.evaluation_workflow)))
+                self._log_evaluations(wait=waits)
+            if waits:
+                dist.barrier(group=self.groups.control)
+
+    def _log_evaluations(self, *, wait: bool) -> None:
+        """Log the evaluations that are done, in their order, or wait for all."""
+        while self.evaluations and (wait or self.evaluations[0][1].done()):
+            step, result = self.evaluations.popleft()
+            batch = result.result()
+            rewards = batch["rewards"]
+            self.held_out_scores.append(float(rewards.mean()))
+            is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
+            name = "accuracy" if is_right_or_wrong else "reward/mean"
+            metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
+            versions = trained_versions(batch)
+            if len(versions):
+                metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+            samples = self.samples(batch, len(batch), self.held_out)
+            self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+            if self.config.rollout.max_staleness == 0:
                 self.rollout.metrics()  # evaluation does not count as rollout
-            dist.barrier(group=self.groups.control)
 
     def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
         """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""
@@ -642,6 +665,7 @@ class Experiment:
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
+            self._log_evaluations(wait=False)
             metrics |= self.rollout.metrics() | self.books.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))

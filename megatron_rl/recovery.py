@@ -221,7 +221,7 @@ class RolloutBooks:
     def __init__(
         self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
     ) -> None:
-        self.prompts, self.groups, self.max_staleness = prompts, groups, config.rollout.max_staleness
+        self.prompts, self.groups, self.options = prompts, groups, config.rollout
         self.folder = Path(config.run.folder) / journal.FOLDER
         life = [journal.next_life(self.folder)]
         dist.broadcast_object_list(life, src=0, group=groups.control)
@@ -237,17 +237,18 @@ class RolloutBooks:
         stamp = {"life": life[0], "version": state["version"], "fingerprint": fingerprint(config)}
         self.journal = RolloutJournal(self.folder, head=groups.data.rank, first_step=state["step"], **stamp)
         if resumed is not None:
-            self.replay = Replay(self.folder, max_staleness=self.max_staleness, **stamp)
+            self.replay = Replay(self.folder, max_staleness=self.options.max_staleness, **stamp)
 
     def _take_prompts_from(self, state: dict[str, Any]) -> None:
-        if state["ledgers"] and self.max_staleness == 0:
+        if state["ledgers"] and self.options.takes_prompts_in_order:
             raise ValueError(
-                "rollout.max_staleness = 0: the checkpoint is of an asynchronous run, whose prompts in flight a "
-                "synchronous one would leave out; resume it with max_staleness above 0."
+                f"rollout.max_staleness = {self.options.max_staleness}: the checkpoint's run samples prompts ahead or "
+                f"replaces them, and one that takes them in order would leave out those under way; resume it with its "
+                f"own max_staleness, max_uniform_resamples and oversample."
             )
         self.prompts.load_state_dict(state["prompts"])
-        of_synchronous_run = [{"open": [], "next": self.prompts.number, "size": 1}]
-        self.ledger.load_state_dicts(state["ledgers"] or of_synchronous_run)
+        in_order = [{"open": [], "next": self.prompts.number, "size": 1}]
+        self.ledger.load_state_dicts(state["ledgers"] or in_order)
 
     @property
     def events(self) -> list[RolloutEvents]:
@@ -272,10 +273,10 @@ class RolloutBooks:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the prompts, the same on all ranks.
 
-        The ledgers of all data heads; none of a synchronous run, which takes its prompts in order.
+        The ledgers of all data heads; none of a run that takes its prompts in order.
         """
         prompts, ledger = self._noted
-        if self.max_staleness == 0:
+        if self.options.takes_prompts_in_order:
             return {"prompts": prompts, "ledgers": []}
         states: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(states, ledger if self.groups.is_data_head else None, group=self.groups.control)
@@ -286,7 +287,7 @@ class RolloutBooks:
         if self.journal is not None:
             self.journal.begin_file()
         if self.groups.is_main:
-            journal.drop_files_before(self.folder, oldest_checkpoint - self.max_staleness - 1)
+            journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
 
     def close(self) -> None:
         if self.journal is not None:

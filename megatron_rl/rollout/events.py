@@ -22,6 +22,8 @@ class Episode:
     workflow: RolloutWorkflow
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True
+    is_late: bool = False
+    """A step was full before it had ended."""
     outcome: asyncio.Future[Outcome] | None = None
     """Where somebody waits for this very episode."""
 

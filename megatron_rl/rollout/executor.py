@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
-from megatron_rl.rollout.groups import as_group, join_groups, trained_versions
+from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.tally import Tally
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
+MOST_FAILED, MOST_REJECTED = 10, 100
+"""Failed and rejected prompts for each group of a batch, after which it is given up: they would use up the data set."""
 
 
 @dataclass(kw_only=True)
@@ -37,6 +40,14 @@ class Finished:
 
     episode: Episode
     group: TrajectoryBatch
+    versions: range
+    """From the oldest trained token's policy version to the newest's; empty where none has one."""
+
+    @classmethod
+    def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
+        versions = trained_versions(group)
+        ends = range(int(versions.min()), int(versions.max()) + 1) if len(versions) else range(0)
+        return cls(episode=episode, group=group, versions=ends)
 
 
 class RolloutExecutor:
@@ -49,12 +60,14 @@ class RolloutExecutor:
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
+        self._evaluations: deque[Episode] = deque()
         self._finished: list[Finished] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Episode] = {}
+        self._resamples = 0
         self._progress = asyncio.Event()
         self._submitted = 0
         self._batches_at: tuple[int, int] = (-1, 0)
-        self._failed = self._rejected = 0  # since the last batch, of those that the gate admitted
+        self._failed = self._rejected = 0  # since the last batch, of admitted episodes
         self._first_error: BaseException | None = None
         self._fatal: str | None = None
 
@@ -71,10 +84,10 @@ class RolloutExecutor:
 
         Before the first batch. Not reported as accepted: whoever has it knows.
         """
-        self._finished.append(Finished(episode=self._new_episode(data, workflow), group=group))
+        self._finished.append(Finished.of(self._new_episode(data, workflow), group))
 
     async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return `count` groups in the order they finish.
+        """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
 
         TimeoutError leaves them where they are. RuntimeError if so few episodes remain that `count` cannot be reached.
         """
@@ -91,24 +104,47 @@ class RolloutExecutor:
     ) -> TrajectoryBatch:
         """Return the next `count` groups, and leave in flight as many more as the staleness bound admits.
 
-        With max_staleness 0 exactly `count` episodes exist at a time, and the batch is in the order of the prompts.
+        With max_staleness 0 exactly `count` episodes exist at a time, or with `oversample` so many times as much, and
+        the batch is in the order of the prompts.
         """
-        self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished))
+        surplus = math.ceil(count * self._config.oversample) - count
+        self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
+        self._resamples = count * self._config.max_uniform_resamples
+
+        # One step's prompts more than there is room for: they start as soon as the next version makes room.
+        spare = count if self._config.max_staleness > 0 else 0
 
         def refill() -> None:
-            wanted = self._gate.room(self._engine.get_version()) - len(self._queue)
+            wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
             for data in itertools.islice(prompts, max(0, wanted)):
                 self._enqueue(data, workflow)
 
-        return await self._collect(count, refill=refill, in_order=self._config.max_staleness == 0)
+        batch = await self._collect(count, refill=refill, in_order=self._config.max_staleness == 0)
+        if surplus:
+            self._recall()
+        return batch
 
     async def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
         """Run one episode per prompt now, whatever the gate says, and return the groups in the order of `data`.
 
         Rejected and failed episodes are left out. RuntimeError if all failed, from the first cause.
         """
+        return self._consume(await self._run_together("rollout_batch", self._asked, data, workflow))
+
+    async def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
+        """The same beside training's episodes: in the slots that these leave, and in one for sure.
+
+        The groups may be of several versions, and are not reported, aged or consumed.
+        """
+        finished = await self._run_together("evaluate", self._evaluations, data, workflow)
+        return join_groups([entry.group for entry in finished])
+
+    async def _run_together(
+        self, call: str, line: deque[Episode], data: list[dict[str, Any]], workflow: RolloutWorkflow
+    ) -> list[Finished]:
+        """Run one episode per prompt, started from `line`, and return the accepted ones in the order of `data`."""
         if not data:
-            raise ValueError("rollout_batch: data = []; give at least one prompt.")
+            raise ValueError(f"{call}: data = []; give at least one prompt.")
         self._raise_if_fatal()
         version = self._engine.get_version()
         batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
@@ -119,29 +155,27 @@ class RolloutExecutor:
                 number=number,
                 data={"sample_key": f"version {version} {sample_key(prompt, f'batch {batch} {number}')}"} | prompt,
                 workflow=workflow,
+                is_training=line is not self._evaluations,
                 outcome=loop.create_future(),
             )
             for number, prompt in enumerate(data)
         ]
         for episode in episodes:
-            for events in self._events:
+            for events in self._observers(episode):
                 events.queued(episode)
-        self._asked.extend(episodes)
+        line.extend(episodes)
         self._start()
         outcomes = await asyncio.gather(*(episode.outcome for episode in episodes if episode.outcome is not None))
-        accepted = [
-            (episode, outcome.group)
-            for episode, outcome in zip(episodes, outcomes, strict=True)
-            if outcome.group is not None
-        ]
+        pairs = zip(episodes, outcomes, strict=True)
+        accepted = [Finished.of(episode, outcome.group) for episode, outcome in pairs if outcome.group is not None]
         if not accepted:
             errors = [outcome.error for outcome in outcomes if outcome.error is not None]
             raise RuntimeError(
-                f"rollout_batch: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
+                f"{call}: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
                 f"{self._config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
                 + (f"; the first error was {type(errors[0]).__name__}: {errors[0]}" if errors else ".")
             ) from (errors[0] if errors else None)
-        return self._consume([Finished(episode=episode, group=group) for episode, group in accepted])
+        return accepted
 
     def notice_version(self) -> None:
         """The policy version rose: start what the gate admits now."""
@@ -150,10 +184,10 @@ class RolloutExecutor:
     def fail(self, message: str) -> None:
         """Make every waiting and later call raise RuntimeError(message): the world cannot go on."""
         self._fatal = self._fatal or message
-        for task in self._tasks:
+        for task in self._running:
             task.cancel()
-        while self._asked:
-            self._abandon(self._asked.popleft())
+        for episode in [*self._asked, *self._evaluations]:
+            self._abandon(episode)
         self._progress.set()
 
     # -- prompts
@@ -176,34 +210,88 @@ class RolloutExecutor:
     # -- finished groups
 
     async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
-        while True:
-            self._raise_if_fatal()
-            if len(self._finished) >= count:
-                break
-            if self._failed >= count and not self._finished:
-                # Without this, a broken reward function would burn the whole data set.
-                raise RuntimeError(
-                    f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and none "
-                    f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
-                ) from self._first_error
-            refill()
-            self._start()
-            left = len(self._finished) + self._gate.running + len(self._queue)
-            if left < count:
-                raise RuntimeError(
-                    f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
-                    f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
-                ) from self._first_error
-            self._progress.clear()
-            await self._progress.wait()
+        try:
+            while True:
+                self._raise_if_fatal()
+                self._requeue_stale()
+                refill()
+                self._start()
+                # A prompt that an earlier step did not wait for is not passed over twice.
+                if len(self._finished) >= count and not any(e.is_late for e in self._running.values()):
+                    break
+                self._raise_if_hopeless(count)
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._failed, self._rejected, self._first_error = 0, 0, None
+        # The oldest first, or they might be too old for the next batch; of one age in the order of finishing.
+        self._finished.sort(key=lambda finished: (not finished.episode.is_late, finished.versions.start))
         taken, self._finished = self._finished[:count], self._finished[count:]
-        self._failed, self._rejected, self._first_error = 0, 0, None
         if in_order:
             taken.sort(key=lambda finished: finished.episode.number)
         return self._consume(taken)
 
+    def _raise_if_hopeless(self, count: int) -> None:
+        """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
+        if self._failed >= count * (MOST_FAILED if self._finished else 1):
+            raise RuntimeError(
+                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
+                f"{len(self._finished) or 'none'} succeeded; the first error was "
+                f"{type(self._first_error).__name__}: {self._first_error}"
+            ) from self._first_error
+        if self._rejected >= MOST_REJECTED * count:
+            raise RuntimeError(
+                f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
+                f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
+            )
+        left = len(self._finished) + self._gate.running + len(self._queue)
+        if left < count:
+            raise RuntimeError(
+                f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
+                f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
+            ) from self._first_error
+
+    def _requeue_stale(self) -> None:
+        """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""
+        oldest_allowed = self._engine.get_version() - self._config.max_staleness
+        kept, dropped = [], []
+        for finished in self._finished:
+            versions = finished.versions
+            # A group of which masking would leave nothing is dropped as well.
+            decides = {"drop": versions.start, "mask": versions.stop - 1, "keep": oldest_allowed}[self._config.stale]
+            (dropped if versions and decides < oldest_allowed else kept).append(finished)
+        self._finished = kept
+        for _ in dropped:
+            self._gate.take_back()
+        self._tally.add(stale=len(dropped))
+        why = f"its group holds tokens of versions before {oldest_allowed}"
+        self._requeue([finished.episode for finished in dropped], why)
+
+    def _recall(self) -> None:
+        """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
+        recalled = [(task, episode) for task, episode in self._running.items() if episode.outcome is None]
+        for task, episode in recalled:
+            del self._running[task]  # whatever it still returns is nobody's
+            task.cancel()
+            episode.is_late = True
+            self._gate.finish(accepted=False)
+        self._requeue([episode for _, episode in recalled], "the step was full")
+
+    def _requeue(self, episodes: list[Episode], why: str) -> None:
+        """Put them, in this order, before the rest of the queue."""
+        for episode in reversed(episodes):
+            episode.queued_s = time.monotonic()
+            self._queue.appendleft(episode)
+        for episode in episodes:
+            for events in self._events:
+                events.requeued(episode, why)
+
     def _consume(self, taken: list[Finished]) -> TrajectoryBatch:
         version = self._engine.get_version()
+        if self._config.stale == "mask":
+            for finished in taken:
+                masked = mask_older(finished.group, version - self._config.max_staleness)
+                self._tally.add(masked_tokens=masked)
         batch = join_groups([finished.group for finished in taken])
         ages = version - trained_versions(batch)
         if len(ages):
@@ -216,28 +304,42 @@ class RolloutExecutor:
     # -- episodes
 
     def _start(self) -> None:
-        """Start what there is room for: first what somebody waits for, then the queue."""
+        """Start what there is room for: first what somebody waits for, then the queue, then evaluations."""
         while self._fatal is None and self._asked and self._gate.slots > 0:
             self._launch(self._asked.popleft())
-        while self._fatal is None and self._queue and self._gate.capacity(self._engine.get_version()) > 0:
+        while self._fatal is None and self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
             self._launch(self._queue.popleft())
+        while self._fatal is None and self._evaluations and self._gate.slots > 0:
+            self._launch(self._evaluations.popleft())
+
+    @property
+    def _kept_free(self) -> int:
+        """Slots that the queue leaves to evaluations: one, so that they come to an end however full the queue is."""
+        is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
+        return int(is_waiting and self._config.max_concurrent_episodes > 1)
+
+    def _observers(self, episode: Episode) -> Sequence[RolloutEvents]:
+        return self._events if episode.is_training else ()
 
     def _launch(self, episode: Episode) -> None:
         self._gate.start(is_admitted=episode.outcome is None)
-        for events in self._events:
+        for events in self._observers(episode):
             events.started(episode)
         task = asyncio.get_running_loop().create_task(self._fly(episode))
-        self._tasks.add(task)
+        self._running[task] = episode
         task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._running.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:  # of an observer: episodes' own are kept
             self.fail(f"rollout: {type(error).__name__}: {error}")
 
     async def _fly(self, episode: Episode) -> None:
+        task = asyncio.current_task()
         try:
             outcome = await self._run(episode)
+            if task is None or self._running.pop(task, None) is None:
+                return  # recalled
             self._book(episode, outcome)
         except BaseException:
             self._abandon(episode)
@@ -253,34 +355,47 @@ class RolloutExecutor:
 
     def _book(self, episode: Episode, outcome: Outcome) -> None:
         """Count how an episode ended, and keep the group of one that the gate admitted."""
-        is_admitted, group, error = episode.outcome is None, outcome.group, outcome.error
+        is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
+        if group is None and error is None:
+            why = "the workflow returned None"
+        elif is_admitted and group is not None and self._resamples > 0 and is_uniform(group):
+            self._resamples -= 1
+            self._tally.add(uniform=1)
+            group, why = None, "all rewards are equal"
         self._gate.finish(is_admitted=is_admitted, accepted=group is not None)
+        observers = self._observers(episode)
+        if not episode.is_training:
+            return
         if group is not None:
             self._tally.add(accepted=1)
-            for events in self._events:
-                events.accepted(episode, group)
             if is_admitted:
-                self._finished.append(Finished(episode=episode, group=group))
+                self._finished.append(Finished.of(episode, group))
+            for events in observers:
+                events.accepted(episode, group)
         elif error is None:
             self._tally.add(rejected=1)
             self._rejected += is_admitted
-            for events in self._events:
-                events.rejected(episode, "the workflow returned None")
+            for events in observers:
+                events.rejected(episode, why)
         else:
             logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
             self._tally.add(failed=1)
             if is_admitted:
                 self._failed += 1
                 self._first_error = self._first_error or error
-            for events in self._events:
+            for events in observers:
                 events.dead_lettered(episode, error)
 
     async def _run(self, episode: Episode) -> Outcome:
         """Run one episode to its end; never raises but when cancelled."""
-        self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        if episode.is_training:
+            self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         for attempt in range(1, self._config.episode_attempts + 1):
+            version = self._engine.get_version()
             try:
-                return Outcome(group=as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data))))
+                group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
+                refuse_older(group, version)
+                return Outcome(group=group)
             except RequestRefused as refusal:
                 return Outcome(error=refusal)
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -46,3 +47,32 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
     """Return the policy versions of the trained tokens that have one, int64."""
     versions: Tensor = group["versions"]
     return versions[group["loss_mask"] & (versions >= 0)]
+
+
+def is_uniform(group: TrajectoryBatch) -> bool:
+    """True where all trajectories have the same reward, so that none is better than another."""
+    rewards: Tensor = group["rewards"]
+    if "rewards" in group.tokens:  # one per token: a trajectory's is the sum
+        rewards = torch.stack([part.sum() for part in rewards.split(group.lengths.tolist())])
+    return bool((rewards == rewards[0]).all())
+
+
+def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
+    """Clear the loss mask of tokens that an older version sampled; return how many there were."""
+    versions, mask = group["versions"], group["loss_mask"]
+    old = mask & (versions >= 0) & (versions < oldest_allowed)
+    group.tokens["loss_mask"] = mask & ~old
+    return int(old.sum())
+
+
+def refuse_older(group: TrajectoryBatch | None, version: int) -> None:
+    """Raise RuntimeError for tokens from before `version`, which was published before the episode began.
+
+    They would be sampled again and again: no later try is younger.
+    """
+    versions = trained_versions(group) if group is not None else ()
+    if len(versions) and (oldest := int(versions.min())) < version:
+        raise RuntimeError(
+            f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "
+            f"server did not get the weights, or the workflow writes versions of its own."
+        )

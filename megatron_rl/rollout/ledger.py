@@ -1,4 +1,4 @@
-"""Which prompts a data head of an asynchronous run has handed out and not heard the end of.
+"""Which prompts a data head has handed out and not heard the end of, where they are not taken strictly in order.
 
 With it a resumed run, of any number of data heads, takes up every prompt exactly once: those that were open, then those
 that come next.

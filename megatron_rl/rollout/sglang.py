@@ -210,6 +210,9 @@ class RemoteSGLangEngine(InferenceEngine):
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
         return self._running_thread().run(self._executor.rollout_batch(data, workflow))
 
+    def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
+        return self._running_thread().submit(self._executor.evaluate(data, workflow))
+
     def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:

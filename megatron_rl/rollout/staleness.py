@@ -16,6 +16,8 @@ class AdmissionGate:
     max_staleness: int
     groups_per_step: int | None = None
     """Groups that one step consumes; None bounds concurrency only."""
+    surplus: int = 0
+    """Groups that may be sampled beyond the bound; a step that is full does without the last ones."""
     accepted: int = 0
     """Groups of this run, taken or waiting to be."""
     running: int = 0
@@ -34,19 +36,19 @@ class AdmissionGate:
         """
         if self.groups_per_step is None:
             return self.max_concurrent
-        return (self.max_staleness + version + 1) * self.groups_per_step - (self.accepted + self.running)
+        return (self.max_staleness + version + 1) * self.groups_per_step + self.surplus - (self.accepted + self.running)
 
     def capacity(self, version: int) -> int:
         """Return how many episodes may start now; 0 or less is none."""
         return min(self.slots, self.room(version))
 
-    def begin_step(self, groups: int, version: int, waiting: int) -> None:
-        """A step will take so many groups; `waiting` are finished and not taken.
+    def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
+        """A step will take so many groups; `waiting` are finished and not taken, `surplus` more may run beside them.
 
         All earlier steps count as taken in full: of a resumed run, and where an update was skipped and left the version
         as it was.
         """
-        self.groups_per_step = groups
+        self.groups_per_step, self.surplus = groups, surplus
         self.accepted = version * groups + waiting
 
     def start(self, *, is_admitted: bool = True) -> None:
@@ -57,3 +59,7 @@ class AdmissionGate:
         self.running -= is_admitted
         self.others -= not is_admitted
         self.accepted += accepted and is_admitted
+
+    def take_back(self) -> None:
+        """A group that was accepted is dropped after all."""
+        self.accepted -= 1

@@ -46,10 +46,11 @@ class Tally:
             self._accrue()
             sums, self._sums = self._sums, defaultdict(float)
             most, self._most = self._most, {}
-        counts = ("accepted", "rejected", "failed", "retried")
+        counts = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
         metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
         metrics |= {
             "rollout/generated_tokens": sums["tokens"],
+            "rollout/masked_tokens": sums["masked_tokens"],
             "rollout/interruptions": sums["interruptions"],
             "rollout/request_retries": sums["request_retries"],
         }

@@ -14,12 +14,14 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ranks import fork
 from training_runs import COUNT, ROOT, steps_of
@@ -40,9 +42,10 @@ SMALL = (
 )
 MODES = {
     "synchronous": (),
-    "asynchronous": ("batch.updates_per_step=1", "rollout.max_staleness=2", "algo.behavior_weight_cap=5"),
+    "asynchronous": ("batch.updates_per_step=1", "rollout.max_staleness=2", "correction.weight=mask"),
 }
-PLACES = ("in a checkpoint", "in a step", "at the start")
+PLACES = ("in a checkpoint", "in a step", "in a checkpoint", "in a step", "at the start")
+"""Where the kills of a run fall, in turn."""
 
 
 @dataclass(kw_only=True)
@@ -72,18 +75,32 @@ def experiment(overrides: tuple[str, ...]) -> None:
     train(load_config(COUNT, list(overrides)), resume="auto")
 
 
+def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path) -> list[int]:
+    """Start `run(overrides)` on every rank of a world; return the pids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    places = [shared | {"MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+    def rank(place: dict[str, str]) -> None:
+        os.environ |= place
+        run(overrides)
+
+    return [fork(rank, place, output) for place in places]
+
+
 def run_to_the_end(folder: Path, overrides: tuple[str, ...]) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(fork(experiment, overrides, folder / "output.txt"), 0)[1])
     assert code == 0, (folder / "output.txt").read_text()
 
 
 def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
-    """Run to the end, killed `kills` times on the way; `settings` name the server and the kept warm start."""
+    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the kept warm start."""
     folder.mkdir(parents=True)
     overrides = (f"run.folder={folder}", *settings, *SMALL, *MODES[mode])
     places, resumed = [], []
-    for _ in range(kills):
-        place = chance.choices(PLACES, weights=(5, 4, 1))[0]
+    for place in PLACES[:kills]:
         pid = fork(experiment, overrides, folder / "output.txt")
         is_alive = wait_for(place, folder, pid, chance)
         if is_alive:
@@ -145,9 +162,9 @@ def logged(folder: Path) -> list[str]:
 
 def do_the_books(folder: Path) -> tuple[int, int]:
     """Return how many prompts were lost and how many trained more than once."""
-    batches = dict(consumed_by_step(folder / JOURNAL))
-    trained = [tuple(prompt) for prompts in batches.values() for prompt in prompts]
-    assert sorted(batches) == list(range(STEPS)), f"batches of the steps {sorted(batches)}"
+    batches = list(consumed_by_step(folder / JOURNAL))
+    trained = [tuple(prompt) for _, prompts in batches for prompt in prompts]
+    assert {step for step, _ in batches} == set(range(STEPS)), f"batches of the steps {[step for step, _ in batches]}"
     state = json.loads((folder / "checkpoints" / f"step-{STEPS}" / "run.json").read_text())
     prompts = PromptIterator(count_ones("train"), seed=1)
     place_of = lambda n: (prompts.at(n)["epoch"], prompts.at(n)["prompt_index"])  # noqa: E731
@@ -177,7 +194,7 @@ def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
             done, number = 0, itertools.count()
             while done < wanted:
                 target = folder / f"{mode}-{next(number)}"
-                result = trial(target, mode, min(5, wanted - done), settings, chance)
+                result = trial(target, mode, min(len(PLACES), wanted - done), settings, chance)
                 if mode == "synchronous":
                     result.is_same = losses(target) == expected
                 done += len(result.kills)

@@ -7,8 +7,7 @@ import sys
 import time
 
 import pytest
-from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end
-from ranks import fork
+from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, start_ranks
 from training_runs import COUNT, ROOT, environment, steps_of
 
 from megatron_rl.config import load_config
@@ -51,18 +50,10 @@ def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(setting
     assert newest_checkpoint(folder) == done < 12 and "Traceback" not in output
 
 
-def experiment(place, overrides):
-    os.environ |= place
+def experiment(overrides):
     os.chdir(ROOT)
     if not train(load_config(COUNT, list(overrides)), resume="auto"):
         sys.exit(EXIT_STOPPED)
-
-
-def ranks(count, overrides, output):
-    port = str(20_000 + os.getpid() % 20_000)
-    places = [{"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(count)} for r in range(count)]
-    shared = {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [fork(lambda p: experiment(p, overrides), place | shared, output) for place in places]
 
 
 def ended(pid):
@@ -74,7 +65,7 @@ def test_all_ranks_stop_together_where_one_alone_was_told(settings, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     overrides = (f"run.folder={folder}", *settings)
-    pids = ranks(2, overrides, tmp_path / "output.txt")
+    pids = start_ranks(2, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)
     os.kill(pids[1], signal.SIGUSR1)
     assert [ended(pid) for pid in pids] == [EXIT_STOPPED] * 2, (tmp_path / "output.txt").read_text()
@@ -94,7 +85,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=4")
     if staleness:
         overrides += ("batch.updates_per_step=1",)
-    (pid,) = ranks(1, overrides, tmp_path / "output.txt")
+    (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)
     time.sleep(0.5)
     os.kill(pid, signal.SIGTERM)

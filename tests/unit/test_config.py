@@ -79,6 +79,9 @@ OUR_KEYS = {
         "api_key",
         "max_concurrent_episodes",
         "max_staleness",
+        "stale",
+        "max_uniform_resamples",
+        "oversample",
         "request_timeout_s",
         "start_timeout_s",
         "episode_attempts",
@@ -254,6 +257,9 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline = 2: needs parallel.pipeline > 1"),
         ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
+        ("rollout.max_uniform_resamples=-1", r"rollout.max_uniform_resamples = -1: must be in \[0, 50\]"),
+        ("rollout.oversample=3", r"rollout.oversample = 3.0: must be in \[1, 2\]"),
+        ("rollout.stale=resample", "rollout.stale = 'resample': must be drop, mask or keep"),
         ("rollout.request_timeout_s=0", "rollout.request_timeout_s = 0.0: must be above 0 seconds"),
         ("rollout.start_timeout_s=0", "rollout.start_timeout_s = 0.0: must be above 0 seconds"),
         ("rollout.episode_attempts=0", "rollout.episode_attempts = 0: must be at least 1"),
@@ -279,6 +285,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.max_staleness=1", "batch.updates_per_step=2"],
             "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",
+        ),
+        (
+            ["rollout.max_staleness=1", "rollout.oversample=1.5"],
+            r"rollout.oversample = 1.5: .*1 where max_staleness > 0",
+        ),
+        (
+            ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
+            "rollout.max_uniform_resamples = 10: .*every group is uniform",
         ),
         (
             ["batch.prompts_per_step=2", "batch.updates_per_step=17"],

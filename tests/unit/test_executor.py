@@ -1,9 +1,12 @@
 """The executor with workflows that ask no server: order, admission, retries, and the ends of things."""
 
 import asyncio
+import dataclasses
 import itertools
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tensordict import TensorDict
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout import executor as executor_module
+from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
@@ -39,6 +43,7 @@ class Scripted(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         number = data["n"]
         self.attempts[number] = self.attempts.get(number, 0) + 1
+        data = data | {"version": engine.get_version()}
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -59,7 +64,7 @@ def trajectory(n, version=0):
 
 
 def one(data, attempt):
-    return [trajectory(data["n"])]
+    return [trajectory(data["n"], data.get("version", 0))]
 
 
 def prompts(*numbers, **fields):
@@ -145,6 +150,14 @@ def test_refused_request_is_not_tried_again(make):
     workflow = Scripted(act)
     assert make().rollout_batch(prompts(0, 1), workflow)["rewards"].tolist() == [1]
     assert workflow.attempts[0] == 1
+
+
+def test_server_that_keeps_old_weights_is_a_failure_and_not_sampled_for_ever(make):
+    executor = make(max_staleness=0, episode_attempts=2)
+    executor.engine.version = 7
+    workflow = Scripted(lambda data, _: [trajectory(data["n"], version=6)])
+    with pytest.raises(RuntimeError, match="tokens of policy version 6, and the episode began at version 7"):
+        executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
 
 
 def test_batch_without_any_group_raises_the_first_cause(make):
@@ -296,6 +309,9 @@ class Book(RolloutEvents):
     def rejected(self, episode, why):
         self.lines.append(("rejected", episode.data["n"], why))
 
+    def requeued(self, episode, why):
+        self.lines.append(("requeued", episode.data["n"], why))
+
     def dead_lettered(self, episode, error):
         self.lines.append(("dead_lettered", episode.data["n"], str(error)))
 
@@ -348,5 +364,158 @@ def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make
     executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
     batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
     assert batch["rewards"].tolist()[0] == 40
-    assert [line for line in book.lines if line[0] == "queued"] == [("queued", n) for n in range(3)]  # (1 + 1) * 2 - 1
+    assert [line for line in book.lines if line[0] == "started"] == [
+        ("started", n) for n in range(3)
+    ]  # (1 + 1) * 2 - 1
     assert book.of(40) == []
+
+
+class Dated(RolloutWorkflow):
+    """A trajectory of two trained tokens: of the version when the episode began, and of that when it ended.
+
+    The episode that has prompt 0 at version 0 ends after `hold` is set.
+    """
+
+    def __init__(self):
+        self.hold, self.started = asyncio.Event(), []
+
+    async def arun_episode(self, engine, data):
+        n, first = data["n"], engine.get_version()
+        self.started.append((n, first))
+        if n == 0 and first == 0:
+            await self.hold.wait()
+        ids = torch.tensor([n, n + 1, n + 2])
+        return [
+            Trajectory(
+                input_ids=ids,
+                loss_mask=torch.tensor([False, True, True]),
+                logprobs=torch.zeros(3),
+                versions=torch.tensor([-1, first, engine.get_version()]),
+                reward=float(n),
+            )
+        ]
+
+
+@pytest.fixture
+def with_late_group(make):
+    """An executor at version 2, whose bound is 1, with a group of prompt 0 that was begun at version 0."""
+
+    def start(stale):
+        workflow, book = Dated(), Book()
+        executor = make(max_staleness=1, stale=stale, events=[book])
+        source = ({"n": n} for n in itertools.count())
+        for version in range(2):
+            executor.engine.version = version
+            assert 0 not in executor.prepare_batch(source, workflow, 2)["rewards"]
+        executor.engine.version = 2
+        executor.thread.loop.call_soon_threadsafe(workflow.hold.set)
+        time.sleep(0.05)
+        executor.tally.take()
+        return executor, workflow, book, source
+
+    return start
+
+
+def test_group_that_comes_too_late_is_sampled_again(with_late_group):
+    executor, workflow, book, source = with_late_group("drop")
+    seen = []
+    for version in range(2, 5):
+        executor.engine.version = version
+        batch = executor.prepare_batch(source, workflow, 2)
+        assert (version - batch["versions"][batch["loss_mask"]]).max() <= 1
+        seen += batch["rewards"].tolist()
+    assert seen.count(0) == 1
+    assert book.of(0) == ["queued", "started", "accepted", "requeued", "started", "accepted"]  # and consumed
+    assert [started for started in workflow.started if started[0] == 0] == [(0, 0), (0, 2)]
+    assert executor.tally.take()["rollout/episodes_stale"] == 1
+
+
+def test_tokens_that_are_too_old_can_be_masked_instead(with_late_group):
+    executor, workflow, book, source = with_late_group("mask")
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["rewards"].tolist()[0] == 0, "the oldest comes first"
+    assert batch["versions"][:3].tolist() == [-1, 0, 2]
+    assert batch["loss_mask"][:3].tolist() == [False, False, True]
+    metrics = executor.tally.take()
+    assert metrics["rollout/masked_tokens"] == 1 and metrics["rollout/episodes_stale"] == 0
+    assert metrics["rollout/staleness_max"] <= 1
+
+
+def test_group_of_which_masking_leaves_nothing_is_sampled_again(with_late_group):
+    executor, workflow, book, source = with_late_group("mask")
+    executor.engine.version = 4  # its newest token is of version 2
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["loss_mask"].sum() == 4, "all are whole"
+    assert "requeued" in book.of(0)
+
+
+def test_groups_can_be_trained_however_old(with_late_group):
+    executor, workflow, book, source = with_late_group("keep")
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["rewards"].tolist()[0] == 0 and batch["loss_mask"][:3].tolist() == [False, True, True]
+    assert executor.tally.take()["rollout/staleness_max"] == 2
+
+
+def pair(*rewards):
+    return lambda data, _: [
+        dataclasses.replace(trajectory(data["n"]), reward=float(reward)) for reward in rewards[data["n"] % len(rewards)]
+    ]
+
+
+def test_groups_without_variance_are_replaced(make):
+    book = Book()
+    executor = make(events=[book], max_uniform_resamples=10)
+    workflow = Scripted(pair((1, 1), (0, 1), (0, 0)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert batch["input_ids"][::4].tolist() == [1, 4]
+    assert ("rejected", 0, "all rewards are equal") in book.lines
+    assert executor.tally.take()["rollout/episodes_uniform"] >= 2
+
+
+def test_task_without_any_variance_does_not_spin_for_ever(make):
+    executor, workflow = make(max_uniform_resamples=3), Scripted(pair((1, 1)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert len(batch) == 4, "the rest is trained as it is"
+    assert len(workflow.attempts) == 2 + 3 * 2
+    assert executor.tally.take()["rollout/episodes_uniform"] == 6
+
+
+def test_full_step_does_not_wait_for_the_slowest_but_the_next_one_does(make):
+    book = Book()
+    executor, workflow = make(events=[book], oversample=1.5), Scripted(one)
+    delays = {1: 0.3}
+    source = ({"n": n, "delay_s": delays.get(n, 0.02 if n < 3 else 0)} for n in itertools.count())
+    started = time.monotonic()
+    assert executor.prepare_batch(source, workflow, 2)["rewards"].tolist() == [0, 2]
+    assert time.monotonic() - started < 0.25
+    assert ("requeued", 1, "the step was full") in book.lines
+    executor.engine.version = 1
+    assert 1 in executor.prepare_batch(source, workflow, 2)["rewards"], "it is not passed over twice"
+    assert book.of(1) == ["queued", "started", "requeued", "started", "accepted"]
+
+
+def test_evaluation_runs_beside_training_without_pausing_it(make):
+    executor, workflow, scored = make(max_concurrent_episodes=3, max_staleness=1), Scripted(one), Scripted(one)
+    source = ({"n": n, "delay_s": 0.02} for n in itertools.count())
+    evaluation = executor.thread.submit(executor.executor.evaluate(prompts(*range(5), delay_s=0.05), scored))
+    for version in range(6):
+        executor.engine.version = version
+        executor.prepare_batch(source, workflow, 2)
+    batch = evaluation.result(timeout=5)
+    assert batch["rewards"].tolist() == [0, 1, 2, 3, 4]
+    assert workflow.most_running >= 2 and scored.most_running >= 1
+    time.sleep(0.1)
+    assert executor.tally.take()["rollout/episodes_accepted"] == len(workflow.attempts), "evaluations do not count"
+
+
+def test_failed_prompts_are_listed_with_their_error(make, tmp_path):
+    def act(data, _):
+        if data["n"] == 1:
+            raise ZeroDivisionError("in the verifier")
+        return one(data, 1)
+
+    executor = make(events=[DeadLetters(tmp_path / "dead_letters.jsonl")], episode_attempts=2)
+    executor.rollout_batch(prompts(0, 1, source=Path("data")), Scripted(act))
+    (letter,) = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
+    assert letter["prompt"]["n"] == 1 and letter["prompt"]["source"] == "data"
+    assert letter["error"] == "ZeroDivisionError: in the verifier" and "in act" in letter["traceback"]
