@@ -96,7 +96,7 @@ def run_to_the_end(folder: Path, overrides: tuple[str, ...]) -> None:
 
 
 def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
-    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the kept warm start."""
+    """Run to the end, killed at most 5 times on the way; `settings` name the server and the kept warm start."""
     folder.mkdir(parents=True)
     overrides = (f"run.folder={folder}", *settings, *SMALL, *MODES[mode])
     places, resumed = [], []
@@ -118,8 +118,8 @@ def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance
 def wait_for(place: str, folder: Path, pid: int, chance: random.Random) -> bool:
     """Wait until it is time to kill; False if the run ended before."""
     begun = time.monotonic()
-    seen = partial_checkpoints(folder)
-    steps = len(logged(folder)) + chance.randrange(1, 3)
+    before, seen, skipped = partial_checkpoints(folder), set(), chance.randrange(3)
+    steps = len(logged(folder)) + chance.randrange(1, 5)
     at_start_s = chance.uniform(0.05, 1.0)
     while time.monotonic() < begun + 120:
         if has_ended(pid):
@@ -129,8 +129,8 @@ def wait_for(place: str, folder: Path, pid: int, chance: random.Random) -> bool:
         if place == "in a step" and len(logged(folder)) >= steps:
             time.sleep(chance.uniform(0.0, 0.15))
             return not has_ended(pid)
-        new = partial_checkpoints(folder) - seen
-        if place == "in a checkpoint" and new:
+        seen |= partial_checkpoints(folder) - before
+        if place == "in a checkpoint" and len(seen) > skipped:
             time.sleep(chance.choice([0.0, chance.uniform(0.0, 0.12)]))
             return not has_ended(pid)
         time.sleep(0.001)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 6
 SAME_RUN = ("run.steps=6", "run.checkpoint_every_steps=2", "run.keep_checkpoints=3", "optimizer.eps=1e-4")
-FROM_SERVERS = ("policy/behavior_mismatch", "rollout/")
+FROM_SERVERS = ("mismatch/", "rollout/")
 """What a server reports depends in its last bits on the requests that it happened to compute together, and what a
 journal has is not generated again."""
 
