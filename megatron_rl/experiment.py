@@ -369,10 +369,12 @@ class Experiment:
         if self.groups.any(self.notice.came()):
             self._stop_after(step)
             return True
-        with self._warning_of_checkpoints():
-            self.checkpoints.finish(wait=False)
-            if step == options.steps or step % options.checkpoint_every_steps == 0:
-                with self.timers("checkpoint"):
+        is_due = step == options.steps or step % options.checkpoint_every_steps == 0
+        with self.timers("checkpoint"):
+            with self._warning_of_checkpoints():
+                self.checkpoints.finish(wait=is_due)
+            if is_due:
+                with self._warning_of_checkpoints():
                     self._start_checkpoint(step)
         return False
 

@@ -17,7 +17,10 @@ from megatron_rl.train import train
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-SAME_RUN = ("run.steps=6", "run.checkpoint_every_steps=2", "run.keep_checkpoints=3", "optimizer.eps=1e-4")
+SAME_RUN = (
+    *("run.steps=6", "run.checkpoint_every_steps=2", "run.keep_checkpoints=3", "optimizer.eps=1e-4"),
+    *("batch.prompts_per_step=8", "generation.n_samples=4"),
+)
 FROM_SERVERS = ("mismatch/", "rollout/")
 """What a server reports depends in its last bits on the requests that it happened to compute together, and what a
 journal has is not generated again."""
@@ -124,19 +127,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server,
 
 def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
     whole, overrides = warm
-    folder, small = tmp_path / "run", ("batch.prompts_per_step=8", "run.save_at_end=false")
-    run(tmp_path / "expected", server, *overrides, *small)
-    run(folder, server, *overrides, *small, "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
+    folder = tmp_path / "run"
+    run(folder, server, *overrides, "run.save_at_end=false", "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
     said = capfd.readouterr().out
     for step in (4, 6):
         warning = next(line for line in said.splitlines() if "WARNING" in line and f"step-{step}" in line)
         for part in ("a writer failed", "that the disk has space", "GB are free", "Training goes on"):
             assert part in warning, warning
     names = sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
-    assert names == ["step-2"] and log_of(folder) == log_of(tmp_path / "expected")
-    run(folder, server, *overrides, *small, resume="auto")
+    assert names == ["step-2"] and log_of(folder) == log_of(whole)
+    run(folder, server, *overrides, resume="auto")
     assert "resumed after step 2" in capfd.readouterr().out
-    assert log_of(folder) == log_of(tmp_path / "expected")
+    assert log_of(folder) == log_of(whole)
 
 
 def refused(folder, server, overrides, resume, error, *parts):
