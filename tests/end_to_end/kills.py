@@ -96,7 +96,7 @@ def run_to_the_end(folder: Path, overrides: tuple[str, ...]) -> None:
 
 
 def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
-    """Run to the end, killed at most 5 times on the way; `settings` name the server and the kept warm start."""
+    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the warm start."""
     folder.mkdir(parents=True)
     overrides = (f"run.folder={folder}", *settings, *SMALL, *MODES[mode])
     places, resumed = [], []
