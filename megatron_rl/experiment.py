@@ -620,8 +620,6 @@ class Experiment:
                 metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
             samples = self.samples(batch, len(batch), self.held_out)
             self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
-            if self.config.rollout.max_staleness == 0:
-                self.rollout.metrics()  # evaluation does not count as rollout
 
     def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
         """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""

@@ -23,7 +23,7 @@ from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.tally import Tally, is_counted
 from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,10 @@ class RolloutExecutor:
 
     def notice_version(self) -> None:
         """The policy version rose: start what the gate admits now."""
-        self._start()
+        try:
+            self._start()
+        except Exception as error:  # of an observer; the trainer is not waiting here, and hears of it at its next call
+            self.fail(f"rollout: {type(error).__name__}: {error}")
 
     def fail(self, message: str) -> None:
         """Make every waiting and later call raise RuntimeError(message): the world cannot go on."""
@@ -335,6 +338,7 @@ class RolloutExecutor:
             self.fail(f"rollout: {type(error).__name__}: {error}")
 
     async def _fly(self, episode: Episode) -> None:
+        is_counted.set(episode.is_training)  # for this task and what it starts
         task = asyncio.current_task()
         try:
             outcome = await self._run(episode)
@@ -364,8 +368,6 @@ class RolloutExecutor:
             group, why = None, "all rewards are equal"
         self._gate.finish(is_admitted=is_admitted, accepted=group is not None)
         observers = self._observers(episode)
-        if not episode.is_training:
-            return
         if group is not None:
             self._tally.add(accepted=1)
             if is_admitted:
@@ -388,8 +390,7 @@ class RolloutExecutor:
 
     async def _run(self, episode: Episode) -> Outcome:
         """Run one episode to its end; never raises but when cancelled."""
-        if episode.is_training:
-            self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         for attempt in range(1, self._config.episode_attempts + 1):
             version = self._engine.get_version()
             try:

@@ -345,7 +345,21 @@ def test_observers_hear_of_every_turn_of_a_prompt(make):
     assert book.lines[-1] == ("consumed", [4, 5], 3)
 
 
-def test_books_that_cannot_be_kept_end_the_run(make):
+@pytest.mark.parametrize("event", ["queued", "started", "accepted", "consumed"])
+def test_books_that_cannot_be_kept_end_the_run(make, event):
+    class FullDisk(RolloutEvents):
+        pass
+
+    def write(*_):
+        raise OSError("no space left on device")
+
+    setattr(FullDisk, event, write)
+    executor = make(events=[FullDisk()])
+    with pytest.raises((RuntimeError, OSError), match="no space left on device"):
+        executor.prepare_batch(iter(prompts(0)), Scripted(one), 1)
+
+
+def test_every_call_after_that_says_so(make):
     class FullDisk(RolloutEvents):
         def accepted(self, episode, group):
             raise OSError("no space left on device")
