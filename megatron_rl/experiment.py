@@ -616,7 +616,7 @@ class Experiment:
             name = "accuracy" if is_right_or_wrong else "reward/mean"
             metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
             versions = trained_versions(batch)
-            if len(versions):
+            if self.config.rollout.max_staleness > 0 and len(versions):
                 metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
             samples = self.samples(batch, len(batch), self.held_out)
             self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)

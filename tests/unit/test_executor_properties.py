@@ -283,6 +283,7 @@ def test_end_of_the_world_wakes_who_waits_and_ends_every_episode(world, seconds)
     async def run():
         with pytest.raises(RuntimeError) as raised:
             await train()
+        assert servers.most_running <= world.max_concurrent
         if "the server died" in str(raised.value):
             await asyncio.sleep(0)
             assert len(asyncio.all_tasks()) == 1, "only this test's own task is left"
