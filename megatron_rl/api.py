@@ -83,10 +83,22 @@ class InferenceEngine(abc.ABC):
 
 
 class WeightReceiver(Protocol):
-    """The rollout servers as the publisher sees them. All calls address every server; `load_bucket` does not block."""
+    """The rollout servers as the publisher sees them. All calls address every server that takes part.
+
+    A server that fails one is dropped, and the call is well if another is left. `load_bucket` and `join_weight_group`
+    do not block.
+    """
 
     @property
-    def server_count(self) -> int: ...
+    def membership(self) -> int:
+        """Changes with the set of servers that take part; a weight group made under another number no longer fits."""
+
+    @property
+    def server_count(self) -> int:
+        """Ranks that these servers bring to a weight group."""
+
+    def drop(self, url: str, reason: str) -> None:
+        """Leave a server out until a later publication, e.g. because its weights are wrong."""
 
     def trainer_address(self) -> str:
         """The trainer's host as the servers reach it."""
@@ -108,7 +120,9 @@ class WeightReceiver(Protocol):
 
     def end_weight_update(self, version: int) -> None: ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Let the servers go on. After an update that is not whole they end what they were generating and get nothing
+        more."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +221,11 @@ class TrainEngine(abc.ABC):
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None: ...
 
     @abc.abstractmethod
-    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None."""
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> bool:
+        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None.
+
+        False on global rank 0 where a server was lost on the way, and all others wait for another publication.
+        """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:

@@ -218,12 +218,12 @@ class FSDPEngine(TrainEngine):
             if self.groups.is_main:
                 yield name, full.to(self.dtype)
 
-    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> bool:
         if self.publisher is None:
             self.publisher = WeightPublisher(
                 receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
             )
-        self.publisher.publish(self.hf_tensors(), version)
+        return self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("save", with_optimizer)

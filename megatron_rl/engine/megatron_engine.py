@@ -389,12 +389,12 @@ class MegatronEngine(TrainEngine):
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> bool:
         if self.publisher is None:
             self.publisher = WeightPublisher(
                 receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
             )
-        self.publisher.publish(self.hf_tensors(), version)
+        return self.publisher.publish(self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()

@@ -6,6 +6,7 @@ bucket.
 
 from __future__ import annotations
 
+import logging
 import socket
 import uuid
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from torch import Tensor
 from megatron_rl.api import WeightReceiver
 from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
 
+logger = logging.getLogger(__name__)
+
 
 class WeightPublisher:
     """Owns the trainer's end of the weight group. On ranks other than global rank 0 the receiver is None."""
@@ -26,40 +29,68 @@ class WeightPublisher:
     ) -> None:
         self.receiver, self.bucket_bytes, self.backend, self.timeout_s = receiver, bucket_bytes, backend, timeout_s
         self.group: dist.ProcessGroup | None = None
-        # A name of its own: servers that outlive a killed run still hold that run's group.
-        self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
+        self.group_name = ""
+        self._membership = -1
+        self._broken: list[dist.ProcessGroup] = []
+        """Groups that lost a server. Their destructors would wait for broadcasts that nobody ends."""
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send all tensors as `version`. Servers are paused meanwhile and always resumed, also after a failure.
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> bool:
+        """Send all tensors as `version` to servers that are paused meanwhile. True where all that take part have them.
 
-        Raises RuntimeError where a server refuses a bucket; the servers' weights are then undefined until the next
-        publish.
+        False where a server was dropped meanwhile: the others stay paused with undefined weights until the next
+        publish. RuntimeError where all servers refuse; they are resumed then. False on ranks without a receiver.
         """
-        if self.receiver is None:
-            for _ in tensors:  # the stream is a collective
-                pass
-            return
-        if self.group is None:
-            self._connect()
-        receiver = self.receiver
-        receiver.pause()
+        stream = iter(tensors)
         try:
+            return self.receiver is not None and self._publish(stream, version)
+        finally:
+            for _ in stream:  # the stream is a collective
+                pass
+
+    def _publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> bool:
+        receiver = self.receiver
+        membership = receiver.membership
+        try:
+            receiver.pause()
+            membership = receiver.membership  # servers whose death was not noticed before are out by now
+            if self.group is None or self._membership != membership:
+                self._connect()
             receiver.begin_weight_update(version)
             try:
                 for bucket in _buckets(tensors, self.bucket_bytes):
                     self._send(bucket, version)
             finally:
                 receiver.end_weight_update(version)
-        finally:
             receiver.resume()
+        except RuntimeError as error:
+            if self.group is not None:
+                self._broken.append(self.group)
+                self._leave()
+            if receiver.membership == membership:
+                receiver.resume()
+                raise
+            logger.warning("publication of version %d is repeated with the servers that are left: %s", version, error)
+            return False
+        return True
 
     def close(self) -> None:
         if self.group is not None:
+            self._leave()
+
+    def _leave(self) -> None:
+        group, self.group = self.group, None
+        leave_update_group(group)
+        try:
             self.receiver.leave_weight_group(name=self.group_name)
-            leave_update_group(self.group)
-            self.group = None
+        except RuntimeError as error:  # nobody is left to forget it
+            logger.info("%s", error)
 
     def _connect(self) -> None:
+        if self.group is not None:
+            self._leave()
+        self._membership = self.receiver.membership
+        # A name of its own: servers that outlive a killed run still hold that run's group.
+        self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
