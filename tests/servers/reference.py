@@ -86,9 +86,12 @@ def interrupt(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
-                if json.load(answer)["loads"][0]["num_running_reqs"]:
-                    break
+        while not running_requests(url) and time.monotonic() < deadline:
+            pass
         act()
         return reply.result(30)
+
+
+def running_requests(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+        return json.load(answer)["loads"][0]["num_running_reqs"]
