@@ -10,15 +10,12 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import socket
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -28,6 +25,7 @@ from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import ReplyPart, RequestRefused, ServerClient, ServerError, sampling_params
 from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.weight_updates import ServerWeights
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ KEEPALIVE_S = 2.0
 PROBE_TIMEOUT_S = 30.0
 
 
-class RemoteSGLangEngine(InferenceEngine):
+class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     """Implements InferenceEngine and WeightReceiver. One trainer rank makes it; HTTP runs on a thread of its own."""
 
     def __init__(self, config: RolloutConfig, *, seed: int | None = None) -> None:
@@ -172,7 +170,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def _choose_server(self, rid: str, avoid: ServerClient | None) -> ServerClient:
         """Return the server that this rid used last, else the one with the fewest requests."""
         home = self._homes.pop(rid, None)
-        if home is None or home is avoid:
+        if home is None or home is avoid or home not in self._servers:
             others = [server for server in self._servers if server is not avoid]
             home = min(others or self._servers, key=lambda server: server.in_flight)
         self._homes[rid] = home
@@ -233,18 +231,6 @@ class RemoteSGLangEngine(InferenceEngine):
 
     # -- weights
 
-    @property
-    def server_count(self) -> int:
-        """Ranks of all servers in a weight-update group: one per server, or its tensor-parallel size."""
-        return sum(server.info.ranks for server in self._servers if server.info is not None)
-
-    def trainer_address(self) -> str:
-        """Return this host's address as the servers reach it: that of the interface towards the first server."""
-        parts = urlsplit(self._servers[0].url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
-            return probe.getsockname()[0]
-
     def pause(self) -> None:
         """Stop generation on all servers and drop their prefix caches; requests in flight continue after `resume`."""
         self._running_thread().run(self._pause())
@@ -254,64 +240,20 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def update_weights(self, path: str | Path, version: int) -> None:
         """Load a HF folder, which the servers must be able to read, into all servers; pauses them for it."""
-        thread = self._running_thread()
-        thread.run(self._update_from_disk(str(path), version))
+        was_open = self._open.is_set()
+        if was_open:
+            self.pause()
+        try:
+            for loaded in self.load_folder(path, version).values():
+                loaded.result()
+        finally:
+            if was_open:
+                self.resume()
         self.set_version(version)
 
-    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
-        """Ask the servers to join `name`; rank 0 must join meanwhile, at `address:port`."""
-        first_ranks = itertools.accumulate((server.info.ranks for server in self._servers if server.info), initial=1)
-        offsets = dict(zip(self._servers, first_ranks, strict=False))
-        world_size = 1 + self.server_count
-
-        async def join(server: ServerClient) -> None:
-            if server.info is not None and server.info.replicas > 1:
-                raise RuntimeError(
-                    f"{server.url}: dp_size = {server.info.replicas}: must be 1 for weight updates; start more servers."
-                )
-            body = {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": offsets[server],
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            }
-            await server.command("/init_weights_update_group", body, timeout_s=self.config.start_timeout_s)
-
-        return self._running_thread().submit(self._on_all(join))
-
-    def leave_weight_group(self, *, name: str) -> None:
-        self._command_all("/destroy_weights_update_group", {"group_name": name})
-
-    def begin_weight_update(self, version: int) -> None:
-        """Open a weight session on servers that have them (SGLang 0.5.21)."""
-        self._command_all("/begin_weight_update", {}, sessions_only=True)
-
-    def load_bucket(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
-    ) -> Future[None]:
-        """Ask the servers to receive one flat bucket. The future fails as soon as one server refuses."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "weight_version": str(version),
-            # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
-            "flush_cache": False,
-        }
-
-        async def load(server: ServerClient) -> None:
-            await server.command("/update_weights_from_distributed", body, timeout_s=self.config.request_timeout_s)
-
-        return self._running_thread().submit(self._on_all(load))
-
-    def end_weight_update(self, version: int) -> None:
-        """Close the session. From here on `version` is the policy version of new tokens."""
-        self._command_all("/end_weight_update", {}, sessions_only=True)
-        self.set_version(version)
+    def drop(self, server: str, reason: str) -> None:
+        logger.error("%s is taken out of service: %s", server, reason)
+        self._servers = [other for other in self._servers if other.url != server]
 
     # -- the event loop's thread
 
@@ -320,10 +262,7 @@ class RemoteSGLangEngine(InferenceEngine):
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self._servers = [ServerClient(url, self._session) for url in urls]
-        await self._on_all(lambda server: server.probe(timeout_s=PROBE_TIMEOUT_S))
-
-    async def _on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(act(server) for server in self._servers))
+        await asyncio.gather(*(server.probe(timeout_s=PROBE_TIMEOUT_S) for server in self._servers))
 
     async def _pause(self) -> None:
         self._open.clear()
@@ -332,25 +271,6 @@ class RemoteSGLangEngine(InferenceEngine):
     async def _resume(self) -> None:
         await self._on_all(lambda server: server.resume(timeout_s=self.config.request_timeout_s))
         self._open.set()
-
-    async def _update_from_disk(self, path: str, version: int) -> None:
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
-        timeout_s = max(self.config.request_timeout_s, self.config.start_timeout_s)
-        was_open = self._open.is_set()
-        if was_open:
-            await self._pause()
-        try:
-            await self._on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
-        finally:
-            if was_open:
-                await self._resume()
-
-    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
-        async def command(server: ServerClient) -> None:
-            if not sessions_only or (server.info is not None and server.info.has_sessions):
-                await server.command(endpoint, body, timeout_s=self.config.request_timeout_s)
-
-        self._running_thread().run(self._on_all(command))
 
     def _running_thread(self) -> EventLoopThread:
         if self._thread is None:
