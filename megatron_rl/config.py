@@ -305,6 +305,11 @@ class RolloutConfig:
     """Most policy versions between sampling and training; 0 is synchronous."""
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
+    publication: str = "group"
+    """How new weights reach the servers: `group`, a process group (NCCL or gloo), or `disk`, a folder under run.folder.
+
+    Servers that are given in `servers` must be able to read that folder.
+    """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
 
@@ -318,6 +323,7 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
+            publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
             max_concurrent_episodes=(
                 self.max_concurrent_episodes,
                 self.max_concurrent_episodes >= 1,
@@ -404,7 +410,10 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     seed: int = 1
-    bucket_bytes: int = 256 * 1024 * 1024
+    bucket_bytes: int = 64 * 1024 * 1024
+    """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
+    publication: str = "group"
+    publication_folder: str = "runs/default/published"
 
 
 @dataclass(kw_only=True)
@@ -499,6 +508,8 @@ class TrainConfig:
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
             seed=self.run.seed,
+            publication=self.rollout.publication,
+            publication_folder=f"{self.run.folder}/published",
         )
 
     def to_yaml(self) -> str:

@@ -269,8 +269,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         await self._on_all(lambda server: server.pause(timeout_s=self.config.request_timeout_s))
 
     async def _resume(self) -> None:
-        await self._on_all(lambda server: server.resume(timeout_s=self.config.request_timeout_s))
-        self._open.set()
+        try:
+            await self._on_all(lambda server: server.resume(timeout_s=self.config.request_timeout_s))
+        finally:
+            self._open.set()
 
     def _running_thread(self) -> EventLoopThread:
         if self._thread is None:

@@ -39,9 +39,15 @@ class ServerWeights:
             return probe.getsockname()[0]
 
     def unreachable(self) -> dict[str, str]:
-        alive = lambda server: server.call("GET", "/health", timeout_s=SIGN_OF_LIFE_S)  # noqa: E731
+        async def ask(server: ServerClient) -> None:
+            # Not /health: a paused SGLang does not answer it, because it would generate a token.
+            try:
+                await server.call("GET", "/model_info", timeout_s=SIGN_OF_LIFE_S)
+            except RequestRefused:
+                pass
+
         try:
-            self._running_thread().run(self._on_all(alive))
+            self._running_thread().run(self._on_all(ask))
         except ServersFailed as failed:
             return failed.reasons
         return {}
@@ -72,7 +78,7 @@ class ServerWeights:
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session on servers that have them (SGLang 0.5.21)."""
-        self._running_thread().run(self._on_all(self._command("/begin_weight_update", {}, sessions_only=True)))
+        self._command_all("/begin_weight_update", {}, sessions_only=True)
 
     def load_bucket(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
@@ -90,7 +96,7 @@ class ServerWeights:
         return self._ask(self._command("/update_weights_from_distributed", body))
 
     def end_weight_update(self, version: int) -> None:
-        self._running_thread().run(self._on_all(self._command("/end_weight_update", {}, sessions_only=True)))
+        self._command_all("/end_weight_update", {}, sessions_only=True)
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
@@ -117,6 +123,9 @@ class ServerWeights:
                 await server.command(endpoint, body, timeout_s=timeout_s or self.config.request_timeout_s)
 
         return command
+
+    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
+        self._running_thread().run(self._on_all(self._command(endpoint, body, sessions_only=sessions_only)))
 
     def _ask(self, act: Callable[[ServerClient], Any]) -> dict[str, Future[Any]]:
         thread = self._running_thread()

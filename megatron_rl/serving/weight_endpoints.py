@@ -78,9 +78,9 @@ class WeightEndpoints:
         name = field(await read_object(http), "group_name", str, "weight_update_group")
         if name not in self._groups:
             return weight_answer(False, f"group_name = {name!r}: no such group")
-        group, _ = self._groups.pop(name)
         async with self._wire:
-            leave_update_group(group)
+            # In a thread, also the last reference: gloo waits for what is still on the wire.
+            await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
         return weight_answer(True, f"Left group {name}.")
 
     async def begin(self, http: web.Request) -> web.Response:

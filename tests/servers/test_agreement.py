@@ -1,6 +1,5 @@
 """Trainer and server hold the same weights and compute the same log-probabilities: embedded and real SGLang."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.update_group import checksum
 from megatron_rl.weights.hf_files import write_hf_folder
 
 VERSION = 9
@@ -77,8 +77,7 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(tiny_model, embe
         assert_same_logprobs(batch, ours)
         for url in embedded_servers:
             held = post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-            sent = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
-            assert held == sent
+            assert held == {name: checksum(tensor) for name, tensor in weights.items()}
     finally:
         for url in embedded_servers:
             post(url, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
