@@ -173,6 +173,10 @@ class LogprobLoss:
     fn: Callable[[Tensor, Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
     temperature: float = 1.0
     """Divides the logits, as the sampler did."""
+    by_row: bool = False
+    """`fn` is a sum over rows without a look at their neighbours: the engine may call it with some trained rows at a
+    time, where data holds no `cu_seqlens`, and forms the gradient together with the loss, which saves forming the
+    logits twice."""
 
 
 @dataclass(frozen=True)

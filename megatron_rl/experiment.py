@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl import parallel
+from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
 from megatron_rl.algo.loss import explained_variance
@@ -251,7 +252,11 @@ class Experiment:
             reference.initialize()
         self.reference = reference
         self.actor = PolicyActor(
-            self.engine, config.algo, temperature=config.generation.temperature, reference=reference
+            self.engine,
+            config.algo,
+            temperature=config.generation.temperature,
+            correction=config.correction,
+            reference=reference,
         )
         self.critic: Critic | None = None
         if config.has_critic:
@@ -458,8 +463,31 @@ class Experiment:
                 self.rollout.metrics()  # evaluation does not count as rollout
             dist.barrier(group=self.groups.control)
 
-    def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats], critic_stats: list[StepStats]) -> None:
-        """Write the step's metrics. Means over the step's updates weigh trained tokens."""
+    def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
+        """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""
+        if not stats or stats[0].logprobs is None:
+            return {}
+        share, version = shares[0], self.engine.get_version() - sum(s.applied for s in stats)
+        columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
+        sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
+        if not self.groups.is_data_head:
+            sums, largest = sums.zero_(), largest.zero_()
+        dist.all_reduce(sums, group=self.groups.control)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.control)
+        return mismatch.metrics(sums, largest)
+
+    def log(
+        self,
+        step: int,
+        batch: TrajectoryBatch,
+        shares: list[TrajectoryBatch],
+        stats: list[StepStats],
+        critic_stats: list[StepStats],
+    ) -> None:
+        """Write the step's metrics. Means over the step's updates weigh trained tokens.
+
+        RuntimeError where trainer and servers differ by more than correction.alarm.
+        """
         rewards = batch["rewards"]
         groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
         metrics: dict[str, Any] = {
@@ -474,12 +502,15 @@ class Experiment:
             metrics["reward/model"] = float(batch["model_rewards"].mean())
         if stats:
             metrics |= policy_metrics(stats)
+        differences = self.mismatch(shares, stats)
+        metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
             metrics |= self.rollout.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
+        mismatch.check_alarm(differences, self.config.correction.alarm)
 
     def samples(self, batch: TrajectoryBatch, count: int, prompts: list[dict[str, Any]] | None = None) -> list[Sample]:
         """Decode the first `count` trajectories; `prompts` gives the answers where one trajectory belongs to each."""

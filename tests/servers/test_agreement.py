@@ -140,7 +140,7 @@ def test_five_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
         assert len(steps) == 5
         for number, step in enumerate(steps):
             assert step["policy/version"] == 2 * (number + 1), "two updates a step"
-            assert step["policy/behavior_mismatch"] < 1e-4 and step["policy/first_ratio_deviation"] < 1e-5
+            assert step["mismatch/mean"] < 1e-4 and step["policy/first_ratio_deviation"] < 1e-5
         assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
     finally:
         post(real_sglang, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})

@@ -53,11 +53,11 @@ OUR_KEYS = {
         "loss",
         "clip_low",
         "clip_high",
-        "behavior_weight_cap",
         "kl_coefficient",
         "kl_estimator",
         "entropy_coefficient",
     ],
+    "correction": ["proximal", "weight", "level", "low", "high", "alarm"],
     "critic": [
         "model",
         "parallel",
