@@ -82,12 +82,8 @@ class InferenceEngine(abc.ABC):
         """Load a HF safetensors folder into all servers. Updates over a process group: `TrainEngine.update_weights`."""
 
 
-class ServersFailed(RuntimeError):
-    """Some servers did not do what they were told; the others did. `reasons`: URL -> why."""
-
-    def __init__(self, reasons: dict[str, str]) -> None:
-        super().__init__("; ".join(reasons.values()))
-        self.reasons = reasons
+class NoServerLeft(RuntimeError):
+    """Not one rollout server holds the weights that were to be published."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,13 @@ class ChecksumForm:
 class WeightReceiver(Protocol):
     """The rollout servers as the publisher sees them, each known by its URL.
 
-    A call addresses every server that was not dropped. One that waits raises ServersFailed after all have answered;
-    the others give a future for each server.
+    A call addresses every server that takes part. A call that waits drops those that fail and is well if another is
+    left; the others give a future for each server.
     """
+
+    @property
+    def membership(self) -> int:
+        """Changes with the set of servers that take part; a weight group made under another number no longer fits."""
 
     @property
     def server_ranks(self) -> dict[str, int]:
@@ -124,14 +124,16 @@ class WeightReceiver(Protocol):
         """The trainer's host as the servers reach it."""
 
     def drop(self, server: str, reason: str) -> None:
-        """Take a server out of service: it failed, or holds other weights than were sent. It may be down."""
+        """Leave a server out until a later publication: it failed, or holds other weights than were sent."""
 
     def unreachable(self) -> dict[str, str]:
         """Ask every server for a sign of life; return those that give none, with what happened instead."""
 
     def pause(self) -> None: ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Let the servers go on. After an update that was not finished they end what they were generating and get
+        nothing more."""
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session where the server's protocol has them."""
@@ -157,8 +159,8 @@ class WeightReceiver(Protocol):
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]: ...
 
-    def set_version(self, version: int) -> None:
-        """The servers that are left hold `version` now, and new tokens are its."""
+    def finish_update(self, version: int) -> None:
+        """Every server that takes part has proved that it holds `version`: from here on new tokens are its."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,10 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None."""
+        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None.
+
+        Servers that fail are left out; NoServerLeft on global rank 0 where that leaves none.
+        """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:

@@ -332,12 +332,24 @@ class RolloutConfig:
     backend: str = "auto"
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
     server_count: int = 1
+    server_restarts: int = 3
+    """Restarts of a started server that died or hangs, before it is given up. A server that lasts is forgiven them."""
+    health_timeout_s: float = 120.0
+    """A started server that does not answer /health_generate for so long hangs, and is killed and restarted."""
     server_args: list[str] = field(default_factory=list)
     """Further command-line arguments of each started server."""
     api_key: str = ""
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous."""
+    interruption: str = "retract"
+    """What new weights do to replies under way, which all go on with them afterwards.
+
+    abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
+    them with the keys of the old weights.
+    """
+    max_cache_age: int = 0
+    """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
     publication: str = "group"
@@ -359,6 +371,18 @@ class RolloutConfig:
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
             publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
+            server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
+            health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
+            interruption=(
+                self.interruption,
+                self.interruption in ("abort", "retract", "in_place"),
+                "must be abort, retract or in_place",
+            ),
+            max_cache_age=(
+                self.max_cache_age,
+                self.max_cache_age >= (self.interruption == "in_place"),
+                "must be at least 0; 1 with rollout.interruption = in_place, which keeps the cache",
+            ),
             max_concurrent_episodes=(
                 self.max_concurrent_episodes,
                 self.max_concurrent_episodes >= 1,

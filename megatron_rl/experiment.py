@@ -12,6 +12,9 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
 from megatron_rl.algo.loss import explained_variance
-from megatron_rl.api import RolloutWorkflow
+from megatron_rl.api import NoServerLeft, RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -48,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT = "held_out"
 WARM_START_SETTINGS = "warm_start.json"
+SERVER_LOOK_S = 0.2
+"""How often a rank that waits for replies looks whether a server is left to give them."""
+PUBLICATION_ATTEMPTS = 3
+"""How often a version may cost every server before the run ends."""
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
 
@@ -173,6 +180,7 @@ class Experiment:
         self.rollout: RemoteSGLangEngine | None = None
         self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-replies")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -211,6 +219,7 @@ class Experiment:
             self.engine.publisher.close()  # servers that go on after this run forget its group
         if self.rollout is not None:
             self.rollout.destroy()
+        self._waiting.shutdown()
         if self.supervisor is not None:
             self.supervisor.stop()
         parallel.stop()
@@ -235,7 +244,8 @@ class Experiment:
             urls = [self.supervisor.start()]
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.groups.is_data_head:
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
+            on_drop = None if self.supervisor is None else self.supervisor.replace
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, on_drop=on_drop)
             self.rollout.initialize(urls[0])
             self.workflow = make_workflow(config, self.tokenizer, config.generation)
             greedy = config.generation.new(greedy=True, n_samples=1)
@@ -366,20 +376,39 @@ class Experiment:
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
         self.publish()
-        reward = [0.0]
-        if self.groups.is_main:
-            workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-            reward = [float(self.rollout.rollout_batch(self.held_out, workflow)["rewards"].mean())]
+        workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
+        batch = self._roll_out(lambda rollout: rollout.rollout_batch(self.held_out, workflow), only_main=True)
+        reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 
     def publish(self) -> None:
-        """Bring all servers to the engine's weights and version."""
-        version = self.engine.get_version()
-        self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
-        dist.barrier(group=self.groups.control)  # no head may ask for a reply before the servers have the version
-        if self.rollout is not None:
-            self.rollout.set_version(version)
+        """Bring the servers to the engine's weights and version: all that take part, at least one.
+
+        Servers that fail are left out, and those restarted since the last time take part again.
+        """
+        version, served_by = self.engine.get_version(), [[""]]
+        watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
+        with watched:
+            is_published, attempt = [False], 0
+            while not is_published[0]:
+                is_published, attempt = [True], attempt + 1
+                if self.groups.is_main:
+                    self.rollout.muster()
+                try:
+                    self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
+                except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
+                    if attempt == PUBLICATION_ATTEMPTS:
+                        raise
+                    logger.warning("%s", error)
+                    is_published = [False]
+                dist.broadcast_object_list(is_published, src=0, group=self.groups.control)
+        if self.groups.is_main:
+            served_by = [self.rollout.serving]
+        # No head may ask for a reply before the servers have the version.
+        dist.broadcast_object_list(served_by, src=0, group=self.groups.control)
+        if self.rollout is not None and not self.groups.is_main:
+            self.rollout.settle(served_by[0], version)
 
     def rollout_batch(self) -> TrajectoryBatch | None:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
@@ -390,11 +419,30 @@ class Experiment:
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
         if self.config.rollout.max_staleness > 0:
-            if self.rollout is None:
-                return None
-            return self.rollout.prepare_batch(self.own_prompts, self.workflow, last - first)
+            return self._roll_out(lambda r: r.prepare_batch(self.own_prompts, self.workflow, last - first))
         prompts = self.prompts.next_batch(total)
-        return None if self.rollout is None else self.rollout.rollout_batch(prompts[first:last], self.workflow)
+        return self._roll_out(lambda r: r.rollout_batch(prompts[first:last], self.workflow))
+
+    def _roll_out(
+        self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch], *, only_main: bool = False
+    ) -> TrajectoryBatch | None:
+        """Call the rollout engine of this rank, where it has one (or is the main rank), and return what that gives.
+
+        Should every server be lost meanwhile, the call goes on waiting while all ranks publish the weights once more,
+        to servers that were restarted.
+        """
+        pending: Future[TrajectoryBatch] | None = None
+        if self.rollout is not None and (self.groups.is_main or not only_main):
+            pending = self._waiting.submit(call, self.rollout)
+        stalled = torch.ones(1)
+        while stalled:
+            stalled.zero_()
+            while pending is not None and not stalled and not wait([pending], SERVER_LOOK_S).done:
+                stalled.fill_(self.rollout.needs_weights)
+            dist.all_reduce(stalled, group=self.groups.control)
+            if stalled:
+                self.publish()
+        return None if pending is None else pending.result()
 
     def exchange(self, batch: TrajectoryBatch | None) -> TrajectoryBatch:
         """Return the whole step's trajectories on every rank."""
@@ -451,8 +499,10 @@ class Experiment:
         if not (self.held_out and is_due):
             return
         with self.timers("evaluate"):
-            if self.groups.is_main:
-                batch = self.rollout.rollout_batch(self.held_out, self.evaluation_workflow)
+            batch = self._roll_out(
+                lambda rollout: rollout.rollout_batch(self.held_out, self.evaluation_workflow), only_main=True
+            )
+            if batch is not None:
                 rewards = batch["rewards"]
                 self.held_out_scores.append(float(rewards.mean()))
                 is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())

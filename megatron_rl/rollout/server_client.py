@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
 CPU_CHECKSUMS_SINCE = (0, 5, 21)
 FLUSH_POLL_S = 0.05
+REMEMBERED_VERSIONS = 256
 
 
 class ServerError(RuntimeError):
     """The server is down, overloaded or answered rubbish; another try may succeed."""
+
+
+class CommandRefused(ServerError):
+    """The server is well, and refused a control call."""
 
 
 class RequestRefused(ValueError):
@@ -50,6 +56,8 @@ class ServerInfo:
     context_length: int | None
     checksum_form: ChecksumForm | None
     """How it takes checksums of its weights; None where the trainer cannot do the same."""
+    weight_version: str | None
+    """Name of the weights it has now."""
 
     @property
     def has_sessions(self) -> bool:
@@ -70,6 +78,38 @@ class ReplyPart:
     stop_reason: str
     """stop, length or abort."""
     text: str
+    cached_tokens: int
+    """Prompt tokens whose keys the server had already."""
+    spans: list[tuple[str, int]]
+    """(weight version, tokens), in order; empty where the server reports none."""
+
+
+class CacheAge:
+    """How many publications the oldest keys in a server's cache have outlived, now and under its last versions."""
+
+    def __init__(self) -> None:
+        self.age = 0
+        self._under: OrderedDict[str, int] = OrderedDict()
+
+    def publish(self, version: str, *, flushed: bool) -> None:
+        self.age = 0 if flushed else self.age + 1
+        self._under[version] = self.age
+        if len(self._under) > REMEMBERED_VERSIONS:
+            self._under.popitem(last=False)
+
+    def stale_tokens(self, part: ReplyPart) -> int:
+        """Return how many tokens of a reply may have attended to keys that older weights computed; never too few.
+
+        Keys found in the cache are of unknown age, so they count as old as the oldest. A request that runs through a
+        publication keeps its keys unless that one flushed.
+        """
+        if not part.spans:  # before SGLang 0.5.19
+            return len(part.tokens) if self.age else 0
+        stale = 0
+        for number, (version, tokens) in enumerate(part.spans):
+            reuses = number > 0 or part.cached_tokens > 0
+            stale += tokens if reuses and self._under.get(version, 0) > 0 else 0
+        return stale
 
 
 class ServerClient:
@@ -77,9 +117,12 @@ class ServerClient:
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
-        self.in_flight = 0
-        """Generation requests of this client."""
+        self.calls: set[asyncio.Task[ReplyPart]] = set()
+        """Generation requests of this client that are under way."""
         self.info: ServerInfo | None = None
+        self.cache = CacheAge()
+        self.keeps_cache = False
+        """The pause under way, or the last one, flushed nothing."""
         self._session = session
 
     async def call(
@@ -118,21 +161,24 @@ class ServerClient:
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> None:
-        """POST a control request; raise ServerError if refused. `success: false` is a refusal whatever the status."""
+        """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
         try:
             content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
         except RequestRefused as refusal:  # nothing that a user wrote is in it
-            raise ServerError(str(refusal)) from refusal
+            raise CommandRefused(str(refusal)) from refusal
         try:
             answer = orjson.loads(content) if content else {}
         except orjson.JSONDecodeError:
             return  # some control endpoints answer with a line of text
         if isinstance(answer, dict) and not answer.get("success", True):
-            raise ServerError(f"{self.url}{endpoint}: refused: {message_of(content)}")
+            raise CommandRefused(f"{self.url}{endpoint}: refused: {message_of(content)}")
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
+        await self.call("GET", "/health", timeout_s=timeout_s)
 
     async def probe(self, *, timeout_s: float) -> ServerInfo:
-        """Ask for health and facts; the answer is kept in `info`."""
-        await self.call("GET", "/health", timeout_s=timeout_s)
+        """Ask what it says of itself, which a paused server answers too; the answer is kept in `info`."""
         try:
             server = await self.call_json("GET", "/server_info", timeout_s=timeout_s)
         except NotFound:  # before 0.5.6
@@ -149,6 +195,8 @@ class ServerClient:
             vocab_size=server.get("vocab_size") or model.get("vocab_size") or vocab_size,
             context_length=server.get("context_length") or longest,
             checksum_form=checksum_form(server),
+            # Not from /server_info, which keeps the version of the start.
+            weight_version=model.get("weight_version"),
         )
         return self.info
 
@@ -181,26 +229,24 @@ class ServerClient:
                 f"{self.url}/generate: the reply cannot be used: {type(error).__name__}: {error}"
             ) from error
 
-    async def pause(self, *, timeout_s: float) -> None:
-        """Stop generating and drop the prefix cache, whose entries the next weights make wrong.
+    async def pause(self, mode: str, *, flush: bool, timeout_s: float) -> None:
+        """Stop generating until `resume`; `flush` drops all keys and values, those of running requests too.
 
-        Servers with modes put running requests back into the queue until `resume`; older ones abort them.
+        mode: `abort` ends running requests, `retract` puts them back into the queue, `in_place` freezes them with their
+        keys, which cannot be flushed. Servers before 0.5.6 know only abort.
         """
         assert self.info is not None
-        body = {"mode": "retract"} if self.info.has_pause_modes else {}
+        body = {"mode": mode} if self.info.has_pause_modes else {}
         await self.command("/pause_generation", body, timeout_s=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
+        while flush:
             try:
                 await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
                 return
             except RequestRefused as error:  # still putting requests away
                 if asyncio.get_running_loop().time() > deadline:
-                    raise ServerError(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
+                    raise CommandRefused(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
             await asyncio.sleep(FLUSH_POLL_S)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        await self.command("/continue_generation", {}, timeout_s=timeout_s)
 
 
 def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
@@ -252,6 +298,8 @@ def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None)
         versions=token_versions(meta.get("weight_versions"), len(tokens), version),
         stop_reason=kind,
         text=answer.get("text") or "",
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        spans=[(str(span["version"]), span["end"] - span["start"]) for span in meta.get("weight_versions") or []],
     )
 
 

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.api import ChecksumForm, HeldWeights, ServersFailed, WeightReceiver
+from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
 from megatron_rl.config import EngineConfig
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 from megatron_rl.weights.expected import ExpectedChecksums, differences
@@ -69,7 +69,7 @@ class WeightPublisher(abc.ABC):
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
         """Bring the servers to these weights, listed in `specs`. All trainer ranks call it and so exhaust the stream.
 
-        Servers are paused meanwhile and always resumed. RuntimeError where not one is left that holds the version.
+        Servers are paused meanwhile and always resumed. NoServerLeft where not one holds the version then.
         """
         if self.receiver is None:
             for _ in tensors:  # the stream is a collective
@@ -108,17 +108,10 @@ class WeightPublisher(abc.ABC):
             self.receiver.drop(server, reason)
         self._lost |= reasons
         if not self.receiver.server_ranks:
-            raise RuntimeError(
+            raise NoServerLeft(
                 f"weight publication {self.last.version}: no rollout server is left. "
                 + " ".join(f"{server}: {reason}" for server, reason in self._lost.items())
             )
-
-    def _tell(self, call: Callable[..., None], *args: Any) -> None:
-        """Have all servers do something at once, and drop those that do not."""
-        try:
-            call(*args)
-        except ServersFailed as failed:
-            self._lose(failed.reasons)
 
     def _collect(self, futures: dict[str, Future[Any]]) -> dict[str, Any]:
         """Return every server's answer; drop those that give none in time."""
@@ -151,7 +144,8 @@ class WeightPublisher(abc.ABC):
         self._lose(wrong)
 
     def _resume(self, paused_at: float) -> None:
-        self._tell(self.receiver.resume)
+        if self.receiver.server_ranks:
+            self.receiver.resume()
         self.last.paused_s = time.perf_counter() - paused_at
 
 
@@ -182,7 +176,7 @@ class GroupPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.bucket_bytes, self.backend = bucket_bytes, backend
         self.group: dist.ProcessGroup | None = None
-        self._members: dict[str, int] = {}
+        self._membership = -1
 
     def close(self) -> None:
         if self.group is not None:
@@ -195,8 +189,8 @@ class GroupPublisher(WeightPublisher):
             self._join()
             shipment = next(filled)  # gathered while the servers still generate
             paused_at = time.perf_counter()
-            self._tell(receiver.pause)
-            self._tell(receiver.begin_weight_update, version)
+            receiver.pause()
+            receiver.begin_weight_update(version)
             try:
                 in_flight = self._ship(*shipment)
                 for shipment in filled:  # filled while the one before is on the wire
@@ -204,9 +198,10 @@ class GroupPublisher(WeightPublisher):
                     in_flight = self._ship(*shipment)
                 self._complete(in_flight)
             finally:
-                self._tell(receiver.end_weight_update, version)
+                if receiver.server_ranks:
+                    receiver.end_weight_update(version)
             self._confirm(expected)
-            receiver.set_version(version)
+            receiver.finish_update(version)
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
@@ -255,15 +250,16 @@ class GroupPublisher(WeightPublisher):
 
     def _join(self) -> None:
         """Form a group with the servers there are, if it is not theirs already; those that do not join are dropped."""
-        while self.group is None or self._members != self.receiver.server_ranks:
+        while self.group is None or self._membership != self.receiver.membership:
             if self.group is not None:
                 self._leave()
+            self._lose(self.receiver.unreachable())  # nobody waits for a server that is known to be gone
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
             # A name of its own: servers that outlive a killed run still hold that run's group.
             self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
-            self._members = dict(self.receiver.server_ranks)
+            self._membership = self.receiver.membership
             address = self.receiver.trainer_address()
             joins = self.receiver.join_weight_group(
                 address=address, port=port, name=self.group_name, backend=self.backend
@@ -273,7 +269,7 @@ class GroupPublisher(WeightPublisher):
                     address=address,
                     port=port,
                     rank=0,
-                    world_size=1 + sum(self._members.values()),
+                    world_size=1 + sum(self.receiver.server_ranks.values()),
                     name=self.group_name,
                     backend=self.backend,
                     timeout_s=self.timeout_s,
@@ -286,8 +282,10 @@ class GroupPublisher(WeightPublisher):
                 if self.group is not None or not self.receiver.server_ranks:
                     raise
                 logger.warning("weight publication: the group was not formed: %s", error)
-                blamed = self.receiver.unreachable() | _failures(joins)
-                self._lose(blamed or self._unfinished(joins))
+                blamed = self.receiver.unreachable() or _failures(joins) or self._unfinished(joins)
+                if not blamed:
+                    raise
+                self._lose(blamed)
 
     def _leave(self) -> dict[str, Future[None]]:
         """Leave the group, here and on the servers; a broken one is left as well."""
@@ -374,11 +372,11 @@ class DiskPublisher(WeightPublisher):
         target = self.folder / f"version-{version}"
         write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=specs[0].dtype)
         paused_at = time.perf_counter()
-        self._tell(self.receiver.pause)
+        self.receiver.pause()
         try:
             self._collect(self.receiver.load_folder(target, version))
             self._confirm(expected)
-            self.receiver.set_version(version)
+            self.receiver.finish_update(version)
         finally:
             self._resume(paused_at)
         for other in self.folder.glob("version-*"):

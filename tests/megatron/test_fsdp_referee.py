@@ -214,6 +214,7 @@ class OneServer:
     """A rollout server's end of the publisher's calls; `serve` on another rank receives the buckets."""
 
     server_ranks = {"server": 1}
+    membership = 1
 
     def __init__(self, store):
         self.store, self.sent, self.calls, self.version = store, 0, [], None
@@ -256,7 +257,10 @@ class OneServer:
     def held_weights(self):
         return {"server": done(HeldWeights("7", {}))}
 
-    def set_version(self, version):
+    def unreachable(self):
+        return {}
+
+    def finish_update(self, version):
         self.version = version
 
 

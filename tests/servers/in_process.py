@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megatron_rl.api import ChecksumForm, HeldWeights, ServersFailed
+from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.update_group import TensorSpec, checksum, unpack_bucket
 from megatron_rl.weights.publish import GroupPublisher, _Shipment
 
@@ -40,6 +40,10 @@ class InProcessServers:
         self.version: int | None = None
 
     @property
+    def membership(self):
+        return len(self.dropped)
+
+    @property
     def server_ranks(self):
         return {name: 1 for name in self.held if name not in self.dropped}
 
@@ -51,9 +55,7 @@ class InProcessServers:
 
     def _tell(self, call):
         self.calls.append(call)
-        failed = {name: self.faults[name, call] for name in self.server_ranks if (name, call) in self.faults}
-        if failed:
-            raise ServersFailed(failed)
+        self.dropped |= {name: self.faults[name, call] for name in self.server_ranks if (name, call) in self.faults}
 
     def pause(self):
         self._tell("pause")
@@ -86,7 +88,7 @@ class InProcessServers:
         sums = {server: {n: checksum(t) for n, t in self.held[server].items()} for server in self.server_ranks}
         return {server: done(HeldWeights(self.versions[server], held)) for server, held in sums.items()}
 
-    def set_version(self, version):
+    def finish_update(self, version):
         self.version = version
 
 

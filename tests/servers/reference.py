@@ -90,7 +90,7 @@ def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], fo
         dist.broadcast(pack_bucket([tensor for _, tensor in bucket]), src=0, group=process_group)
         wait_for(received)
     engine.end_weight_update(version)
-    engine.set_version(version)
+    engine.finish_update(version)
     engine.resume()
 
 

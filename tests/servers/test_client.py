@@ -230,10 +230,10 @@ def test_server_that_is_down_is_named(connect, scripted):
     with pytest.raises(ValueError, match="rollout.servers"):
         connect([])
     server = scripted()
-    engine = connect(server.url)
+    engine = connect(server.url, start_timeout_s=0.3)
     server.stop()
     server.stop = lambda: None
-    with pytest.raises(RuntimeError, match=f"{server.url}/generate"):
+    with pytest.raises(RuntimeError, match=f"no rollout server is left, and none came back: {server.url}"):
         ask(engine)
 
 
@@ -339,7 +339,7 @@ def update(engine, version=2):
     engine.begin_weight_update(version)
     wait_for(engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version))
     engine.end_weight_update(version)
-    engine.set_version(version)
+    engine.finish_update(version)
     engine.resume()
 
 
