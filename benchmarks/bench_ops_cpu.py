@@ -15,7 +15,7 @@ import time
 import psutil
 import torch
 
-from megatron_rl.ops import PpoOptions, packed_gae, packed_logprobs, ppo_loss, reference
+from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_gae, packed_logprobs, ppo_loss, reference
 
 
 def eager_loss(logits, labels, rows, options):
@@ -103,6 +103,42 @@ def logprob_table(arguments):
                 )
 
 
+def products(hidden, weight, chunk):
+    """The three matrix products of a head, bare: logits, the gradient of hidden and that of the weight."""
+    total = torch.zeros_like(weight)
+    for rows in hidden.split(chunk):
+        logits = rows @ weight.T
+        logits @ weight
+        total.addmm_(logits.T, rows)
+
+
+def head_table(arguments):
+    hidden_size, vocab, chunk = 576, 49152, 1024
+    print(f"\nHead and policy loss with all gradients, H = {hidden_size}, V = {vocab}, fp32, {chunk} rows a chunk:\n")
+    print("| T | three bare products s | ours s | ratio | extra memory |")
+    print("|---|---|---|---|---|")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, hidden_size, generator=generator).mul_(0.05).requires_grad_()
+    shard, options = VocabShard(0, vocab, vocab), PpoOptions()
+    for count in arguments.rows:
+        hidden = torch.randn(count, hidden_size, generator=generator).requires_grad_()
+        labels, advantages = torch.randint(0, vocab, (count,), generator=generator), torch.randn(count)
+        given, seconds, extra = (labels, None, None, advantages, options), ([], []), 0
+        for _ in range(arguments.repeats + 1):
+            hidden.grad = weight.grad = None
+            gc.collect()
+            begin = time.perf_counter()
+            products(hidden.detach(), weight.detach(), chunk)
+            middle = time.perf_counter()
+            with ResidentPeak() as peak:
+                lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=chunk)[0].backward()
+            seconds[0].append(middle - begin)
+            seconds[1].append(time.perf_counter() - middle)
+            extra = max(extra, peak.extra)
+        bare, ours = (statistics.median(column[1:]) for column in seconds)
+        print(f"| {count} | {bare:.2f} | {ours:.2f} | {ours / bare:.2f} | {extra / 2**20:.0f} MB |", flush=True)
+
+
 def gae_table():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((64,), 512)
@@ -131,4 +167,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}\n")
     logprob_table(arguments)
+    head_table(arguments)
     gae_table()

@@ -116,7 +116,7 @@ def megatron_step(folder: str, batch: TrajectoryBatch, budget: int):
     )
     engine = MegatronEngine(config)
     engine.initialize(None, FinetuneSpec(total_updates=1000))
-    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()))
+    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()), by_row=True)
     engine.train()
     return lambda: engine.train_batch(batch, loss)
 

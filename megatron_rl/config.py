@@ -215,11 +215,6 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Above clip_low this is DAPO's clip-higher."""
-    behavior_weight_cap: float = 0.0
-    """Decoupled PPO: weigh a token by p(proximal) / p(behaviour) and drop it above this cap (AReaL's is 5).
-
-    0 leaves the weight out: every token counts as if the proximal policy had sampled it.
-    """
     kl_coefficient: float = 0.0
     """Weight of the KL term to the frozen reference; above 0 loads a second engine."""
     kl_estimator: str = "k3"
@@ -233,15 +228,55 @@ class AlgorithmConfig:
             loss=(self.loss, self.loss in losses, f"must be one of {', '.join(losses)}"),
             clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
             clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
-            behavior_weight_cap=(
-                self.behavior_weight_cap,
-                self.behavior_weight_cap == 0 or self.behavior_weight_cap >= 1,
-                "must be 0 (no weight) or at least 1; AReaL's is 5",
-            ),
             kl_coefficient=(self.kl_coefficient, self.kl_coefficient >= 0, "must be at least 0"),
             kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
             entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
         )
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """What is done about tokens that another policy has sampled: an older one, or a server that computes differently.
+
+    Decoupled PPO (arXiv 2505.24298) has three policies: the behaviour policy sampled a token, the proximal one is the
+    trainer's when the step begins, and the trained one's ratio to it is clipped.
+    """
+
+    proximal: str = "recompute"
+    """recompute: a forward pass before the step's first update, saved where there is one update only. loglinear:
+    between the behaviour's and the trained log-prob, by the share of updates that lie before the step. behavior: the
+    behaviour policy itself, plain PPO; then there is no weight."""
+    weight: str = "off"
+    """p(proximal) / p(behaviour), constant for the gradient. clamp: moved into [low, high], truncated importance
+    sampling. mask: a token outside them does not train, IcePop (arXiv 2510.18855); by sequence this masks sequences.
+    off: every token counts as if the proximal policy had sampled it."""
+    level: str = "token"
+    """token, or sequence: one weight for all, the geometric mean over its trained tokens."""
+    low: float = 0.0
+    high: float = 5.0
+    alarm: float = 0.0
+    """Stop the run when trainer and server differ by more than this, mean |log p - log q| in nats of a step's tokens of
+    the current version (of all tokens where there are none). 0 never stops."""
+
+    def __post_init__(self) -> None:
+        check(
+            "correction",
+            proximal=(
+                self.proximal,
+                self.proximal in ("recompute", "loglinear", "behavior"),
+                "must be recompute, loglinear or behavior",
+            ),
+            weight=(self.weight, self.weight in ("off", "clamp", "mask"), "must be off, clamp or mask"),
+            level=(self.level, self.level in ("token", "sequence"), "must be token or sequence"),
+            low=(self.low, 0 <= self.low <= 1, "must be in [0, 1]: a weight of 1 is no mismatch"),
+            high=(self.high, self.high >= 1, "must be at least 1: a weight of 1 is no mismatch"),
+            alarm=(self.alarm, self.alarm >= 0, "must be at least 0; 0 never stops"),
+        )
+        if self.proximal == "behavior" and self.weight != "off":
+            raise ValueError(
+                f"correction.weight = {self.weight!r}: correction.proximal = behavior makes every weight 1; set it to "
+                f"off, or take another proximal policy."
+            )
 
 
 @dataclass(kw_only=True)
@@ -317,6 +352,11 @@ class RolloutConfig:
     """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
+    publication: str = "group"
+    """How new weights reach the servers: `group`, a process group (NCCL or gloo), or `disk`, a folder under run.folder.
+
+    Servers that are given in `servers` must be able to read that folder.
+    """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
 
@@ -330,6 +370,7 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
+            publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
             server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
             health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
             interruption=(
@@ -428,7 +469,10 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     seed: int = 1
-    bucket_bytes: int = 256 * 1024 * 1024
+    bucket_bytes: int = 64 * 1024 * 1024
+    """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
+    publication: str = "group"
+    publication_folder: str = "runs/default/published"
 
 
 @dataclass(kw_only=True)
@@ -439,6 +483,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -523,6 +568,8 @@ class TrainConfig:
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
             seed=self.run.seed,
+            publication=self.rollout.publication,
+            publication_folder=f"{self.run.folder}/published",
         )
 
     def to_yaml(self) -> str:
@@ -590,6 +637,7 @@ SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "generation": GenerationConfig,
     "algo": AlgorithmConfig,
+    "correction": CorrectionConfig,
     "critic": CriticConfig,
     "critic.parallel": ParallelConfig,
     "critic.optimizer": OptimizerConfig,

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl import parallel
+from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
 from megatron_rl.algo.loss import explained_variance
-from megatron_rl.api import RolloutWorkflow
+from megatron_rl.api import NoServerLeft, RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -52,6 +53,8 @@ HELD_OUT = "held_out"
 WARM_START_SETTINGS = "warm_start.json"
 SERVER_LOOK_S = 0.2
 """How often a rank that waits for replies looks whether a server is left to give them."""
+PUBLICATION_ATTEMPTS = 3
+"""How often a version may cost every server before the run ends."""
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
 
@@ -259,7 +262,11 @@ class Experiment:
             reference.initialize()
         self.reference = reference
         self.actor = PolicyActor(
-            self.engine, config.algo, temperature=config.generation.temperature, reference=reference
+            self.engine,
+            config.algo,
+            temperature=config.generation.temperature,
+            correction=config.correction,
+            reference=reference,
         )
         self.critic: Critic | None = None
         if config.has_critic:
@@ -383,11 +390,18 @@ class Experiment:
         version, served_by = self.engine.get_version(), [[""]]
         watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
         with watched:
-            is_published = [False]
+            is_published, attempt = [False], 0
             while not is_published[0]:
+                is_published, attempt = [True], attempt + 1
                 if self.groups.is_main:
                     self.rollout.muster()
-                is_published = [self.engine.update_weights(self.rollout if self.groups.is_main else None, version)]
+                try:
+                    self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
+                except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
+                    if attempt == PUBLICATION_ATTEMPTS:
+                        raise
+                    logger.warning("%s", error)
+                    is_published = [False]
                 dist.broadcast_object_list(is_published, src=0, group=self.groups.control)
         if self.groups.is_main:
             served_by = [self.rollout.serving]
@@ -499,8 +513,31 @@ class Experiment:
                 self.rollout.metrics()  # evaluation does not count as rollout
             dist.barrier(group=self.groups.control)
 
-    def log(self, step: int, batch: TrajectoryBatch, stats: list[StepStats], critic_stats: list[StepStats]) -> None:
-        """Write the step's metrics. Means over the step's updates weigh trained tokens."""
+    def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
+        """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""
+        if not stats or stats[0].logprobs is None:
+            return {}
+        share, version = shares[0], self.engine.get_version() - sum(s.applied for s in stats)
+        columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
+        sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
+        if not self.groups.is_data_head:
+            sums, largest = sums.zero_(), largest.zero_()
+        dist.all_reduce(sums, group=self.groups.control)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.control)
+        return mismatch.metrics(sums, largest)
+
+    def log(
+        self,
+        step: int,
+        batch: TrajectoryBatch,
+        shares: list[TrajectoryBatch],
+        stats: list[StepStats],
+        critic_stats: list[StepStats],
+    ) -> None:
+        """Write the step's metrics. Means over the step's updates weigh trained tokens.
+
+        RuntimeError where trainer and servers differ by more than correction.alarm.
+        """
         rewards = batch["rewards"]
         groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
         metrics: dict[str, Any] = {
@@ -515,12 +552,15 @@ class Experiment:
             metrics["reward/model"] = float(batch["model_rewards"].mean())
         if stats:
             metrics |= policy_metrics(stats)
+        differences = self.mismatch(shares, stats)
+        metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
             metrics |= self.rollout.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
+        mismatch.check_alarm(differences, self.config.correction.alarm)
 
     def samples(self, batch: TrajectoryBatch, count: int, prompts: list[dict[str, Any]] | None = None) -> list[Sample]:
         """Decode the first `count` trajectories; `prompts` gives the answers where one trajectory belongs to each."""

@@ -49,7 +49,7 @@ def warm_start(
     engine.train()
     for update in range(options.updates):
         batch = supervised_batch([encode(prompt) for prompt in prompts.next_batch(options.prompts_per_update)])
-        stats = engine.train_batch(share(batch, update), LogprobLoss(supervised))
+        stats = engine.train_batch(share(batch, update), LogprobLoss(supervised, by_row=True))
         on_update(update, stats)
         is_check = (update + 1) % options.check_every_updates == 0
         if sampled_reward is not None and is_check and sampled_reward() >= options.stop_at_reward:

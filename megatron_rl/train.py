@@ -39,7 +39,7 @@ def train(config: TrainConfig) -> None:
             with x.timers("publish"):
                 x.publish()
             x.save(step=step + 1)
-            x.log(step, batch, stats, critic_stats)
+            x.log(step, batch, shares, stats, critic_stats)
             x.evaluate(step=step + 1)
         x.finish()
 

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"config", "types"},
     "parallel": {"config", "platform"},
     "algo": {"api", "config", "ops", "types"},
-    "batch": {"config", "parallel", "types"},
+    "batch": {"config", "ops", "parallel", "types"},
     "rollout": {"api", "config", "telemetry", "types", "update_group"},
     "serving": {"api", "config", "telemetry", "types", "update_group"},
     "weights": {"api", "config", "parallel", "types", "update_group"},

@@ -34,6 +34,11 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaGetDevice(int*) { return cudaSuccess; }
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "none"; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss
 
 Sums = dict[str, Tensor]
@@ -26,44 +25,54 @@ class PolicyLoss:
     """The configured policy loss with its KL and entropy terms, as a LogprobLoss function."""
 
     options: AlgorithmConfig
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @property
     def terms(self) -> PpoOptions:
-        options = self.options
-        cap = options.behavior_weight_cap
+        options, correction = self.options, self.correction
         return PpoOptions(
             mode={"ppo_clip": "clip", "reinforce": "reinforce"}[options.loss],
             clip_low=options.clip_low,
             clip_high=options.clip_high,
-            behavior="mask" if cap > 0 else "off",
-            behavior_high=cap if cap > 0 else inf,
+            behavior=correction.weight,
+            behavior_by_sequence=correction.weight != "off" and correction.level == "sequence",
+            behavior_low=correction.low,
+            behavior_high=correction.high,
             kl_estimator=options.kl_estimator,
             kl_coefficient=options.kl_coefficient,
             entropy_coefficient=options.entropy_coefficient,
         )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), optionally `proximal_logprobs` and `ref_logprobs`.
-
-        Without `proximal_logprobs` this is the step's only update, and the policy itself is the proximal one.
+        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for a
+        weight by sequence. The proximal policy is that of `proximal_logprobs` where rows have them, lies at
+        `proximal_share` of the way from the behaviour policy to this one, or is this one: the step's only update.
         """
 
         def column(name: str) -> Tensor:
             return torch.as_tensor(rows[name], dtype=logprobs.dtype)  # float64 where the model is
 
+        names, behavior, proximal = set(rows.keys()), column("logprobs"), None
+        if self.correction.proximal == "behavior":
+            proximal = behavior
+        elif "proximal_logprobs" in names:
+            proximal = column("proximal_logprobs")
+        elif "proximal_share" in names:
+            proximal = torch.lerp(behavior, logprobs.detach(), column("proximal_share"))
         loss, sums = ppo_loss(
             logprobs,
-            column("proximal_logprobs") if "proximal_logprobs" in rows.keys() else None,  # noqa: SIM118
-            column("logprobs"),
+            proximal,
+            behavior,
             column("advantages"),
             rows["labels"] >= 0,
             self.terms,
             ref_logprobs=column("ref_logprobs") if self.options.kl_coefficient > 0 else None,
             entropy=entropy,
+            cu_seqlens=rows["cu_seqlens"].long() if self.terms.by_sequence else None,
         )
-        kept = ["entropy", "behavior_mismatch"]
+        kept = ["entropy"]
         kept += ["clipped_tokens", "ratio_deviation", "approx_kl"] if self.options.loss == "ppo_clip" else []
-        kept += ["dropped_tokens"] if self.options.behavior_weight_cap > 0 else []
+        kept += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         kept += ["reference_kl"] if self.options.kl_coefficient > 0 else []
         return loss, {name: sums[name] for name in kept}
 

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from megatron_rl.ops import packed_labels
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 
@@ -34,10 +35,10 @@ def to_microbatch(
         return _idle_microbatch(batch)
     picked = batch.lengths[chosen]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), picked.cumsum(0)])
-    positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], picked)
-    tokens = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen], picked) + positions
-    source = tokens + 1
-    source[cu_seqlens[1:] - 1] = -1  # the last row of a sequence predicts nothing
+    offsets = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen] - cu_seqlens[:-1], picked)
+    tokens = offsets + torch.arange(len(offsets))
+    source, positions, sequence = packed_labels(tokens, cu_seqlens)
+    source.clamp_(min=-1)  # the last row of a sequence predicts nothing
     rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key != "input_ids"}
     rows["input_ids"] = batch.tokens["input_ids"][tokens]
     labels = _described_token(batch.tokens["input_ids"], source)
@@ -47,7 +48,8 @@ def to_microbatch(
     families = _families(batch, chosen.tolist()) if share_prompts else []
     place = {index: number for number, index in enumerate(chosen.tolist())}
     shared = [([place[index] for index in members], prefix) for members, prefix in families]
-    computed, read, segments = _computed_rows(cu_seqlens, positions, _needed_rows(picked, final_rows), shared)
+    needed = _needed_rows(picked, final_rows)
+    computed, read, segments = _computed_rows(cu_seqlens, positions, sequence, needed, shared)
     return MicroBatch(
         rows=TensorDict(rows), positions=positions, source=source, computed=computed, read=read, segments=segments
     )
@@ -58,11 +60,12 @@ def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
 
 
 def _computed_rows(
-    cu_seqlens: Tensor, positions: Tensor, needed: Tensor, shared: list[tuple[list[int], int]]
+    cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, shared: list[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out the rows that a model computes: MicroBatch's `computed`, `read` and `segments`.
 
-    needed: `[B]` rows of each sequence. shared: families of sequences with the length of their common beginning.
+    sequence: `[T]`, the one of each row. needed: `[B]` rows of each sequence. shared: families of sequences with the
+    length of their common beginning.
     """
     starts, own = cu_seqlens[:-1].tolist(), needed.tolist()
     prefix, prefix_start, own_start = [0] * len(own), [0] * len(own), [0] * len(own)
@@ -88,7 +91,6 @@ def _computed_rows(
             own_start[m] = add(starts[m] + common, own[m] - common, first if common else 0, common)
     table = torch.tensor(segments)
     offsets = torch.repeat_interleave(torch.tensor(sources) - table[:, 0], table[:, 1])
-    sequence = torch.repeat_interleave(torch.arange(len(own)), cu_seqlens.diff())
     row = torch.minimum(positions, needed[sequence] - 1)  # an uncomputed last row reads the one before; nobody uses it
     shift_prefix, shift_own = torch.tensor(prefix_start), torch.tensor(own_start) - torch.tensor(prefix)
     read = row + torch.where(row < torch.tensor(prefix)[sequence], shift_prefix[sequence], shift_own[sequence])

@@ -37,13 +37,13 @@ from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, v
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
-from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs  # noqa: E402
+from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs, lm_head_loss  # noqa: E402
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import write_hf_folder  # noqa: E402
 from megatron_rl.weights.mapping import weight_source  # noqa: E402
-from megatron_rl.weights.publish import WeightPublisher  # noqa: E402
-from megatron_rl.weights.reshard import load_shards, stream_hf_tensors  # noqa: E402
+from megatron_rl.weights.publish import WeightPublisher, make_publisher  # noqa: E402
+from megatron_rl.weights.reshard import HFExport, load_shards  # noqa: E402
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
@@ -74,6 +74,7 @@ class MegatronEngine(TrainEngine):
         self.arch = read_architecture(config.model.path).with_head(head)
         self.version = 0
         self.publisher: WeightPublisher | None = None
+        self._export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.turns, self.host_copy = turns, HostCopy()
 
@@ -187,17 +188,18 @@ class MegatronEngine(TrainEngine):
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
+        totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
         applied, grad_norm, _ = self.optimizer.step()
         self.version += bool(applied)
-        return self._stats(totals, grad_norm=float(grad_norm or 0.0), applied=bool(applied), lr=float(lr))
+        found = {"grad_norm": float(grad_norm or 0.0), "applied": bool(applied), "lr": float(lr)}
+        return self._stats(totals, logprobs=logprobs, **found)
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
         with torch.no_grad():
-            totals = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
-        return self._stats(totals, grad_norm=0.0, applied=False, lr=0.0)
+            totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
+        return self._stats(totals, logprobs=logprobs, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
         self._activate()
@@ -217,11 +219,7 @@ class MegatronEngine(TrainEngine):
 
         with torch.no_grad():
             rows = self._run(microbatches, last_stage, forward_only=True)
-        result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
-        if self.groups.is_last_stage:
-            result = packing.scatter_rows(microbatches, rows, len(batch["input_ids"])).to(self.device)
-        self._from_last_stage(result)
-        return result.to(batch["input_ids"].device)
+        return self._by_token(batch, microbatches, rows)
 
     def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
         """Return the value at each sequence's last token, `[B]` float32: what a reward model gives a whole sequence.
@@ -235,8 +233,10 @@ class MegatronEngine(TrainEngine):
     def step_lr_scheduler(self) -> None:
         self.scheduler.step(increment=1)
 
-    def _accumulate(self, data, loss_fn, loss_weight_fn, *, forward_only: bool) -> dict[str, Tensor]:
-        """Run all microbatches; return the global sums of loss, weight and statistics."""
+    def _accumulate(
+        self, data, loss_fn, loss_weight_fn, *, forward_only: bool
+    ) -> tuple[dict[str, float], Tensor | None]:
+        """Run all microbatches; return the global sums of loss, weight and statistics, and this share's log-probs."""
         self._check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
         wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
 
@@ -249,12 +249,11 @@ class MegatronEngine(TrainEngine):
                     f"sequences), because the "
                     f"gradient is divided by their global sum; return the count and put fractions into the loss."
                 )
-            weight = weight.to(self.device, torch.int)
+            weight, logprobs = weight.to(self.device, torch.int), None
             if isinstance(loss_fn, ValueLoss):
                 loss_sum, sums = loss_fn.fn(self._head_values(hidden, rows["labels"], packed), rows)
             elif isinstance(loss_fn, LogprobLoss):
-                logprobs, entropy = self._head_logprobs(hidden, rows["labels"], packed, loss_fn.temperature)
-                loss_sum, sums = loss_fn.fn(logprobs, entropy, rows)
+                loss_sum, sums, logprobs = self._logprob_loss(loss_fn, hidden, rows, packed)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
                 loss_sum, sums = self._logits(hidden, packed).sum() * 0.0, {}
             else:
@@ -263,11 +262,15 @@ class MegatronEngine(TrainEngine):
             kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
             # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
-            return loss_sum, counted, kept | {k: v.detach().float() for k, v in sums.items()}
+            return loss_sum, counted, (kept | {k: v.detach().float() for k, v in sums.items()}, logprobs)
 
-        microbatches = self._pack(TrajectoryBatch.of(data), final_rows=wants_final_rows)
+        batch = TrajectoryBatch.of(data)
+        microbatches = self._pack(batch, final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
-        return self._global_sums(kept)
+        totals = self._global_sums([sums for sums, _ in kept])
+        if not isinstance(loss_fn, LogprobLoss):
+            return totals, None
+        return totals, self._by_token(batch, microbatches, [logprobs for _, logprobs in kept])
 
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
         groups = self.groups
@@ -325,16 +328,48 @@ class MegatronEngine(TrainEngine):
     def _head_logprobs(
         self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        own = labels.masked_fill(packed.reads < 0, -100)
-        parts = lm_head_logprobs(
-            hidden, self._output_weight(), own, rows=packed.reads, shard=self.shard, temperature=temperature
-        )
+        parts = lm_head_logprobs(hidden, self._output_weight(), labels, **self._head_rows(packed, temperature))
         logprobs, entropy = sum_for_all(torch.stack(parts), self.groups.context)
         return logprobs, entropy
+
+    def _logprob_loss(
+        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from."""
+        labels = rows["labels"]
+        if not (loss.by_row and torch.is_grad_enabled()):
+            logprobs, entropy = self._head_logprobs(hidden, labels, packed, loss.temperature)
+            return *loss.fn(logprobs, entropy, rows), logprobs.detach().float()
+        found = torch.zeros(len(labels), dtype=torch.float32, device=self.device)
+        columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
+
+        def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            found.index_copy_(0, places, logprobs.detach().float())
+            chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
+            return loss.fn(logprobs, entropy, chosen)
+
+        head = self._head_rows(packed, loss.temperature)
+        loss_sum, sums = lm_head_loss(hidden, self._output_weight(), labels, of_some, **head)
+        if self.groups.context.size == 1:
+            return loss_sum, sums, found
+        parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.groups.context)
+        whole = dict(zip(sums, parts[1:].unbind(), strict=True))
+        return parts[0].to(loss_sum.dtype), whole, sum_for_all(found, self.groups.context)
+
+    def _head_rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
+        return {"rows": packed.reads, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _head_values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
         """`[T]` float32 values, 0 in rows that are not trained."""
         return self._for_loss(self.chunks[-1].output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
+
+    def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
+        """`[T]` results of each microbatch on the last stage -> `[N]` float32 by token on all stages."""
+        result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
+        if self.groups.is_last_stage:
+            result = packing.scatter_rows(microbatches, rows, len(result)).to(self.device)
+        self._from_last_stage(result)
+        return result.to(batch["input_ids"].device)
 
     def _from_last_stage(self, tensor: Tensor) -> None:
         if self.groups.pipeline.size > 1:
@@ -376,9 +411,16 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        self._activate()
+        export = self.export()
         self._gather_weights()
-        return stream_hf_tensors(self.chunks, self.arch, self.groups)
+        return export.stream()
+
+    def export(self) -> HFExport:
+        """The plan of `hf_tensors`, made by the first call. All ranks call it."""
+        self._activate()
+        if self._export is None:
+            self._export = HFExport(self.chunks, self.arch, self.groups)
+        return self._export
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
@@ -389,12 +431,10 @@ class MegatronEngine(TrainEngine):
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def update_weights(self, receiver: WeightReceiver | None, version: int) -> bool:
+    def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
-            self.publisher = WeightPublisher(
-                receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
-            )
-        return self.publisher.publish(self.hf_tensors(), version)
+            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
+        self.publisher.publish(self.export().specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()

@@ -44,6 +44,8 @@ class PackedRows(PackedSeqParams):
     """`[R]` int64 rotary positions."""
     reads: Tensor = field(kw_only=True)
     """`[T]` int64: the row of this rank that each row of the loss reads, -1 where another context rank has it."""
+    trained: Tensor = field(kw_only=True)
+    """int64: the rows of the loss that have a label and are this context rank's, counted where the host knows them."""
     in_order: bool = field(kw_only=True)
     """True where row t of the loss reads row t."""
     query_cu: Tensor = field(kw_only=True)
@@ -100,6 +102,8 @@ def own_rows(
     positions = padded(microbatch.positions[microbatch.computed], (0, padding))[own]
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
+    reads = place[microbatch.read]
+    trained = ((microbatch.rows["labels"] >= 0) & (reads >= 0)).nonzero()[:, 0]
     whole = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
     packed = PackedRows(
         qkv_format="thd",
@@ -108,7 +112,8 @@ def own_rows(
         max_seqlen_q=len(own),
         max_seqlen_kv=len(own),
         positions=positions.to(device),
-        reads=place[microbatch.read].to(device),
+        reads=reads.to(device),
+        trained=trained.to(device),
         in_order=is_plain and count == microbatch.tokens,
         query_cu=query_cu.to(device, torch.int32),
         key_cu=key_cu.to(device, torch.int32),

@@ -1,7 +1,7 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
-from megatron_rl.ops.head import lm_head_logprobs, lm_head_ppo_loss
+from megatron_rl.ops.head import lm_head_logprobs, lm_head_loss, lm_head_ppo_loss
 from megatron_rl.ops.labels import packed_labels
 from megatron_rl.ops.logprobs import (
     VocabParallelLogits,
@@ -20,6 +20,7 @@ __all__ = [
     "gather_logprobs",
     "gather_logprobs_entropy",
     "lm_head_logprobs",
+    "lm_head_loss",
     "lm_head_ppo_loss",
     "packed_discounted_returns",
     "packed_gae",

@@ -147,6 +147,8 @@ def ppo_loss(
         raise ValueError(
             f"logprobs is {tuple(logprobs.shape)}, mask {mask.dtype} {tuple(mask.shape)}: both must be [T], mask bool."
         )
+    if entropy is not None and options.entropy_coefficient == 0:
+        entropy = entropy.detach()  # it is counted only: its gradient of zeros would cost a pass over the logits
     loss, sums, _, _ = ops.ppo_loss(
         logprobs.contiguous(),
         *(None if t is None else t.detach().contiguous() for t in (proximal_logprobs, behavior_logprobs)),

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.membership import LOOK_TIMEOUT_S, Membership
-from megatron_rl.rollout.server_client import CommandRefused, RequestRefused, ServerClient, ServerError
+from megatron_rl.rollout.membership import Membership
+from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
 """Shorter than uvicorn's 5 s: a connection that the server is just closing would lose a control call half way."""
 PROBE_TIMEOUT_S = 30.0
-COLLATERAL_S = 0.5
-"""How long after one server refused what all do together another one's death may explain it."""
 
 
 class Fleet:
@@ -73,31 +71,6 @@ class Fleet:
         if len(failures) == len(servers):
             raise next(iter(failures.values()), ServerError("no rollout server is left to take part."))
 
-    async def on_all_together(self, act: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Act on all servers that take part, in something that fails for all where it fails for one.
-
-        Raises at the first failure, after dropping who is to blame: servers that died, else those that refused unless
-        all of them did.
-        """
-        tasks = {asyncio.create_task(act(server)): server for server in self.members.publishing}
-        if not tasks:
-            raise ServerError("no rollout server is left to take part.")
-        for task in tasks:
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # some end after this call
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if any(isinstance(task.exception(), CommandRefused) for task in done):
-            done, _ = await asyncio.wait(tasks, timeout=COLLATERAL_S)
-        errors = {tasks[task]: error for task in done if (error := task.exception()) is not None}
-        if not errors:
-            return
-        dead = [server for server, error in errors.items() if not isinstance(error, CommandRefused)]
-        answers = await asyncio.gather(*(is_there(server) for server in dead))
-        # Those that waited for one that hangs are late too, and are well.
-        dead = [server for server, is_well in zip(dead, answers, strict=True) if not is_well] or dead
-        for server in dead or (list(errors) if len(errors) < len(tasks) else []):
-            self.members.drop(server, str(errors[server]))
-        raise errors[dead[0]] if dead else next(iter(errors.values()))
-
     async def pause(self) -> None:
         """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
         self.open.clear()
@@ -133,11 +106,3 @@ class Fleet:
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         self.members.settle(servers, str(version))
-
-
-async def is_there(server: ServerClient) -> bool:
-    try:
-        await server.probe(timeout_s=LOOK_TIMEOUT_S)
-    except (ServerError, RequestRefused):
-        return False
-    return True

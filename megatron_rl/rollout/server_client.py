@@ -17,10 +17,12 @@ from typing import Any
 import aiohttp
 import orjson
 
+from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import GenerationConfig
 
 SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
+CPU_CHECKSUMS_SINCE = (0, 5, 21)
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 
@@ -52,6 +54,8 @@ class ServerInfo:
     """Its data-parallel size; weight updates need 1."""
     vocab_size: int | None
     context_length: int | None
+    checksum_form: ChecksumForm | None
+    """How it takes checksums of its weights; None where the trainer cannot do the same."""
     weight_version: str | None
     """Name of the weights it has now."""
 
@@ -190,10 +194,24 @@ class ServerClient:
             replicas=int(server.get("dp_size") or 1),
             vocab_size=server.get("vocab_size") or model.get("vocab_size") or vocab_size,
             context_length=server.get("context_length") or longest,
+            checksum_form=checksum_form(server),
             # Not from /server_info, which keeps the version of the start.
             weight_version=model.get("weight_version"),
         )
         return self.info
+
+    async def held_weights(self, *, takes_checksums: bool, timeout_s: float) -> HeldWeights:
+        """Ask for the version and, where asked to, the checksums of the weights in use."""
+        model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
+        checksums = {}
+        if takes_checksums:
+            answer = await self.call_json("POST", "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+            try:
+                (rank,) = answer["ranks"]
+                checksums = dict(rank["checksums"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ServerError(f"{self.url}/weights_checker: no checksums in the answer: {error!r}") from error
+        return HeldWeights(str(model.get("weight_version")), checksums)
 
     async def generate(
         self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int
@@ -307,6 +325,21 @@ def parse_version(text: str, url: str) -> tuple[int, ...]:
             f"{url}/server_info: version = {text!r}: must be SGLang's, such as 0.5.21; is this an SGLang server?"
         )
     return tuple(int(number) for number in match.groups())
+
+
+def checksum_form(server_info: dict[str, Any]) -> ChecksumForm | None:
+    """Return how a server takes checksums, from its own description.
+
+    On a GPU SGLang's are those of a kernel of its own, and with several ranks each has its part.
+    """
+    dtype = server_info.get("dtype")
+    dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
+    if server_info.get("embedded"):
+        return ChecksumForm("embedded", dtype)
+    version = parse_version(str(server_info.get("version", "")), "")
+    if server_info.get("device") == "cpu" and server_info.get("tp_size") == 1 and version >= CPU_CHECKSUMS_SINCE:
+        return ChecksumForm("sglang", dtype)
+    return None
 
 
 def model_limits(model_path: Any) -> tuple[int | None, int | None]:

@@ -10,15 +10,12 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import socket
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
@@ -26,7 +23,6 @@ from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.server_client import (
-    CommandRefused,
     ReplyPart,
     RequestRefused,
     ServerClient,
@@ -34,6 +30,7 @@ from megatron_rl.rollout.server_client import (
     sampling_params,
 )
 from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.weight_updates import ServerWeights
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -44,11 +41,9 @@ FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
 """Interruptions in a row without a new token, after which a reply is returned as aborted."""
 REMEMBERED_RIDS = 65_536
-LOAD_TIMEOUT_S = 240.0
-"""For one bucket; the publisher's own deadline is 300 s."""
 
 
-class RemoteSGLangEngine(InferenceEngine):
+class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     """Implements InferenceEngine and WeightReceiver. One trainer rank makes it; HTTP runs on a thread of its own."""
 
     def __init__(
@@ -299,16 +294,6 @@ class RemoteSGLangEngine(InferenceEngine):
         patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
         self._running_thread().run(self._fleet.members.muster(patience_s))
 
-    def drop(self, url: str, reason: str) -> None:
-        """Leave a server out until a later publication, e.g. because its weights are wrong."""
-
-        async def drop() -> None:
-            members = self._fleet.members
-            for server in [server for server in members.publishing if server.url == url]:
-                members.drop(server, reason)
-
-        self._running_thread().run(drop())
-
     def settle(self, serving: list[str], version: int) -> None:
         """Another client has published `version` to the servers `serving`: send requests to these alone."""
 
@@ -318,24 +303,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._running_thread().run(settle())
         self.set_version(version)
 
-    @property
-    def membership(self) -> int:
-        """Counts changes of who takes part in publications; a weight group made before the last one no longer fits."""
-        return self._fleet.members.number
-
-    # -- weights
-
-    @property
-    def server_count(self) -> int:
-        """Ranks of all servers that take part in a weight-update group: one each, or its tensor-parallel size."""
-        return sum(server.info.ranks for server in self._fleet.members.publishing if server.info is not None)
-
-    def trainer_address(self) -> str:
-        """Return this host's address as the servers reach it: that of the interface towards the first server."""
-        parts = urlsplit(self._fleet.members.publishing[0].url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
-            return probe.getsockname()[0]
+    # -- weights; what a publication needs is in ServerWeights
 
     def pause(self) -> None:
         """Stop generation as rollout.interruption says; requests in flight continue after `resume`.
@@ -353,82 +321,6 @@ class RemoteSGLangEngine(InferenceEngine):
         thread.run(self._update_from_disk(str(path), version))
         self.set_version(version)
 
-    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
-        """Ask the servers to join `name`; rank 0 must join meanwhile, at `address:port`."""
-        servers = self._fleet.members.publishing
-        first_ranks = itertools.accumulate((server.info.ranks for server in servers if server.info), initial=1)
-        offsets = dict(zip(servers, first_ranks, strict=False))
-        world_size = 1 + self.server_count
-
-        async def join(server: ServerClient) -> None:
-            if server.info is not None and server.info.replicas > 1:
-                raise RuntimeError(
-                    f"{server.url}: dp_size = {server.info.replicas}: must be 1 for weight updates; start more servers."
-                )
-            body = {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": offsets[server],
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            }
-            await server.command("/init_weights_update_group", body, timeout_s=self.config.start_timeout_s)
-
-        return self._running_thread().submit(self._fleet.on_all_together(join))
-
-    def leave_weight_group(self, *, name: str) -> None:
-        """Ask the servers to forget the group; one that was started since has none of that name."""
-
-        async def leave(server: ServerClient) -> None:
-            try:
-                await server.command(
-                    "/destroy_weights_update_group", {"group_name": name}, timeout_s=self.config.request_timeout_s
-                )
-            except CommandRefused as refusal:
-                logger.info("%s", refusal)
-
-        self._running_thread().run(self._fleet.on_all(leave))
-
-    def begin_weight_update(self, version: int) -> None:
-        """Open a weight session on servers that have them (SGLang 0.5.21)."""
-        self._fleet.update_is_whole = True
-        self._command_all("/begin_weight_update", {}, sessions_only=True)
-
-    def load_bucket(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
-    ) -> Future[None]:
-        """Ask the servers to receive one flat bucket. The future fails as soon as one server refuses."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "weight_version": str(version),
-            # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
-            "flush_cache": False,
-        }
-
-        async def load(server: ServerClient) -> None:
-            await server.command("/update_weights_from_distributed", body, timeout_s=LOAD_TIMEOUT_S)
-
-        async def load_all() -> None:
-            try:
-                await self._fleet.on_all_together(load)
-            except ServerError:
-                self._fleet.update_is_whole = False
-                raise
-
-        return self._running_thread().submit(load_all())
-
-    def end_weight_update(self, version: int) -> None:
-        """Close the session. If all buckets came, `version` is from here on the policy version of new tokens."""
-        self._command_all("/end_weight_update", {}, sessions_only=True)
-        if self._fleet.update_is_whole:
-            self._fleet.finish_update(version)
-            self.set_version(version)
-
     # -- the event loop's thread
 
     async def _update_from_disk(self, path: str, version: int) -> None:
@@ -445,13 +337,6 @@ class RemoteSGLangEngine(InferenceEngine):
         finally:
             if was_open:
                 await fleet.resume()
-
-    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
-        async def command(server: ServerClient) -> None:
-            if not sessions_only or (server.info is not None and server.info.has_sessions):
-                await server.command(endpoint, body, timeout_s=self.config.request_timeout_s)
-
-        self._running_thread().run(self._fleet.on_all(command))
 
     def _running_thread(self) -> EventLoopThread:
         if self._thread is None:

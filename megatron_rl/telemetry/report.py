@@ -30,7 +30,7 @@ TITLES = {
     "policy/approx_kl": "KL to the policy before the step",
     "policy/ratio_deviation": "Distance of the ratio from 1",
     "policy/clipped_tokens": "Clipped tokens (share)",
-    "policy/behavior_mismatch": "Log-prob difference, trainer to server",
+    "mismatch/mean": "Log-prob difference, trainer to server",
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }

@@ -61,7 +61,7 @@ def test_first_update_of_every_step_has_ratio_one(four_ranks, folder):
 def test_servers_sample_from_the_published_policy(four_ranks, folder):
     for step in steps_of(folder / "four"):
         # Per token, on average: what the trainer computes and what the server reported.
-        assert step["policy/behavior_mismatch"] < 1e-4
+        assert step["mismatch/mean"] < 1e-4
         assert step["rollout/staleness"] == 0
 
 
@@ -121,7 +121,7 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
 
 
 def test_asynchronous_run_learns_with_its_average_staleness_bounded(folder, warm):
-    arguments = ("batch.updates_per_step=1", "rollout.max_staleness=2", "algo.behavior_weight_cap=5")
+    arguments = ("batch.updates_per_step=1", "rollout.max_staleness=2", "correction.weight=mask")
     train(COUNT, *warm, *arguments, "run.steps=40", f"run.folder={folder}/async")
     steps = steps_of(folder / "async")
     assert mean(s["reward/mean"] for s in steps[-8:]) >= mean(s["reward/mean"] for s in steps[:8]) + 0.1

@@ -81,6 +81,22 @@ def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_
         assert results[0][1] < (0.7 if tokens == 200 else 0.95) * all_rows
 
 
+def logprobs_of_an_update(folder, layout, by_row):
+    engine = make_engine(folder, LAYOUTS[layout][1])
+    share = share_of(make_groups(), engine)
+    before = engine.eval().forward(share, temperature=0.7)
+    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=by_row)
+    return before, engine.train().train_batch(share, loss).logprobs
+
+
+@pytest.mark.parametrize("layout", ["1", "cp2_tp2_pp2"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_an_update_tells_the_logprobs_it_was_computed_from(layout, by_row, model_folder):
+    for before, found in run_ranks(LAYOUTS[layout][0], logprobs_of_an_update, model_folder, layout, by_row):
+        assert before.count_nonzero() > 10
+        torch.testing.assert_close(found, before, rtol=0, atol=1e-6)
+
+
 def test_a_rank_without_trajectories_keeps_step(model_folder):
     alone = make_batch(lengths=(9,))
     one = run_ranks(1, two_updates, model_folder, "1", alone, "logits")[0]

@@ -89,7 +89,9 @@ def mean_over_sequences(logits, rows):
 
 LOSSES: dict[str, tuple[LogprobLoss | ValueLoss | Callable, Callable]] = {
     "policy": (
-        LogprobLoss(PolicyLoss(AlgorithmConfig(entropy_coefficient=0.01, kl_coefficient=0.1)), temperature=0.7),
+        LogprobLoss(
+            PolicyLoss(AlgorithmConfig(entropy_coefficient=0.01, kl_coefficient=0.1)), temperature=0.7, by_row=True
+        ),
         trained_tokens,
     ),
     "policy_per_sequence": (mean_over_sequences, trained_sequences),

@@ -1,5 +1,6 @@
 """packed_logprobs over gloo ranks that hold uneven slices of the vocabulary, against one process."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from tiny import LAYOUTS, make_batch, make_engine, make_model
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.ops import packed_logprobs
+from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_logprobs
 from tests.unit.logit_cases import rows
 
 
@@ -40,9 +41,46 @@ def test_every_rank_gets_the_same_bits(bounds):
     torch.testing.assert_close(gradient[:, :1000], x.grad, rtol=1e-5, atol=1e-6)
 
 
+HEAD_OPTIONS = {
+    "by token": PpoOptions(behavior="mask", behavior_high=1.2, entropy_coefficient=0.01),
+    "by sequence": PpoOptions(sequence_ratio=True, clip_low=0.05, clip_high=0.1),
+}
+
+
+def head_loss(shard, options):
+    """(loss, statistics, gradient of hidden from these columns, gradient of these rows of the weight)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (11, 33))
+    labels = torch.randint(0, 33, (11,), generator=generator)
+    labels[::4] = -100
+    proximal, behavior, advantages = torch.randn(3, 11, generator=generator, dtype=torch.float64)
+    h, w = hidden.requires_grad_(), weight[shard.start : shard.stop].clone().requires_grad_()
+    given = (labels, proximal - 3, behavior - 3, advantages, HEAD_OPTIONS[options])
+    loss, sums = lm_head_ppo_loss(h, w, *given, shard=shard, cu_seqlens=torch.tensor([0, 5, 11]), rows_per_chunk=4)
+    loss.backward()
+    return [tensor.detach().numpy() for tensor in (loss, torch.stack(list(sums.values())), h.grad, w.grad)]
+
+
+def head_loss_on_rank(bounds, options):
+    dist.init_process_group("gloo")
+    start, stop = bounds[dist.get_rank() : dist.get_rank() + 2]
+    return head_loss(VocabShard(start, stop, 33, dist.group.WORLD), options)
+
+
+@pytest.mark.parametrize("options", HEAD_OPTIONS)
+def test_loss_of_the_head_over_vocabulary_ranks_is_that_of_one(options):
+    loss, sums, by_hidden, by_weight = head_loss(VocabShard(0, 33, 33), options)
+    ranks = run_ranks(2, head_loss_on_rank, (0, 12, 33), options)
+    assert ranks[0][0].tobytes() == ranks[1][0].tobytes() and ranks[0][1].tobytes() == ranks[1][1].tobytes()
+    np.testing.assert_allclose(ranks[0][0], loss, rtol=1e-12)
+    np.testing.assert_allclose(ranks[0][1], sums, rtol=1e-12)
+    np.testing.assert_allclose(ranks[0][2] + ranks[1][2], by_hidden, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(np.concatenate([rank[3] for rank in ranks]), by_weight, rtol=1e-10, atol=1e-13)
+
+
 def profiled_step(folder):
     engine = make_engine(folder, LAYOUTS["1"][1]).train()
-    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7)
+    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.train_batch(make_batch(), loss, lambda data: data["loss_mask"].count_nonzero())
     return {event.key for event in profile.key_averages()}
@@ -51,6 +89,6 @@ def profiled_step(folder):
 def test_a_training_step_runs_the_operators_and_no_eager_softmax(tmp_path):
     make_model("llama", tmp_path)
     ran = run_ranks(1, profiled_step, tmp_path)[0]
-    names = ("logprob_partials", "logprob_finish", "logprob_grad_", "ppo_loss")
+    names = ("packed_labels", "logprob_partials", "logprob_finish", "logprob_grad_", "ppo_loss")
     assert {f"megatron_rl::{name}" for name in names} <= ran
     assert not {name for name in ran if "log_softmax" in name or "cross_entropy" in name}

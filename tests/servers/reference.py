@@ -8,7 +8,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
-from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
+from megatron_rl.update_group import join_update_group, leave_update_group
 
 
 @torch.no_grad()
@@ -67,12 +67,27 @@ def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.Process
     name = f"test-{port}"
     joined = engine.join_weight_group(address="127.0.0.1", port=port, name=name, backend="gloo")
     group = join_update_group(
-        address="127.0.0.1", port=port, rank=0, world_size=1 + engine.server_count, name=name, timeout_s=30
+        address="127.0.0.1",
+        port=port,
+        rank=0,
+        world_size=1 + sum(engine.server_ranks.values()),
+        name=name,
+        timeout_s=30,
     )
-    joined.result(30)
+    wait_for(joined)
     yield name, group
-    engine.leave_weight_group(name=name)
+    wait_for(engine.leave_weight_group(name=name))
     leave_update_group(group)
+
+
+def wait_for(answers: dict[str, Future]) -> None:
+    for answer in answers.values():
+        answer.result(30)
+
+
+def pack_bucket(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The tensors' bytes one after the other."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
 def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], folder: Path, version: int) -> None:
@@ -90,8 +105,9 @@ def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], fo
             version=version,
         )
         dist.broadcast(pack_bucket([tensor for _, tensor in bucket]), src=0, group=process_group)
-        received.result(30)
+        wait_for(received)
     engine.end_weight_update(version)
+    engine.finish_update(version)
     engine.resume()
 
 

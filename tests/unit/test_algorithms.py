@@ -5,8 +5,8 @@ import torch
 from tensordict import TensorDict
 
 from megatron_rl.algo import advantage, loss
-from megatron_rl.algo.actor import PolicyActor
-from megatron_rl.config import AlgorithmConfig
+from megatron_rl.algo.actor import PolicyActor, proximal_share
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
 from megatron_rl.types import TrajectoryBatch
 
@@ -89,7 +89,6 @@ def test_policy_loss_without_proximal_logprobs_has_ratio_one():
     total.backward()
     assert total == -(2.0 - 1.0) and sums["ratio_deviation"] == 0
     assert logprobs.grad.tolist() == [-2.0, 0.0, 1.0]
-    torch.testing.assert_close(sums["behavior_mismatch"].float(), torch.tensor(0.3))
 
 
 def test_policy_loss_adds_kl_and_entropy_terms():
@@ -119,7 +118,8 @@ def test_behavior_weight_by_hand():
 def test_decoupled_ppo_weighs_tokens_but_not_the_ratio():
     # proximal = policy: ratio 1; behaviour differs by 0.1 and -0.2, as in rows()
     logprobs = torch.tensor([-1.1, 0.0, -1.8]).requires_grad_()
-    total, _ = loss.PolicyLoss(AlgorithmConfig(behavior_weight_cap=5.0))(logprobs, torch.zeros(3), rows())
+    policy_loss = loss.PolicyLoss(AlgorithmConfig(), CorrectionConfig(weight="mask"))
+    total, _ = policy_loss(logprobs, torch.zeros(3), rows())
     total.backward()
     weights = torch.tensor([-0.1, 0.2]).exp()
     torch.testing.assert_close(total.detach(), -(2.0 * weights[0] - 1.0 * weights[1]))
@@ -130,3 +130,46 @@ def test_policy_loss_takes_the_logprobs_of_a_float64_model():
     logprobs = torch.tensor([-1.1, 0.0, -1.8], dtype=torch.float64).requires_grad_()
     total, _ = loss.PolicyLoss(AlgorithmConfig())(logprobs, torch.zeros(3).double(), rows())
     assert total == -(2.0 - 1.0) and total.dtype == torch.float64
+
+
+def test_proximal_policy_is_the_behaviour_policy_or_lies_between():
+    logprobs = torch.tensor([-1.1, 0.0, -1.8]).requires_grad_()
+    plain = loss.PolicyLoss(AlgorithmConfig(), CorrectionConfig(proximal="behavior"))
+    total, _ = plain(logprobs, torch.zeros(3), rows())
+    ratio = torch.tensor([-0.1, 0.2]).exp()
+    torch.testing.assert_close(total.detach(), -2.0 * ratio[0] + max(ratio[1], torch.tensor(0.8)))
+    # A quarter of the way from the behaviour's -1.0 to -1.1 and from -2.0 to -1.8; the rest is the ratio's.
+    share = torch.full((3,), 0.25)
+    between = loss.PolicyLoss(AlgorithmConfig(), CorrectionConfig(proximal="loglinear", weight="clamp", high=1.01))
+    total, sums = between(logprobs, torch.zeros(3), rows(proximal_share=share))
+    ratio, weight = torch.tensor([-0.075, 0.15]).exp(), torch.tensor([-0.025, 0.05]).exp().clamp(max=1.01)
+    torch.testing.assert_close(total.detach(), -2.0 * ratio[0] * weight[0] + ratio[1] * weight[1])
+    assert sums["dropped_tokens"] == 1
+
+
+def test_share_of_the_way_to_the_proximal_policy_by_updates():
+    # No update of this step yet: the trained policy is the proximal one. Sampled at the step's beginning: so is the
+    # behaviour policy. Sampled 3 updates before, and 1 done: three of four.
+    age = torch.tensor([0, 3, -1])
+    assert proximal_share(age, updates_done=0).tolist() == [1.0, 1.0, 1.0]
+    assert proximal_share(age, updates_done=1).tolist() == [0.0, 0.75, 0.0]
+
+
+def test_a_weight_by_sequence_masks_whole_sequences():
+    behavior = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    drift = torch.tensor([0.5, -0.4, 0.9, 0.3])  # sequence means 0.05 and 0.6
+    data = TensorDict(
+        {
+            "labels": torch.zeros(4, dtype=torch.int64),
+            "advantages": torch.ones(4),
+            "logprobs": behavior,
+            "proximal_logprobs": behavior + drift,
+            "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32),
+        }
+    )
+    masked = loss.PolicyLoss(
+        AlgorithmConfig(loss="reinforce"), CorrectionConfig(weight="mask", level="sequence", high=1.2)
+    )
+    total, sums = masked(torch.full((4,), -1.0), torch.zeros(4), data)
+    assert masked.terms.by_sequence and sums["dropped_tokens"] == 2
+    torch.testing.assert_close(total, 2 * torch.tensor(0.05).exp())

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, reference
@@ -50,6 +52,70 @@ def test_loss_and_gradients_equal_those_through_whole_logits(options, rows_per_c
         results.append((loss.detach(), h.grad, w.grad))
     for mine, right in zip(*results, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
+
+
+def test_any_loss_by_row_runs_in_chunks():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 8, generator=generator), torch.randn(33, 8, generator=generator)
+    labels = torch.tensor([3, -100, 5, 7, 32, 0])
+    rows, wanted = torch.tensor([0, 0, 6, 2, 2, 1]), torch.arange(6.0)
+    results = []
+    for fused in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if fused:
+
+            def loss(logprobs, entropy, places):
+                return ((logprobs + wanted[places]) ** 2).sum(), {"entropy": entropy.sum()}
+
+            total, sums = ops.lm_head_loss(h, w, labels, loss, shard=SHARD, rows=rows, rows_per_chunk=2)
+            entropy = sums["entropy"]
+        else:
+            logprobs, entropies = reference.logprobs_entropy(h[rows] @ w.T, labels)
+            total, entropy = ((logprobs + wanted) ** 2)[labels >= 0].sum(), entropies.sum().double()
+        total.backward()
+        results.append((total.detach(), entropy.detach(), h.grad, w.grad))
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_does_not_grow_with_the_rows():
+    """The largest tensor alive while the loss is formed is one chunk's logits, or the weight's gradient."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return result
+
+    hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    labels, zeros, shard = torch.arange(400), torch.zeros(400), ops.VocabShard(0, 1000, 1000)
+    with Watch():
+        given = (labels, None, None, zeros + 1, PpoOptions())
+        ops.lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20)[0].backward()
+    assert largest == 20 * 1000 * 4
+
+
+@pytest.mark.parametrize("options", [PpoOptions(), PpoOptions(sequence_ratio=True)], ids=["by token", "by sequence"])
+def test_compiles_without_a_break(options):
+    hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(33, 8).requires_grad_()
+    labels, kept = torch.tensor([3, -100, 5, 7, 32, 0]), torch.tensor([0, 2, 3, 4, 5])
+    before, advantages = torch.randn(2, 6)
+
+    def loss(h, w):
+        more = {"shard": SHARD, "kept": kept, "rows_per_chunk": 2, "cu_seqlens": torch.tensor([0, 3, 6])}
+        return ops.lm_head_ppo_loss(h, w, labels, before - 4, None, advantages, options, **more)[0]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for mine, right in zip(
+        torch.autograd.grad(compiled(hidden, weight), (hidden, weight)),
+        torch.autograd.grad(loss(hidden, weight), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, right)
 
 
 def test_no_trained_row_gives_zero_loss_and_gradient():

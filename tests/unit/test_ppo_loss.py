@@ -69,9 +69,20 @@ def test_kernel_equals_the_operator(options):
     behavior[5] = float("-inf")
     bounds = CU_SEQLENS if options.by_sequence else None
     arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, bounds, options.packed(0.5))
-    found = torch.ops.megatron_rl_emulated.ppo_loss(*arguments)
-    for mine, right in zip(found, library.ppo_loss(*arguments), strict=True):
+    kernel = torch.ops.megatron_rl_emulated.ppo_loss
+    found, again = kernel(*arguments), kernel(*arguments)
+    for mine, twice, right in zip(found, again, library.ppo_loss(*arguments), strict=True):
         torch.testing.assert_close(mine, right, rtol=2e-5, atol=1e-5)
+        assert torch.equal(mine, twice)  # the count of finished blocks began anew
+
+
+def test_kernel_without_tokens_gives_zeros():
+    torch.ops.load_library(build["build_emulated"]())
+    nothing = torch.empty(0)
+    for bounds, options in ((None, OPTIONS["ppo"]), (torch.tensor([0]), OPTIONS["gspo"])):
+        arguments = (nothing, None, None, nothing, nothing.bool(), None, None, bounds, options.packed(1.0))
+        loss, sums, *_ = torch.ops.megatron_rl_emulated.ppo_loss(*arguments)
+        assert loss == 0 and torch.equal(sums, torch.zeros(len(PPO_SUMS), dtype=torch.float64))
 
 
 def test_statistics_by_hand():

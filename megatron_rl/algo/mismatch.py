@@ -1,0 +1,82 @@
+"""How far the trainer's log-probabilities lie from those the servers reported, over all tokens of a step.
+
+d = log p(trainer) - log q(server) of a token that q sampled, and w = p / q. Sums and maxima of every rank's tokens are
+added and compared over the ranks; `metrics` then divides. By age (versions between sampling and training) an old
+policy's drift is told apart from a server that computes differently, which shows at age 0; by position in the reply,
+errors that grow along a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
+"""Lowest age of each class."""
+POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 8192}
+"""Trained tokens of the sequence before the token: the lowest of each class."""
+CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
+COLUMNS = 6
+"""tokens, |d|, d, k3, w, w^2."""
+
+
+def tally(
+    logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, versions: Tensor, lengths: Tensor, version: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sums `[classes, COLUMNS]` and the largest |d| `[classes]` of one rank's tokens, float64.
+
+    The first four are `[N]`, entry t belongs to token t; lengths: `[B]` of the sequences; version: the trainer's.
+    Differences that are no number are left out; the loss counts them.
+    """
+    kept = loss_mask.bool() & (logprobs - behavior_logprobs).isfinite()
+    before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()
+    first = torch.cumsum(lengths, 0) - lengths
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = before - before[first.clamp_max(max(len(before) - 1, 0))][sequence]
+    d = (logprobs - behavior_logprobs)[kept].double()
+    w = d.exp()
+    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(d) - d, w, w * w], 1)
+    sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
+    places = (
+        torch.zeros(len(d), dtype=torch.int64),
+        1 + _class_of((version - versions[kept]).clamp_min(0), AGES),
+        1 + len(AGES) + _class_of(position[kept], POSITIONS),
+    )
+    for place in places:
+        sums.index_add_(0, place, values)
+        largest.scatter_reduce_(0, place, d.abs(), "amax")
+    return sums, largest
+
+
+def _class_of(values: Tensor, classes: dict[str, int]) -> Tensor:
+    return torch.bucketize(values, torch.tensor(list(classes.values())), right=True) - 1
+
+
+def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
+    """Return means over the tokens of all ranks, from sums added and maxima compared over them.
+
+    mean, max: of |d| in nats; k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer); ess: effective
+    sample size as a share of the tokens, (sum w)^2 / (n sum w^2); chi2: mean w^2 - 1, the chi-squared distance. By age
+    and position: mean, max and k3, for classes that have tokens.
+    """
+    found: dict[str, float] = {}
+    for name, (count, distance, d, k3, w, w2), most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
+        if count == 0:
+            continue
+        values = {"mean": distance / count, "max": most, "k3": k3 / count}
+        if name == "all":
+            values |= {"k1": -d / count, "ess": w * w / (count * w2) if w2 > 0 else 0.0, "chi2": w2 / count - 1.0}
+        end = "" if name == "all" else f"_{name}"
+        found |= {f"mismatch/{key}{end}": value for key, value in values.items()}
+    return found
+
+
+def check_alarm(found: dict[str, float], threshold: float) -> None:
+    """Raise RuntimeError where trainer and server differ by more than `threshold` nats; 0 never does."""
+    key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"
+    if threshold > 0 and found.get(key, 0.0) > threshold:
+        raise RuntimeError(
+            f"{key} = {found[key]:.4g} nats: trainer and servers differ by more than correction.alarm = {threshold:g} "
+            f"in the log-probability of the same tokens. Compare their dtypes, sampling options and weights (a wrong "
+            f"temperature or a stale server shows like this), or raise the threshold."
+        )

@@ -1,0 +1,61 @@
+"""Checksums of the weights that are being published, taken in the same way as the servers that will hold them do."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_rl.api import ChecksumForm
+from megatron_rl.update_group import digest, word_sums
+
+# What SGLang keeps in one tensor, with the HF parts in their order there, which is that of the stream.
+FUSED_BY_SGLANG = (
+    (re.compile(r"(?<=self_attn\.)[qkv]_proj(?=\.)"), "qkv_proj"),
+    (re.compile(r"(?<=mlp\.)(gate|up)_proj(?=\.)"), "gate_up_proj"),
+)
+
+
+class ExpectedChecksums:
+    """What every server must answer once it holds the tensors that passed through `watch`."""
+
+    def __init__(self, forms: Iterable[ChecksumForm]) -> None:
+        self.forms = set(forms)
+        self._sums: dict[tuple[str, ChecksumForm], tuple[Tensor, int]] = {}
+        self._hashes: dict[tuple[str, ChecksumForm], hashlib._Hash] = {}
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on. On a GPU nothing is waited for: the sums are read in `of`."""
+        for name, tensor in tensors:
+            for form in self.forms:
+                self._add(name, tensor if form.dtype is None else tensor.to(getattr(torch, form.dtype)), form)
+            yield name, tensor
+
+    def _add(self, name: str, tensor: Tensor, form: ChecksumForm) -> None:
+        if form.kind == "embedded":
+            self._sums[name, form] = (word_sums(tensor), tensor.nbytes)
+            return
+        for part, whole in FUSED_BY_SGLANG:
+            name = part.sub(whole, name)
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        self._hashes.setdefault((name, form), hashlib.sha256()).update(data.data)
+
+    def of(self, form: ChecksumForm) -> dict[str, str]:
+        """Tensor -> checksum in one form, under the names that its servers use."""
+        if form.kind == "embedded":
+            return {name: digest(*sums) for (name, own), sums in self._sums.items() if own == form}
+        # SGLang's is the first eight bytes of SHA-256 (0.5.21, `tensor_hash`).
+        return {name: found.hexdigest()[:16] for (name, own), found in self._hashes.items() if own == form}
+
+
+def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
+    """Return the tensors that a server holds otherwise than they were sent.
+
+    complete: every tensor must be on both sides. SGLang stores some (experts, in one tensor) under other names; what
+    only one side has cannot be compared there.
+    """
+    names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
+    return sorted(name for name in names if expected.get(name) != held.get(name))
