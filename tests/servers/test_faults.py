@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.serving.supervisor import Supervisor
-from megatron_rl.weights.publish import WeightPublisher
+from megatron_rl.update_group import TensorSpec
+from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.fault_proxy import FAULTS, FaultProxy
 from tests.servers.reference import reference_greedy, running_requests
 from tests.servers.test_membership import ask, eventually
@@ -62,26 +64,32 @@ class Killable:
     def __init__(self, supervisor, connect):
         self.supervisor = supervisor
         self.engine = connect(supervisor.urls, seed=7, on_drop=supervisor.replace)
-        self.publisher = WeightPublisher(self.engine, bucket_bytes=20_000, backend="gloo", timeout_s=30)
-        self.attempts = 0
+        self.publisher = GroupPublisher(self.engine, bucket_bytes=20_000, backend="gloo", timeout_s=30)
 
     def kill(self, number):
         os.kill(self.supervisor._servers[number].process.pid, signal.SIGKILL)
 
-    def publish(self, tensors, version):
-        """As the main loop does: again and again until it is whole."""
-        self.attempts = 0
+    def publish(self, weights, version, *, on_the_way=lambda number: None):
+        """As the main loop does: again until a server is left that has it. `on_the_way` is told of each tensor."""
+
+        def tensors():
+            for number, pair in enumerate(weights.items()):
+                on_the_way(number)
+                yield pair
+
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
         with self.supervisor.publication():
             while True:
-                self.attempts += 1
                 self.engine.muster()
-                if self.publisher.publish(tensors(), version):
-                    return
+                try:
+                    return self.publisher.publish(specs, tensors(), version)
+                except NoServerLeft:
+                    pass
 
     def is_back(self, count):
         def all_muster():
             self.engine.muster()
-            return self.engine.server_count == count
+            return len(self.engine.server_ranks) == count
 
         return eventually(all_muster, seconds=60)
 
@@ -98,8 +106,8 @@ def servers(tiny_model, tmp_path, connect, monkeypatch):
 
 def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(servers, tiny_model, other_tiny_model):
     engine, urls = servers.engine, servers.supervisor.urls
-    old, new = (load_file(folder / "model.safetensors").items() for folder in (tiny_model, other_tiny_model))
-    servers.publish(lambda: old, version=0)
+    old, new = (load_file(folder / "model.safetensors") for folder in (tiny_model, other_tiny_model))
+    servers.publish(old, version=0)
     calm = roll_out(engine, max_new_tokens=100)
 
     # In the middle of generation: the other server gives the same replies.
@@ -113,23 +121,17 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     # In the middle of a publication: the other one gets all of it, in a group of its own.
     assert servers.is_back(2)
 
-    def tensors():
-        for number, pair in enumerate(new):
-            if number == 12 and servers.attempts == 1:
-                servers.kill(1)
-            yield pair
-
-    servers.publish(tensors, version=1)
-    assert (servers.attempts, engine.serving) == (2, [urls[0]])
+    servers.publish(new, version=1, on_the_way=lambda number: servers.kill(1) if number == 12 else None)
+    assert engine.serving == [urls[0]]
     expected = reference_greedy(other_tiny_model, [1], 16)
     reply = ask(engine, max_new_tokens=16, greedy=True, ignore_eos=True)
     assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 16)
 
     # Both of them, before a publication: it waits for one that is restarted.
     servers.kill(0)
-    servers.publish(lambda: new, version=2)
+    servers.publish(new, version=2)
     assert servers.is_back(2)
-    servers.publish(lambda: new, version=3)
+    servers.publish(new, version=3)
     assert sorted(engine.serving) == sorted(urls)
     for rid in ("a", "b"):  # one server each
         reply = ask(engine, rid=rid, max_new_tokens=16, greedy=True, ignore_eos=True)

@@ -8,6 +8,7 @@ from tests.servers.reference import (
     interrupt,
     reference_logprobs,
     reference_logprobs_on_old_keys,
+    wait_for,
 )
 
 PROMPT = [11, 200, 37, 5]
@@ -96,7 +97,7 @@ def test_no_update_ever_asks_for_a_flush_inside_it(scripted, connect, interrupti
     engine.update_weights("/some/folder", 1)
     engine.pause()
     engine.begin_weight_update(2)
-    engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=2).result(5)
+    wait_for(engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=2))
     engine.end_weight_update(2)
     engine.resume()
     bodies = [body for endpoint, body in server.calls if endpoint.startswith("/update_weights")]

@@ -6,6 +6,7 @@ import time
 import pytest
 from aiohttp import web
 
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.server_client import ServerError
 from megatron_rl.types import LLMRequest
@@ -28,14 +29,18 @@ def overloaded(_):
     return web.json_response({"error": {"message": "out of memory"}}, status=503)
 
 
+def load(engine, version):
+    loads = engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version)
+    return [load.result(10) for load in loads.values()]
+
+
 def update(engine, version=2):
     """One publication of one bucket, as the publisher makes it."""
     engine.pause()
     engine.begin_weight_update(version)
-    try:
-        engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version).result(10)
-    finally:
-        engine.end_weight_update(version)
+    load(engine, version)
+    engine.end_weight_update(version)
+    engine.finish_update(version)
     engine.resume()
 
 
@@ -101,7 +106,7 @@ def test_time_without_a_server_does_not_count_towards_the_deadline_of_a_reply(sc
     assert waiting.result(10).output_len == 128
 
 
-def test_server_that_refuses_alone_is_left_out_and_its_replies_move(scripted, connect):
+def test_dropped_server_is_left_out_and_its_replies_move(scripted, connect):
     dropped = []
     good, bad = scripted(), scripted()
     engine = connect([good.url, bad.url], on_drop=lambda url, reason: dropped.append((url, reason)))
@@ -115,48 +120,51 @@ def test_server_that_refuses_alone_is_left_out_and_its_replies_move(scripted, co
         engine._thread.submit(engine.agenerate(LLMRequest(rid=rid, input_ids=[1], gconfig=gconfig))) for rid in "ab"
     ]
     assert eventually(lambda: len(bad.generations()) == 1)
-    bad.refusals["/update_weights_from_distributed"] = (400, {"success": False, "message": "unknown tensor w"})
     membership = engine.membership
-    with pytest.raises(ServerError, match=f"{bad.url}/update_weights_from_distributed: .*unknown tensor w"):
-        update(engine)
-    assert dropped and dropped[0][0] == bad.url and "unknown tensor w" in dropped[0][1]
-    # The publisher sees by this number that the others can be published to again, in a group of their own.
-    assert engine.membership > membership and engine.server_count == 1
-    assert engine.get_version() == 0
-    engine.muster()
-    update(engine)
+    engine.pause()
+    engine.drop(bad.url, "its weights are wrong")
+    assert dropped == [(bad.url, "its weights are wrong")]
+    # The publisher sees by this number that the weight group no longer fits.
+    assert engine.membership > membership and list(engine.server_ranks) == [good.url]
+    engine.begin_weight_update(2)
+    load(engine, 2)
+    engine.end_weight_update(2)
+    engine.finish_update(2)
+    engine.resume()
     assert (engine.serving, engine.get_version()) == ([good.url], 2)
     assert [reply.result(10).output_tokens for reply in replies] == [[2, 3], [2, 3]]
+    assert "/update_weights_from_distributed" not in bad.controls()
     # At the next publication it has another chance.
-    bad.refusals.clear()
-    assert eventually(lambda: (engine.muster(), engine.server_count)[1] == 2)
+    assert eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == 2)
     update(engine, version=3)
     assert sorted(engine.serving) == sorted([good.url, bad.url])
 
 
-def test_where_all_refuse_the_fault_is_the_trainers_and_nobody_is_left_out(scripted, connect):
+def test_server_that_refuses_alone_is_dropped_and_where_all_refuse_nobody_is(scripted, connect):
     servers = [scripted(), scripted()]
     engine = connect([server.url for server in servers])
+    refusal = (400, {"success": False, "message": "already open"})
     for server in servers:
-        server.refusals["/update_weights_from_distributed"] = (400, {"success": False, "message": "unknown tensor w"})
+        server.refusals["/begin_weight_update"] = refusal
     membership = engine.membership
-    with pytest.raises(ServerError, match="unknown tensor w"):
-        update(engine)
-    assert (engine.membership, engine.server_count) == (membership, 2)
+    with pytest.raises(ServerError, match=f"{servers[0].url}/begin_weight_update: .*already open"):
+        engine.begin_weight_update(2)
+    assert (engine.membership, len(engine.server_ranks)) == (membership, 2)
+    del servers[0].refusals["/begin_weight_update"]
+    engine.begin_weight_update(2)
+    assert list(engine.server_ranks) == [servers[0].url]
 
 
-def test_the_dead_server_is_to_blame_and_not_the_one_that_its_death_made_refuse(scripted, connect):
-    dead, living = scripted(), scripted()
-    engine = connect([dead.url, living.url])
-    living.refusals["/update_weights_from_distributed"] = (400, {"success": False, "message": "Connection closed"})
-    dead.hang_up_on.add("/update_weights_from_distributed")
-    with pytest.raises(ServerError):
-        update(engine)
-    living.refusals.clear()
-    assert engine.server_count == 1
+def test_server_that_failed_a_publication_is_not_asked_again_in_it_while_another_is_left(scripted, connect):
+    good, bad = scripted(), scripted()
+    engine = connect([good.url, bad.url])
+    engine.drop(bad.url, "its weights are wrong")
+    time.sleep(0.3)  # it answers meanwhile
     engine.muster()
-    update(engine)
-    assert engine.serving == [living.url]
+    assert list(engine.server_ranks) == [good.url]
+    engine.drop(good.url, "so are its")
+    # Now there is nobody else.
+    assert eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == 2)
 
 
 def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect):
@@ -165,6 +173,7 @@ def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect
     server.refusals["/update_weights_from_distributed"] = (400, {"success": False, "message": "unknown tensor w"})
     with pytest.raises(ServerError):
         update(engine)
+    engine.end_weight_update(2)
     engine.resume()  # as a publisher does that gives up
     # What it was generating would go on with those weights.
     assert server.controls()[-2:] == ["/abort_request", "/continue_generation"]
@@ -181,7 +190,34 @@ def test_a_server_that_dies_between_publications_is_noticed_by_the_pause(scripte
     engine = connect([dead.url, living.url])
     dead.hang_up_on.add("/pause_generation")
     update(engine)
-    assert (engine.serving, engine.server_count) == ([living.url], 1)
+    assert (engine.serving, list(engine.server_ranks)) == ([living.url], [living.url])
+
+
+def test_only_server_that_dies_in_a_publication_makes_it_start_again_instead_of_ending_the_run(scripted, connect):
+    server = scripted()
+    engine = connect(server.url)
+    server.hang_up_on.add("/pause_generation")
+    with pytest.raises(NoServerLeft, match=f"{server.url}/pause_generation"):
+        update(engine)
+    server.hang_up_on.clear()
+    engine.muster()
+    update(engine)
+    assert engine.serving == [server.url]
+
+
+def test_what_a_killed_trainer_left_behind_does_not_stop_the_next_one(scripted, connect):
+    server = scripted()
+    # SGLang is not healthy while it is paused, and refuses a second session.
+    server.refusals["/health"] = (503, {})
+    server.refusals["/begin_weight_update"] = (400, {"success": False, "message": "already open"})
+
+    server.on_call = lambda endpoint: {
+        "/continue_generation": lambda: server.refusals.pop("/health", None),
+        "/end_weight_update": lambda: server.refusals.pop("/begin_weight_update", None),
+    }.get(endpoint, lambda: None)()
+    engine = connect(server.url)
+    update(engine, version=3)
+    assert ask(engine).output_versions == [3, 3]
 
 
 def test_other_ranks_follow_the_one_that_published(scripted, connect):
