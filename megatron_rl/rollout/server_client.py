@@ -182,7 +182,13 @@ class ServerClient:
         try:
             server = await self.call_json("GET", "/server_info", timeout_s=timeout_s)
         except NotFound:  # before 0.5.6
-            server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            try:
+                server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            except NotFound as error:
+                raise NotFound(
+                    f"{self.url}/server_info: not found. This is no SGLang server, or a router before some, which "
+                    f"forwards no control calls: name the servers themselves in rollout.servers."
+                ) from error
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         except NotFound:

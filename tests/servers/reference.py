@@ -112,7 +112,12 @@ def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], fo
 
 
 def interrupt(
-    engine: RemoteSGLangEngine, url: str, prompt: list[int], count: int, act: Callable[[], None]
+    engine: RemoteSGLangEngine,
+    url: str,
+    prompt: list[int],
+    count: int,
+    act: Callable[[], None],
+    timeout_s: float = 30.0,
 ) -> LLMResponse:
     """Return a greedy reply of `count` tokens; `act` is called as soon as the server is generating it."""
     gconfig = GenerationConfig(max_new_tokens=count, greedy=True, ignore_eos=True)
@@ -122,7 +127,7 @@ def interrupt(
         while not running_requests(url) and time.monotonic() < deadline:
             pass
         act()
-        return reply.result(30)
+        return reply.result(timeout_s)
 
 
 def running_requests(url: str) -> int:
