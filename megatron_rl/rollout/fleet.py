@@ -54,7 +54,7 @@ class Fleet:
                 await server.check_health(timeout_s=PROBE_TIMEOUT_S)
 
         await asyncio.gather(*(greet(server) for server in self.servers))
-        self.members.expect_present_weights()
+        self.members.begin(self.config.health_timeout_s)
 
     async def close(self) -> None:
         self.members.close()

@@ -177,6 +177,18 @@ class ServerClient:
         """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
         await self.call("GET", "/health", timeout_s=timeout_s)
 
+    async def give_sign_of_life(self, *, timeout_s: float) -> None:
+        """Raise ServerError where it does not answer. A paused or busy server does."""
+        try:
+            await self.call("GET", "/model_info", timeout_s=timeout_s)
+        except RequestRefused:
+            pass
+
+    def abandon_calls(self) -> None:
+        """Cancel what it is generating; whoever waits for it asks another server."""
+        for call in self.calls:
+            call.cancel()
+
     async def probe(self, *, timeout_s: float) -> ServerInfo:
         """Ask what it says of itself, which a paused server answers too; the answer is kept in `info`."""
         try:

@@ -66,6 +66,8 @@ class ScriptedServer:
         self.weight_version = "default"
         """The live one, in /model_info. Updates do not change it."""
         self.on_call: Callable[[str], object] = lambda endpoint: None
+        self.hangs = False
+        """It takes requests and answers none."""
         self._thread = EventLoopThread("scripted server")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -93,6 +95,8 @@ class ScriptedServer:
 
     async def _answer(self, http: web.Request) -> web.Response:
         path, raw = http.path, await http.read()
+        while self.hangs:
+            await asyncio.sleep(0.05)
         if self.endpoints is not None and path not in self.endpoints:
             return web.json_response({"detail": "Not Found"}, status=404)
         if path == "/health":
