@@ -369,8 +369,7 @@ class DiskPublisher(WeightPublisher):
         self.folder, self.model_folder = folder.absolute(), model_folder
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
-        target = self.folder / f"version-{version}"
-        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=specs[0].dtype)
+        target = self._written(tensors, specs[0].dtype, version)
         paused_at = time.perf_counter()
         self.receiver.pause()
         try:
@@ -382,6 +381,11 @@ class DiskPublisher(WeightPublisher):
         for other in self.folder.glob("version-*"):
             if other != target:
                 shutil.rmtree(other)
+
+    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
+        target = self.folder / f"version-{version}"
+        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
+        return target
 
 
 def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:
