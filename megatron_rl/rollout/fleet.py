@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
@@ -45,8 +46,12 @@ class Fleet:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
 
         async def greet(server: ServerClient) -> None:
-            await server.check_health(timeout_s=PROBE_TIMEOUT_S)
             await server.probe(timeout_s=PROBE_TIMEOUT_S)
+            try:
+                await server.check_health(timeout_s=PROBE_TIMEOUT_S)
+            except ServerError:  # a trainer that was killed while it published has left it paused
+                await server.command("/continue_generation", {}, timeout_s=PROBE_TIMEOUT_S)
+                await server.check_health(timeout_s=PROBE_TIMEOUT_S)
 
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.expect_present_weights()
@@ -56,9 +61,10 @@ class Fleet:
         await self._session.close()
 
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        """Act on all servers that take part and drop those that fail; where all fail, raise the first error.
+        """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
 
-        A server that is well and refuses is dropped only where another one did not refuse.
+        A server that is well and refuses is dropped only where another one did not; where all refuse, what they were
+        asked is to blame, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -68,8 +74,10 @@ class Fleet:
                 raise error
             if not isinstance(error, CommandRefused) or len(failures) < len(servers):
                 self.members.drop(server, str(error))
+        if not self.members.publishing:
+            raise NoServerLeft("no rollout server is left. " + " ".join(map(str, failures.values())))
         if len(failures) == len(servers):
-            raise next(iter(failures.values()), ServerError("no rollout server is left to take part."))
+            raise next(iter(failures.values()))
 
     async def pause(self) -> None:
         """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""

@@ -14,7 +14,7 @@ from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.server_client import RequestRefused, ServerClient, ServerError
+from megatron_rl.rollout.server_client import CommandRefused, RequestRefused, ServerClient, ServerError
 
 SIGN_OF_LIFE_S = 5.0
 
@@ -85,7 +85,16 @@ class ServerWeights:
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session on servers that have them (SGLang 0.5.21)."""
         self._fleet.update_is_whole = False
-        self._command_all("/begin_weight_update", {}, sessions_only=True)
+        begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
+
+        async def open_session(server: ServerClient) -> None:
+            try:
+                await begin(server)
+            except CommandRefused:  # a trainer that was killed meanwhile has left its own open
+                await end(server)
+                await begin(server)
+
+        self._running_thread().run(self._fleet.on_all(open_session))
 
     def load_bucket(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int

@@ -47,11 +47,17 @@ def real_sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
-    """Make clients: connect(urls, seed=..., **RolloutConfig fields)."""
+    """Make clients: connect(urls, seed=..., on_drop=..., **RolloutConfig fields)."""
     engines = []
 
-    def make(addr: str | list[str], seed: int | None = None, **config: object) -> RemoteSGLangEngine:
-        engines.append(RemoteSGLangEngine(RolloutConfig(**{"request_timeout_s": 30.0} | config), seed=seed))
+    def make(
+        addr: str | list[str],
+        seed: int | None = None,
+        on_drop: Callable[[str, str], None] | None = None,
+        **config: object,
+    ) -> RemoteSGLangEngine:
+        options = RolloutConfig(**{"request_timeout_s": 30.0} | config)
+        engines.append(RemoteSGLangEngine(options, seed=seed, on_drop=on_drop))
         engines[-1].initialize(addr)
         return engines[-1]
 

@@ -42,6 +42,23 @@ def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@torch.no_grad()
+def reference_logprobs_on_old_keys(
+    old: Path, new: Path, prompt: list[int], output: list[int], before: int
+) -> list[float]:
+    """log p of each output token where the weights changed after `before` of them and the keys of the old ones stayed.
+
+    The last token before the change has no keys yet when it comes.
+    """
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (old, new)]
+    ids = torch.tensor([prompt + output])
+    computed = len(prompt) + before - 1
+    first = models[0](ids[:, :computed], use_cache=True)
+    second = models[1](ids[:, computed:], past_key_values=first.past_key_values)
+    rows = torch.cat([first.logits[0], second.logits[0]]).float().log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
 @contextmanager
 def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Join a gloo group with the engine's servers, as a trainer's rank 0 does."""
@@ -102,9 +119,12 @@ def interrupt(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
-                if json.load(answer)["loads"][0]["num_running_reqs"]:
-                    break
+        while not running_requests(url) and time.monotonic() < deadline:
+            pass
         act()
         return reply.result(30)
+
+
+def running_requests(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+        return json.load(answer)["loads"][0]["num_running_reqs"]

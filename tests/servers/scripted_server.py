@@ -54,6 +54,11 @@ class ScriptedServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
         """Endpoint -> (status, body) in place of success."""
+        self.hang_up_on: set[str] = set()
+        """Endpoints at which it closes the connection, as a process does that dies."""
+        self.weight_version = "default"
+        """The live one, in /model_info. Updates do not change it."""
+        self.on_call: Callable[[str], object] = lambda endpoint: None
         self._thread = EventLoopThread("scripted server")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -82,18 +87,22 @@ class ScriptedServer:
     async def _answer(self, http: web.Request) -> web.Response:
         path, raw = http.path, await http.read()
         if path == "/health":
-            return web.Response()
+            return web.Response(status=self.refusals.get(path, (200, {}))[0])
         if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         old = self.version < (0, 5, 6)
         if path == ("/get_server_info" if old else "/server_info"):
             return web.json_response(self.info)
         if path == ("/get_model_info" if old else "/model_info"):
-            return web.json_response({"model_path": "/nowhere", "weight_version": "default"})
+            return web.json_response({"model_path": "/nowhere", "weight_version": self.weight_version})
         if http.method != "POST" or (path.endswith("_weight_update") and self.version < (0, 5, 21)):
             return web.json_response({"detail": "Not Found"}, status=404)
         body = orjson.loads(raw) if raw else {}
         self.calls.append((path, body))
+        self.on_call(path)
+        if path in self.hang_up_on:
+            assert http.transport is not None
+            http.transport.close()
         if path in self.refusals:
             status, answer = self.refusals[path]
             return web.json_response(answer, status=status)

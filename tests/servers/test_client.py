@@ -225,7 +225,7 @@ def test_refused_request_is_an_error_of_its_own_and_sent_once(scripted, connect)
 
 
 def test_server_that_is_down_is_named(connect, scripted):
-    with pytest.raises(RuntimeError, match="http://127.0.0.1:9/health"):
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:9/server_info"):
         connect("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="rollout.servers"):
         connect([])
