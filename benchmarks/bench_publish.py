@@ -8,12 +8,15 @@ as there are buckets to as many processes that do nothing else, over the same ki
 loaded or checked. `publication` is the whole of it: from the shards in Megatron-Core's layout to the servers' word that
 every tensor arrived. `without checksums` has neither side take any. `a tensor at a time` is a bucket, that is a request
 and a broadcast, for each tensor. `one after the other` fills a bucket only once the last one has arrived. `disk` writes
-safetensors, fsynced, and has the servers load them. Extra memory is how far the trainer's resident memory rises.
+safetensors, fsynced, and has the servers load them. Extra memory is what the trainer allocates beyond what it had, in a
+round of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
 import logging
 import os
 import signal
@@ -21,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,17 +119,39 @@ def bare_broadcast(receivers: int, sizes: list[int]) -> Iterator[Callable[[], fl
             os.waitpid(pid, 0)
 
 
+class Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`; `hblkhd` and `uordblks` are the bytes in use."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use() -> int:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Heap
+    heap = mallinfo()
+    return heap.hblkhd + heap.uordblks
+
+
 def rise_of_memory(act: Callable[[], None]) -> int:
-    """Bytes by which this process's resident memory rises above where it was while `act` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-    before = resident("VmRSS")
+    """Most bytes that this process has allocated while `act` runs beyond those from before. Memory that was freed and
+    kept for later counts only once it is used again."""
+    before = most = bytes_in_use()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, bytes_in_use())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     act()
-    return resident("VmHWM") - before
-
-
-def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:"))) * 1024
+    done.set()
+    watcher.join()
+    return most - before
 
 
 def row(name: str, nbytes: int, seconds: list[float], bare: float, *rest: str) -> str:
@@ -160,28 +186,30 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
         taken: dict[str, list[Publication]] = {name: [] for name in ways}
         rises: dict[str, int] = {}
         broadcasts: list[float] = []
-        for number in range(repeats + 1):
+        for name, publisher in ways.items():  # groups are formed, memory is touched for the first time
+            publish = functools.partial(publisher.publish, specs)
+            bare()
+            publish(engine.hf_tensors(), 0)
+            rises[name] = rise_of_memory(lambda publish=publish: publish(engine.hf_tensors(), 0))
+        for number in range(1, repeats + 1):
             broadcasts.append(bare())
             for name, publisher in ways.items():
-                publish = lambda publisher=publisher, number=number: publisher.publish(  # noqa: E731
-                    specs, engine.hf_tensors(), number
-                )
-                rises[name] = rise_of_memory(publish)
+                publisher.publish(specs, engine.hf_tensors(), number)
                 taken[name].append(publisher.last)
-        bare_s = statistics.median(broadcasts[1:])  # in the first round groups are formed and memory is touched first
+        bare_s = statistics.median(broadcasts)
         print(
             f"\n{count} server(s): {nbytes / 1e6:.1f} MB, {len(specs)} tensors, {len(buckets)} buckets of at most "
             f"{bucket_bytes / 2**20:.0f} MiB, {repeats} rounds\n"
         )
         print("| way | s (range) | GB/s | of bare | servers stood still, s | extra MiB (buckets) | verified |")
         print("|---|---|---|---|---|---|---|")
-        print(row("bare broadcast", nbytes, broadcasts[1:], bare_s, "", "", ""))
+        print(row("bare broadcast", nbytes, broadcasts, bare_s, "", "", ""))
         for name, publications in taken.items():
-            still = statistics.median(publication.paused_s for publication in publications[1:])
-            rise = f"{rises[name] / 2**20:.0f} ({rises[name] / max(buckets):.1f})"
+            still = statistics.median(publication.paused_s for publication in publications)
+            rise = f"{rises[name] / 2**20:.0f} ({rises[name] / bucket_bytes:.1f})"
             verified = f"{publications[-1].verified} of {count * len(specs)}"
-            print(row(name, nbytes, [p.seconds for p in publications[1:]], bare_s, f"{still:.3f}", rise, verified))
-        pairs = zip(taken["publication"][1:], taken["without checksums"][1:], strict=True)
+            print(row(name, nbytes, [p.seconds for p in publications], bare_s, f"{still:.3f}", rise, verified))
+        pairs = zip(taken["publication"], taken["without checksums"], strict=True)
         costs = [with_.seconds / without.seconds - 1 for with_, without in pairs]
         print(f"\nchecksums add {statistics.median(costs):.1%} to a publication (median over rounds)")
         for publisher in ways.values():
@@ -193,7 +221,7 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
 def main() -> None:
     parser = argparse.ArgumentParser("bench_publish", description="Weight publication beside a bare broadcast.")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=11, help="rounds after the first, which is not counted")
+    parser.add_argument("--repeats", type=int, default=11, help="rounds")
     parser.add_argument("--bucket-mib", type=int, default=EngineConfig.bucket_bytes // 2**20)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
