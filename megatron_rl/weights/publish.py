@@ -102,7 +102,7 @@ class WeightPublisher(abc.ABC):
         return [form for form in forms.values() if form is not None]
 
     def _lose(self, reasons: dict[str, str]) -> None:
-        """Drop servers; RuntimeError once none is left."""
+        """Drop servers; NoServerLeft once that was the last."""
         for server, reason in reasons.items():
             logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
             self.receiver.drop(server, reason)
@@ -133,7 +133,7 @@ class WeightPublisher(abc.ABC):
         wrong = {}
         for server, held in answers.items():
             form = forms[server]
-            if held.version != str(self.last.version):
+            if held.version not in (None, str(self.last.version)):
                 wrong[server] = f"has weight version {held.version}, {self.last.version} was sent"
             elif form is not None:
                 names = differences(sent[form], held.checksums, complete=form.kind == "embedded")
@@ -275,10 +275,7 @@ class GroupPublisher(WeightPublisher):
                     timeout_s=self.timeout_s,
                 )
                 self._collect(joins)
-            except (
-                RuntimeError,
-                TimeoutError,
-            ) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError
                 if self.group is not None or not self.receiver.server_ranks:
                     raise
                 logger.warning("weight publication: the group was not formed: %s", error)
