@@ -338,7 +338,10 @@ class RolloutConfig:
     server_restarts: int = 3
     """Restarts of a started server that died or hangs, before it is given up. A server that lasts is forgiven them."""
     health_timeout_s: float = 120.0
-    """A started server that does not answer /health_generate for so long hangs, and is killed and restarted."""
+    """A server that gives no sign of life for so long hangs, and gets no more requests.
+
+    One that this run started and that does not answer /health_generate for so long is killed and restarted.
+    """
     server_args: list[str] = field(default_factory=list)
     """Further command-line arguments of each started server."""
     api_key: str = ""

@@ -33,7 +33,8 @@ class Fleet:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self.config = config
-        self.servers = [ServerClient(url, self._session) for url in urls]
+        freezes = config.interruption == "in_place"
+        self.servers = [ServerClient(url, self._session, freezes_steps=freezes) for url in urls]
         self.members = Membership(self.servers, on_drop=on_drop)
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
@@ -54,7 +55,7 @@ class Fleet:
                 await server.check_health(timeout_s=PROBE_TIMEOUT_S)
 
         await asyncio.gather(*(greet(server) for server in self.servers))
-        self.members.expect_present_weights()
+        self.members.begin(self.config.health_timeout_s)
 
     async def close(self) -> None:
         self.members.close()

@@ -20,6 +20,7 @@ FIRST_LOOK_S = 0.05
 LONGEST_LOOK_S = 5.0
 LOOK_EVERY_S = 0.5
 LOOK_TIMEOUT_S = 10.0
+PATROL_EVERY_S = 5.0
 MUSTER_POLL_S = 0.05
 
 
@@ -52,13 +53,18 @@ class Membership:
         """Counts changes: a weight group made under another number no longer fits."""
         self._on_drop = on_drop
         self._publications = 0
+        self._patrol: asyncio.Task[None] | None = None
         self._some_serve = asyncio.Event()
         self._some_serve.set()
 
-    def expect_present_weights(self) -> None:
-        """Whatever weights the servers named when they were last asked are those to serve with."""
+    def begin(self, patience_s: float) -> None:
+        """The servers have answered `probe`, and serve with the weights that they named.
+
+        From now on one that gives no sign of life for `patience_s` is lost, and what it was generating with it.
+        """
         for server, member in self._members.items():
             member.weights = server.info.weight_version if server.info else None
+        self._patrol = asyncio.get_running_loop().create_task(self._go_round(patience_s))
 
     @property
     def needs_weights(self) -> bool:
@@ -105,8 +111,7 @@ class Membership:
         if server in self.publishing:
             self.publishing.remove(server)
             self.number += 1
-        for call in server.calls:
-            call.cancel()
+        server.abandon_calls()
         if self._on_drop is not None:
             self._on_drop(server.url, trouble)
 
@@ -147,8 +152,24 @@ class Membership:
             self._some_serve.set()
 
     def close(self) -> None:
+        if self._patrol is not None:
+            self._patrol.cancel()
         for member in self._members.values():
             self._stop_watching(member)
+
+    async def _go_round(self, patience_s: float) -> None:
+        """A server that hangs fails no call, so each is asked something that takes it no time."""
+
+        async def visit(server: ServerClient) -> None:
+            try:
+                await server.give_sign_of_life(timeout_s=patience_s)
+            except ServerError as error:
+                self.lose(server, str(error))
+                server.abandon_calls()
+
+        while True:
+            await asyncio.sleep(min(PATROL_EVERY_S, patience_s))
+            await asyncio.gather(*(visit(server) for server in self.serving))
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)

@@ -58,6 +58,8 @@ class ServerInfo:
     """How it takes checksums of its weights; None where the trainer cannot do the same."""
     weight_version: str | None
     """Name of the weights it has now."""
+    runs_ahead: bool
+    """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
 
     @property
     def has_sessions(self) -> bool:
@@ -115,8 +117,9 @@ class CacheAge:
 class ServerClient:
     """Calls one server. All coroutines run on the loop that `session` belongs to."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool = False) -> None:
+        """`freezes_steps`: updates come while a step is under way, because requests are paused in place."""
+        self.url, self.freezes_steps = url.rstrip("/"), freezes_steps
         self.calls: set[asyncio.Task[ReplyPart]] = set()
         """Generation requests of this client that are under way."""
         self.info: ServerInfo | None = None
@@ -177,12 +180,30 @@ class ServerClient:
         """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
         await self.call("GET", "/health", timeout_s=timeout_s)
 
+    async def give_sign_of_life(self, *, timeout_s: float) -> None:
+        """Raise ServerError where it does not answer. A paused or busy server does."""
+        try:
+            await self.call("GET", "/model_info", timeout_s=timeout_s)
+        except RequestRefused:
+            pass
+
+    def abandon_calls(self) -> None:
+        """Cancel what it is generating; whoever waits for it asks another server."""
+        for call in self.calls:
+            call.cancel()
+
     async def probe(self, *, timeout_s: float) -> ServerInfo:
         """Ask what it says of itself, which a paused server answers too; the answer is kept in `info`."""
         try:
             server = await self.call_json("GET", "/server_info", timeout_s=timeout_s)
         except NotFound:  # before 0.5.6
-            server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            try:
+                server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            except NotFound as error:
+                raise NotFound(
+                    f"{self.url}/server_info: not found. This is no SGLang server, or a router before some, which "
+                    f"forwards no control calls: name the servers themselves in rollout.servers."
+                ) from error
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         except NotFound:
@@ -197,6 +218,7 @@ class ServerClient:
             checksum_form=checksum_form(server),
             # Not from /server_info, which keeps the version of the start.
             weight_version=model.get("weight_version"),
+            runs_ahead=not server.get("embedded", False),
         )
         return self.info
 
@@ -222,8 +244,10 @@ class ServerClient:
         """
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         answer = await self.call_json("POST", "/generate", body, timeout_s=None)
+        vocab_size = self.info.vocab_size if self.info else None
+        late = int(self.freezes_steps and self.info is not None and self.info.runs_ahead)
         try:
-            return parse_reply(answer, version=version, vocab_size=self.info.vocab_size if self.info else None)
+            return parse_reply(answer, version=version, vocab_size=vocab_size, late=late)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerError(
                 f"{self.url}/generate: the reply cannot be used: {type(error).__name__}: {error}"
@@ -270,7 +294,7 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
     return params
 
 
-def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None) -> ReplyPart:
+def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None, late: int = 0) -> ReplyPart:
     """Check a /generate answer and take it apart. Raises ValueError, KeyError, TypeError or IndexError for rubbish."""
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
@@ -295,27 +319,36 @@ def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None)
     return ReplyPart(
         tokens=tokens,
         logprobs=logprobs,
-        versions=token_versions(meta.get("weight_versions"), len(tokens), version),
+        versions=token_versions(meta.get("weight_versions"), len(tokens), version, late=late),
         stop_reason=kind,
         text=answer.get("text") or "",
         cached_tokens=int(meta.get("cached_tokens") or 0),
-        spans=[(str(span["version"]), span["end"] - span["start"]) for span in meta.get("weight_versions") or []],
+        spans=named_spans(meta.get("weight_versions") or [], len(tokens), late=late),
     )
 
 
-def token_versions(spans: list[dict[str, Any]] | None, count: int, pinned: int) -> list[int]:
+def token_versions(spans: list[dict[str, Any]] | None, count: int, pinned: int, *, late: int = 0) -> list[int]:
     """Return the version of each of `count` tokens from the server's spans.
 
     Without spans, and under a name that is no number, it is `pinned`: the version when the request was sent, the oldest
-    that can have sampled the token.
+    that can have sampled the token. The first `late` tokens of a later span were sampled before the server changed the
+    name, and count for the span before.
     """
     versions = [pinned] * count
-    for span in spans or []:
+    for number, span in enumerate(spans or []):
         name = str(span["version"])
+        first = int(span["start"]) + (late if number > 0 else 0)
+        last = int(span["end"]) + late
         if re.fullmatch(r"-?\d+", name):
-            for position in range(max(0, int(span["start"])), min(count, int(span["end"]))):
+            for position in range(max(0, first), min(count, last)):
                 versions[position] = int(name)
     return versions
+
+
+def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
+    """Return (weight version, tokens) of each span, with `late` as above."""
+    ends = [min(count, int(span["end"]) + late) for span in spans]
+    return [(str(span["version"]), end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
 
 
 def parse_version(text: str, url: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.server_client import CommandRefused, RequestRefused, ServerClient, ServerError
+from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
 
 SIGN_OF_LIFE_S = 5.0
 
@@ -49,13 +49,7 @@ class ServerWeights:
             return probe.getsockname()[0]
 
     def unreachable(self) -> dict[str, str]:
-        async def ask(server: ServerClient) -> None:
-            try:  # not /health: a paused SGLang does not answer that, because it would generate a token
-                await server.call("GET", "/model_info", timeout_s=SIGN_OF_LIFE_S)
-            except RequestRefused:
-                pass
-
-        asked = self._ask(ask)
+        asked = self._ask(lambda server: server.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S))
         return {server: str(error) for server, answer in asked.items() if (error := answer.exception()) is not None}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:

@@ -112,19 +112,28 @@ def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], fo
 
 
 def interrupt(
-    engine: RemoteSGLangEngine, url: str, prompt: list[int], count: int, act: Callable[[], None]
+    engine: RemoteSGLangEngine,
+    url: str,
+    prompt: list[int],
+    count: int,
+    act: Callable[[], None],
+    timeout_s: float = 30.0,
 ) -> LLMResponse:
-    """Return a greedy reply of `count` tokens; `act` is called as soon as the server is generating it."""
+    """Return a greedy reply of `count` tokens; `act` is called once the server is generating it."""
     gconfig = GenerationConfig(max_new_tokens=count, greedy=True, ignore_eos=True)
+    deadline = time.monotonic() + 20
+    while used_tokens(url) and time.monotonic() < deadline:  # SGLang renews that number now and then
+        pass
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
-        deadline = time.monotonic() + 20
-        while not running_requests(url) and time.monotonic() < deadline:
+        while used_tokens(url) < len(prompt) + 8 and time.monotonic() < deadline:
             pass
         act()
-        return reply.result(30)
+        return reply.result(timeout_s)
 
 
-def running_requests(url: str) -> int:
+def used_tokens(url: str) -> int:
+    """Tokens of running requests, prompt and reply."""
     with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
-        return json.load(answer)["loads"][0]["num_running_reqs"]
+        load = json.load(answer)["loads"][0]
+    return load["num_used_tokens"] if load["num_running_reqs"] else 0

@@ -43,8 +43,15 @@ class ScriptedServer:
     """Answers /generate with the next of `script`, then by counting. Keeps every POST in `calls`."""
 
     def __init__(
-        self, *, version: str = "0.5.21", api_key: str | None = None, info: dict[str, Any] | None = None
+        self,
+        *,
+        version: str = "0.5.21",
+        api_key: str | None = None,
+        info: dict[str, Any] | None = None,
+        endpoints: set[str] | None = None,
     ) -> None:
+        """`endpoints` are those it has, where it has not all."""
+        self.endpoints = endpoints
         self.version = tuple(int(part) for part in version.split("."))
         self.info = {"version": version, "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 1000} | (
             info or {}
@@ -59,6 +66,8 @@ class ScriptedServer:
         self.weight_version = "default"
         """The live one, in /model_info. Updates do not change it."""
         self.on_call: Callable[[str], object] = lambda endpoint: None
+        self.hangs = False
+        """It takes requests and answers none."""
         self._thread = EventLoopThread("scripted server")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -86,6 +95,10 @@ class ScriptedServer:
 
     async def _answer(self, http: web.Request) -> web.Response:
         path, raw = http.path, await http.read()
+        while self.hangs:
+            await asyncio.sleep(0.05)
+        if self.endpoints is not None and path not in self.endpoints:
+            return web.json_response({"detail": "Not Found"}, status=404)
         if path == "/health":
             return web.Response(status=self.refusals.get(path, (200, {}))[0])
         if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":

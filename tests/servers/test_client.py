@@ -237,6 +237,12 @@ def test_server_that_is_down_is_named(connect, scripted):
         ask(engine)
 
 
+def test_router_is_refused_because_it_forwards_no_control_calls(scripted, connect):
+    router = scripted(endpoints={"/generate", "/health", "/get_model_info", "/flush_cache"})
+    with pytest.raises(ValueError, match=f"{router.url}/server_info: not found.*a router .*rollout.servers"):
+        connect(router.url)
+
+
 def test_hanging_server_meets_the_deadline(scripted, connect):
     async def never(body):
         await asyncio.sleep(60)

@@ -16,7 +16,7 @@ from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.fault_proxy import FAULTS, FaultProxy
-from tests.servers.reference import reference_greedy, running_requests
+from tests.servers.reference import reference_greedy, used_tokens
 from tests.servers.test_membership import ask, eventually
 from tests.servers.tiny_model import make_tokenizer
 
@@ -113,7 +113,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     # In the middle of generation: the other server gives the same replies.
     with ThreadPoolExecutor(1) as pool:
         batch = pool.submit(roll_out, engine, 100)
-        assert eventually(lambda: running_requests(urls[0]) > 0)
+        assert eventually(lambda: used_tokens(urls[0]) > 100)
         servers.kill(0)
         assert_same(batch.result(60), calm)
     assert engine.serving == [urls[1]]

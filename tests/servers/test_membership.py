@@ -193,6 +193,19 @@ def test_a_server_that_dies_between_publications_is_noticed_by_the_pause(scripte
     assert (engine.serving, list(engine.server_ranks)) == ([living.url], [living.url])
 
 
+def test_server_that_hangs_loses_its_replies_to_others(scripted, connect):
+    hanging, steady = scripted(), scripted()
+
+    async def never(body):
+        hanging.hangs = True
+        await asyncio.sleep(60)
+
+    hanging.script.append(never)
+    engine = connect([hanging.url, steady.url], health_timeout_s=0.3)
+    assert ask(engine).output_tokens == [2, 3]
+    assert engine.serving == [steady.url] and len(hanging.generations()) == 1
+
+
 def test_only_server_that_dies_in_a_publication_makes_it_start_again_instead_of_ending_the_run(scripted, connect):
     server = scripted()
     engine = connect(server.url)
@@ -225,10 +238,11 @@ def test_other_ranks_follow_the_one_that_published(scripted, connect):
     engine = connect([left_out.url, good.url])
     engine.settle([good.url], 7)
     assert (engine.serving, engine.get_version()) == ([good.url], 7)
-    # Whatever it says, only a later publication brings it back.
-    left_out.weight_version = "7"
-    time.sleep(0.3)
-    assert engine.serving == [good.url]
+    # Whatever it says, only a later publication brings it back: it has the weights of the time before, or claims more.
+    for name in ("default", "7"):
+        left_out.weight_version = name
+        time.sleep(0.7)
+        assert engine.serving == [good.url]
     engine.settle([good.url, left_out.url], 8)
     assert sorted(engine.serving) == sorted([good.url, left_out.url])
 
