@@ -70,7 +70,7 @@ def servers(count: int, folder: Path, *, checked: bool) -> Iterator[list[str]]:
     """Start embedded servers; yield their URLs."""
     started, environment = [], os.environ | KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
     for number in range(count):
-        ready = folder / f"{'checked' if checked else 'unchecked'}-{number}.url"
+        ready = folder / f"{'checked' if checked else 'unchecked'}-{number}-of-{count}.url"
         start = ["-m", "megatron_rl.serving.server"] if checked else ["-c", UNCHECKED]
         options = [str(MODEL), "--port", "0", "--ready-file", str(ready), "--load-format", "dummy"]
         command = [sys.executable, *start, *options, "--parent-pid", str(os.getpid())]

@@ -35,7 +35,7 @@ from megatron_rl.weights.hf_files import write_hf_folder
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.0002
+POLL_S = 0.0005
 AFTERMATH_S = 5.0
 """How long servers may take to notice that a group broke."""
 NAMED_TENSORS = 3
