@@ -1,101 +1,103 @@
-"""The operators on one CUDA device beside eager torch and torch.compile, and beside what the memory allows.
+"""The operators on one CUDA device beside every peer that is there: tables in markdown on stdout and one JSON.
 
-Usage: python benchmarks/bench_ops_cuda.py [--rows 4096 16384] [--vocab 32000 128256 151936]. Prints markdown. Times are
-medians of CUDA events over three rotated inputs; bandwidth counts each logit read once forward, and read and written
-once backward; "of copy" is against a device-to-device copy measured in the same run.
+Usage: python benchmarks/bench_ops_cuda.py [--results FOLDER] [--seconds 220]. Each table has a share of the seconds;
+its rows are in order of importance, and those left when the share is used up are listed as skipped.
 """
 
+from __future__ import annotations
+
 import argparse
-import statistics
+from pathlib import Path
+from typing import Any
 
 import torch
+from device_clock import DeviceClock
+from logits_tables import HEADS, LOGPROBS, head_cases, head_table, logits_cases, logprob_table, shard_cases, shard_table
+from operator_peers import ENTROPY, LOGP_BACKWARD, Peers, find_peers
+from rollout_server import commit
+from suite_report import Budget, Report, shown
+from token_tables import GAE, LOSSES, OUR_LOSS, gae_table, loss_table, token_cases
 
-from megatron_rl.ops import PpoOptions, packed_gae, packed_logprobs, ppo_loss
-from megatron_rl.ops.library import ops
-
-
-def median_us(function, inputs, repeats=30):
-    for i in range(5):
-        function(inputs[i % len(inputs)])
-    times = []
-    for i in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function(inputs[i % len(inputs)])
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+SHARES = {"heads": 0.22, "logprobs": 0.5, "loss": 0.12, "gae": 0.06, "shards": 0.1}
+"""Of the seconds, in the tables' order."""
 
 
-def copy_bandwidth():
-    source = [torch.randn(1 << 28, device="cuda") for _ in range(3)]
-    target = torch.empty_like(source[0])
-    return 2 * source[0].nbytes / median_us(target.copy_, source) / 1e3  # GB/s
+def facts(clock: DeviceClock, peers: Peers) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if clock.device == "cuda" else clock.device,
+        "torch": torch.__version__,
+        "commit": commit(),
+        "ceilings": clock.ceilings(),
+        "peers": peers.described(),
+        "absent": peers.absent,
+    }
 
 
-def eager(logits, labels):
-    log_p = logits.float().log_softmax(-1)
-    return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def print_facts(report: Report) -> None:
+    found = report.facts
+    ceilings = ", ".join(f"{name} {value:.0f} GB/s" for name, value in found["ceilings"].items())
+    print(f"{found['device']}, torch {found['torch']}, commit {found['commit']}. Ceilings of this run: {ceilings}")
+    print("(copy: bytes read plus written; read: the fastest of sum, maximum and dot product).\n")
+    print("| peer | version | what it does |\n|---|---|---|")
+    for name, peer in found["peers"].items():
+        print(f"| {name} | {peer['version']} | {peer['notes']} |")
+    for name, reason in found["absent"].items():
+        print(f"| {name} | absent | {shown(reason)} |")
 
 
-def logprob_table(arguments):
-    copy = copy_bandwidth()
-    print(f"Copy: {copy:.0f} GB/s read and written.\n")
-    rate = "us | GB/s | of copy"
-    print(f"| T | V | logits | forward {rate} | backward in place {rate} | eager forward us | compiled forward us |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    compiled = torch.compile(eager)
-    for count in arguments.rows:
-        for vocab in arguments.vocab:
-            for dtype in (torch.bfloat16, torch.float32):
-                inputs = [torch.randn(count, vocab, device="cuda").to(dtype) for _ in range(3)]
-                labels = torch.randint(0, vocab, (count,), device="cuda")
-                gradients = torch.randn(2, count, device="cuda")
-                forward = median_us(lambda x, y=labels: packed_logprobs(x, y, return_entropy=True), inputs)
-                partials = ops.logprob_partials(inputs[0], labels, 1.0, None, 0, vocab)
-                _, entropy, peak, log_sum = ops.logprob_finish(
-                    inputs[0], partials, labels, 1.0, None, 0, vocab, vocab, False
-                )
-                rest = (labels, peak, log_sum, entropy, *gradients, 1.0, None, 0, vocab)
-                backward = median_us(lambda x, rest=rest: ops.logprob_grad_(x, *rest), inputs)
-                others = [median_us(lambda x, f=f, y=labels: f(x, y), inputs, 10) for f in (eager, compiled)]
-                size = inputs[0].nbytes
-                print(
-                    f"| {count} | {vocab} | {str(dtype)[6:]} | {forward:.0f} | {size / forward / 1e3:.0f} | "
-                    f"{100 * size / forward / 1e3 / copy:.0f} % | {backward:.0f} | {2 * size / backward / 1e3:.0f} | "
-                    f"{100 * 2 * size / backward / 1e3 / copy:.0f} % | {others[0]:.0f} | {others[1]:.0f} |",
-                    flush=True,
-                )
+def all_tables(clock: DeviceClock, report: Report, peers: Peers, seconds: float) -> None:
+    budgets = {name: share * seconds for name, share in SHARES.items()}
+    head_table(clock, report, Budget(budgets["heads"]), peers.present, head_cases())
+    logprob_table(clock, report, Budget(budgets["logprobs"]), peers.present, logits_cases())
+    loss_table(clock, report, Budget(budgets["loss"]), token_cases())
+    gae_table(clock, report, Budget(budgets["gae"]), token_cases())
+    shard_table(clock, report, Budget(budgets["shards"]), shard_cases())
 
 
-def token_table():
-    tokens = 32768
-    columns = [torch.randn(tokens, device="cuda") for _ in range(5)]
-    mask = torch.rand(tokens, device="cuda") < 0.7
-    cu_seqlens = torch.arange(0, tokens + 1, 512, device="cuda")
-    options = PpoOptions(behavior="mask", behavior_high=5.0, kl_coefficient=0.1)
+def bars(report: Report) -> list[tuple[str, float | None, float, bool]]:
+    """(what, the worst of the rows it is about, the bar, whether more is better); None where no row was measured."""
 
-    def loss(own):
-        return ppo_loss(own, columns[1], columns[2], columns[3], mask, options, ref_logprobs=columns[4])
+    def worst(rows: list[dict[str, Any]], column: str, more_is_better: bool) -> float | None:
+        values = [row[column] for row in rows if row.get(column) is not None]
+        return (min if more_is_better else max)(values) if values else None
 
-    def advantages(rewards):
-        return packed_gae(rewards, columns[1], mask, cu_seqlens, discount=0.99, trace_decay=0.95)
+    ours = [row for row in report.found(LOGPROBS, peer="ours", masked=0.0) if row["T"] >= 4096]
+    forward = [row for row in ours if row["what"] == ENTROPY]
+    both = [row for row in ours if row["what"] == LOGP_BACKWARD]
+    heads = report.found(HEADS, what="ours")
+    loss = report.found(LOSSES, what=OUR_LOSS, T=32768)
+    gae = report.found(GAE, what="ours", T=32768)
+    return [
+        ("log-prob and entropy, of copy", worst(forward, "of copy", True), 0.90, True),
+        ("log-prob and backward, of copy", worst(both, "of copy", True), 0.88, True),
+        ("output layer and policy loss, over three products", worst(heads, "over floor", False), 1.08, False),
+        ("policy loss at 32768 tokens, us", worst(loss, "us", False), 12.0, False),
+        ("policy loss at 32768 tokens, launches", worst(loss, "launches", False), 1.0, False),
+        ("policy loss at 32768 tokens, waits", worst(loss, "waits", False), 0.0, False),
+        ("packed GAE at 32768 tokens, us", worst(gae, "us", False), 30.0, False),
+    ]
 
-    print("\n| 32768 tokens | us a call | us a replayed graph |")
-    print("|---|---|---|")
-    for name, function in (("ppo_loss with gradient and statistics", loss), ("packed_gae, 64 sequences", advantages)):
-        called = median_us(function, columns[:1])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function(columns[0])
-        print(f"| {name} | {called:.1f} | {median_us(lambda _, g=graph: g.replay(), [None]):.1f} |")
+
+def print_bars(report: Report) -> None:
+    print(
+        "\n### Bars\n\nThe worst measured row against the bar.\n\n| what | worst | bar | reached |\n|---|---|---|---|"
+    )
+    for what, value, bar, more_is_better in bars(report):
+        reached = None if value is None else (value >= bar if more_is_better else value <= bar)
+        print(f"| {what} | {shown(value)} | {shown(bar)} | {shown(reached)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of gpu_suite.json")
+    parser.add_argument("--seconds", type=float, default=220, help="for all tables together")
+    arguments = parser.parse_args()
+    clock, peers = DeviceClock(), find_peers()
+    report = Report(arguments.results / "gpu_suite.json", facts(clock, peers))
+    print_facts(report)
+    all_tables(clock, report, peers, arguments.seconds)
+    print_bars(report)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256, 151936])
-    arguments = parser.parse_args()
-    logprob_table(arguments)
-    token_table()
+    main()

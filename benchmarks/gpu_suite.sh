@@ -1,53 +1,117 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: tests against Hugging Face, then a training step's speed, in one table.
+# Everything that needs a GPU, in one command of at most nine minutes: build, tests, compute-sanitizer, the operators
+# beside their peers, a training step, and where SGLang is installed a real run with it.
 # Usage: benchmarks/gpu_suite.sh [RESULTS_FOLDER] [WHEELS_FOLDER]
-# On a machine without a network, WHEELS_FOLDER holds what benchmarks/gpu_wheels.sh downloaded elsewhere.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+# On a machine without a network, WHEELS_FOLDER holds what benchmarks/gpu_wheels.sh downloaded elsewhere. Each part has a
+# time limit, and its whole output in RESULTS_FOLDER; the tables are gpu_suite.md and gpu_suite.json. A part that fails
+# does not stop the next one; the exit status is 1 if any failed.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
 
 results=${1:-benchmarks/results}
 wheels=${2:-}
 python=${PYTHON:-python3}
-mkdir -p "$results"
+end=$((SECONDS + ${SUITE_SECONDS:-530}))
+mkdir -p "$results" || exit 1
+failed=()
 
-if [ -n "$wheels" ]; then
-  site=$(mktemp -d)
+# part NAME SECONDS COMMAND...: run it within its limit and what is left of the whole; stderr goes to NAME.txt.
+part() {
+  local name=$1 limit=$2 left=$((end - SECONDS))
+  shift 2
+  if ((left < limit)); then limit=$left; fi
+  if ((limit < 5)); then echo "not begun: the suite's time is used up" && return 1; fi
+  timeout --kill-after=10 "$limit" "$@" 2>>"$results/$name.txt"
+}
+
+# outcome NAME STATUS: say so where a part failed.
+outcome() {
+  if (($2 == 124 || $2 == 137)); then echo "**$1 was stopped at its time limit**"; fi
+  if (($2 != 0)); then echo "**$1 failed with status $2: $1.txt**" && failed+=("$1"); fi
+}
+
+# logged NAME SECONDS COMMAND...: all output to NAME.txt.
+logged() { part "$@" >>"$results/$1.txt"; }
+
+# last NAME LINES STATUS: the end of a part's output, in the markdown.
+last() {
+  printf '\n## %s\n\n```\n' "$1"
+  tail -n "$2" "$results/$1.txt"
+  printf '```\n'
+  outcome "$1" "$3"
+}
+
+sanitize() {
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 logged "$1" 150 compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pytest \
+    -q -p no:cacheprovider -m gpu tests/gpu/test_operators_cuda.py -k "float64 or policy_loss or advantages"
+}
+
+install_wheels() {
+  local line status site=$1
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
-  export PYTHONPATH="$site"
-fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+  status=$?
+  cp "$wheels"/*.py "$site" 2>/dev/null
+  cat "$site"/*.pth 2>/dev/null | while read -r line || [ -n "$line" ]; do
+    if [ -d "$site/$line" ]; then printf ':%s' "$site/$line"; fi
+  done >"$site/.paths"
+  return $status
+}
 
-"$python" csrc/build.py --cuda yes --architectures 90a
-
-{
+suite() {
+  local status site pair
+  local sanitizers=()
+  rm -f "$results"/{install,build,tests,memcheck,racecheck,operators,step,sglang}.txt
   echo "# GPU suite"
   echo
-  date -u "+%Y-%m-%d, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-  "$python" -c 'import torch, megatron.core as m
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, megatron-core {m.__version__}")'
-  echo
-  echo "## Tests"
-  echo
-  echo '```'
-  "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider 2>&1 | tail -n 15
-  echo '```'
-  echo
-  echo "## Operators under compute-sanitizer"
-  echo
-  echo '```'
-  if command -v compute-sanitizer >/dev/null; then
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider \
-      tests/gpu/test_operators_cuda.py -k "float64 or policy_loss or advantages" 2>&1 | tail -n 4
-  else
-    echo "compute-sanitizer is not installed"
+  echo "$(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv,noheader 2>/dev/null
+
+  if [ -n "$wheels" ]; then
+    site=$(mktemp -d)
+    install_wheels "$site" >"$results/install.txt" 2>&1
+    status=$?
+    if ((status != 0)); then last install 15 "$status"; else rm "$results/install.txt"; fi
+    PYTHONPATH=$site$(cat "$site/.paths")
   fi
-  echo '```'
-  echo
-  echo "## Operators"
-  echo
-  "$python" -W ignore benchmarks/bench_ops_cuda.py
-  echo
-  echo "## Training step"
-  echo
-  "$python" -W ignore benchmarks/bench_train_step.py
-} | tee "$results/gpu_suite.md"
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+
+  logged build 90 "$python" csrc/build.py --cuda yes --architectures 90a
+  status=$?
+  logged build 30 "$python" -m megatron_rl.ops || status=1
+  last build 12 "$status"
+
+  # Nothing is timed here, so these share the device.
+  if command -v compute-sanitizer >/dev/null; then
+    sanitize memcheck & sanitizers+=("memcheck $!")
+    sanitize racecheck & sanitizers+=("racecheck $!")
+  else
+    printf '\ncompute-sanitizer is not installed.\n'
+  fi
+  logged tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+  last tests 20 $?
+  for pair in "${sanitizers[@]}"; do
+    wait "${pair#* }"
+    last "${pair% *}" 6 $?
+  done
+
+  printf '\n## Operators\n\n'
+  part operators 250 "$python" -W ignore benchmarks/bench_ops_cuda.py --results "$results" --seconds 215
+  outcome operators $?
+
+  printf '\n## Training step\n\n'
+  part step 130 "$python" -W ignore benchmarks/bench_train_step.py --rounds 1
+  outcome step $?
+
+  if "$python" -c 'import sglang' 2>/dev/null && [ -f models/smollm2-135m-instruct/config.json ]; then
+    logged sglang 120 "$python" -m megatron_rl.launch configs/demo.yaml rollout.backend=sglang run.steps=3
+    last sglang 15 $?
+  else
+    printf '\n## sglang\n\nNot run: the package sglang or models/smollm2-135m-instruct is not here.\n'
+  fi
+
+  printf '\n%s\n' "Parts that failed: ${failed[*]:-none}."
+  ((${#failed[@]} == 0))
+}
+
+suite | tee "$results/gpu_suite.md"
+exit "${PIPESTATUS[0]}"

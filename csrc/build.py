@@ -214,11 +214,17 @@ def build_emulated() -> Path:
     return library
 
 
-def build(cuda: str = "auto", architectures: tuple[str, ...] = ARCHITECTURES) -> list[str]:
+def architectures_built() -> tuple[str, ...]:
+    """What _C_cuda.so was built for: a build that names no architectures, such as the tests', keeps them."""
+    record = PACKAGE / "_C_cuda.json"
+    return tuple(json.loads(record.read_text())["architectures"]) if record.exists() else ARCHITECTURES
+
+
+def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> list[str]:
     """Build what is not current; return the libraries' names."""
     built = ["_C_cpu.so"] if build_cpu() else []
     if cuda == "yes" or (cuda == "auto" and nvcc() and torch_versions()[1]):
-        built += ["_C_cuda.so"] if build_cuda(architectures) else []
+        built += ["_C_cuda.so"] if build_cuda(architectures or architectures_built()) else []
     return built
 
 
@@ -261,14 +267,14 @@ def main() -> None:
     parser.add_argument(
         "--cuda", choices=("auto", "yes", "no"), default="auto", help="auto: where nvcc is, for a torch with CUDA"
     )
-    parser.add_argument("--architectures", default=",".join(ARCHITECTURES), help="compute capabilities, e.g. 90a")
+    parser.add_argument("--architectures", help="compute capabilities, e.g. 90a; else those of the build before")
     parser.add_argument("--record-resources", action="store_true", help="write csrc/resources.json with nvcc and stop")
     arguments = parser.parse_args()
     if arguments.record_resources:
         RESOURCES.write_text(json.dumps(resources(), indent=1, sort_keys=True) + "\n")
         return
     try:
-        built = build(arguments.cuda, tuple(arguments.architectures.split(",")))
+        built = build(arguments.cuda, tuple(arguments.architectures.split(",")) if arguments.architectures else None)
     except BuildError as error:
         sys.exit(f"csrc/build.py: {error}")
     if built:

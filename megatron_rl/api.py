@@ -90,7 +90,8 @@ class NoServerLeft(RuntimeError):
 class HeldWeights:
     """What a server says of its own weights."""
 
-    version: str
+    version: str | None
+    """None where it does not say."""
     checksums: dict[str, str]
     """Tensor -> checksum in the server's `ChecksumForm`; empty where it cannot say."""
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -521,20 +524,21 @@ class TrainConfig:
                 f"batch.updates_per_step = {batch.updates_per_step} makes several in one step; set one of them to its "
                 f"default (0 and 1)."
             )
-        if self.run.steps * batch.updates_per_step < self.optimizer.warmup_updates:
+        if self.critic.warmup_steps >= self.run.steps:
             raise ValueError(
-                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the run has only run.steps x "
-                f"batch.updates_per_step = {self.run.steps * batch.updates_per_step} updates; lower it."
+                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
+                f"run.steps = {self.run.steps}; lower it."
+            )
+        updates = (self.run.steps - self.critic.warmup_steps) * batch.updates_per_step
+        if updates < self.optimizer.warmup_updates:
+            raise ValueError(
+                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
+                f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
             )
         if not self.has_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
                 f"algo.advantage=gae, or leave the section out."
-            )
-        if self.critic.warmup_steps >= self.run.steps:
-            raise ValueError(
-                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
-                f"run.steps = {self.run.steps}; lower it."
             )
 
     @property
@@ -557,9 +561,11 @@ class TrainConfig:
         """Raise ValueError where a layout does not divide the number of processes."""
         self.parallel.check_world_size(world_size)
         if self.has_critic:
-            self.critic.parallel.check_world_size(world_size)
+            with as_part_of("critic.parallel"):
+                self.critic.parallel.check_world_size(world_size)
         if self.reward_model.path:
-            self.reward_model.parallel.check_world_size(world_size)
+            with as_part_of("reward_model.parallel"):
+                self.reward_model.parallel.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:
@@ -603,6 +609,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             raise ValueError(
                 f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
             )
+        for name in (name for name in SECTIONS if "." in name):
+            with as_part_of(name):
+                OmegaConf.to_object(OmegaConf.select(config, name))
         checked = OmegaConf.to_object(config)
         assert isinstance(checked, TrainConfig)
         return checked
@@ -611,6 +620,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         found = OmegaConf.select(merged, key)
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
+
+
+@contextmanager
+def as_part_of(name: str) -> Iterator[None]:
+    """Let an error of a section that is known under a shorter name as well, such as `parallel`, say this one."""
+    short = name.rpartition(".")[2]
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(rf"(?<![\w.]){short}(?=[.:])", name, str(error))) from error
 
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:

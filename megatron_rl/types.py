@@ -277,7 +277,7 @@ class StepStats:
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the loss function's statistics; divide by `weight` or by one another."""
-    logprobs: Tensor | None = None
+    logprobs: Tensor | None = field(default=None, compare=False)
     """Log p of each trained token of this rank's share before the update, `[N]` float32, 0 elsewhere.
 
     From a LogprobLoss on MegatronEngine, where they are a by-product.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,8 +89,8 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
 
 CHECKSUM_COLUMNS = 1024
 """8-byte words in a row of the matrix that a tensor's bytes are summed as."""
-CPU_BLOCK_ROWS = 64
-"""Rows that a CPU keeps in its cache between the two sums: 512 KB."""
+CPU_BLOCK_ROWS = 256
+"""Rows that a CPU keeps in its cache between the two sums: 2 MB."""
 
 
 @torch.no_grad()
@@ -107,12 +108,14 @@ def word_sums(tensor: Tensor) -> Tensor:
     if not whole:
         return rest
     matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
-    blocks = matrix.split(CPU_BLOCK_ROWS if matrix.device.type == "cpu" else len(matrix))
-    columns, rows = torch.zeros_like(matrix[0]), []
-    for block in blocks:
-        columns += block.sum(0)
-        rows.append(block.sum(1))
-    return torch.cat([*rows, columns, rest])
+    if matrix.device.type != "cpu":
+        return torch.cat([matrix.sum(1), matrix.sum(0), rest])
+    rows, columns = torch.empty(len(matrix), dtype=torch.int64), np.zeros(CHECKSUM_COLUMNS, np.int64)
+    for start in range(0, len(matrix), CPU_BLOCK_ROWS):
+        block = matrix[start : start + CPU_BLOCK_ROWS]
+        torch.sum(block, 1, out=rows[start : start + CPU_BLOCK_ROWS])
+        columns += np.add.reduce(block.numpy(), axis=0)  # four times as fast as torch's
+    return torch.cat([rows, torch.from_numpy(columns), rest])
 
 
 def digest(sums: Tensor, nbytes: int) -> str:

@@ -26,7 +26,13 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype):
         use_distributed_optimizer=config.distributed,
         overlap_param_gather=config.overlap,
     )
-    return get_megatron_optimizer(options, chunks)
+    optimizer = get_megatron_optimizer(options, chunks)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Megatron takes apex's or Transformer Engine's Adam where there is CUDA, and torch's unfused one elsewhere.
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and not torch.cuda.is_available():
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+    return optimizer
 
 
 def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> OptimizerParamScheduler:

@@ -28,11 +28,12 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
     """Total + grad_logits.T @ hidden in the accumulating dtype: sums over chunks would drift in bfloat16."""
     if grad_logits.is_cuda and grad_logits.dtype != torch.float32:
-        product = torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
-    elif total is not None and total.dtype == grad_logits.dtype:
+        if total is not None:  # added inside the product: a sum of its own would move the weight's size three times
+            return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
+        return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
+    if total is not None and total.dtype == grad_logits.dtype:
         return total.addmm_(grad_logits.T, hidden)
-    else:
-        product = torch.mm(grad_logits.T, hidden).to(accumulator(hidden.dtype))
+    product = torch.mm(grad_logits.T, hidden).to(accumulator(hidden.dtype))
     return product if total is None else total.add_(product)
 
 

@@ -233,7 +233,7 @@ class ServerClient:
                 checksums = dict(rank["checksums"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ServerError(f"{self.url}/weights_checker: no checksums in the answer: {error!r}") from error
-        return HeldWeights(str(model.get("weight_version")), checksums)
+        return HeldWeights(model.get("weight_version"), checksums)
 
     async def generate(
         self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int

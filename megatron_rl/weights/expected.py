@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from megatron_rl.api import ChecksumForm
 from megatron_rl.update_group import digest, word_sums
 
-# What SGLang keeps in one tensor, with the HF parts in their order there, which is that of the stream.
-FUSED_BY_SGLANG = (
-    (re.compile(r"(?<=self_attn\.)[qkv]_proj(?=\.)"), "qkv_proj"),
-    (re.compile(r"(?<=mlp\.)(gate|up)_proj(?=\.)"), "gate_up_proj"),
-)
+# What SGLang keeps in one tensor: its name there, and the HF parts in their order in it.
+FUSED_BY_SGLANG = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 class ExpectedChecksums:
@@ -25,7 +24,9 @@ class ExpectedChecksums:
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
         self._sums: dict[tuple[str, ChecksumForm], tuple[Tensor, int]] = {}
-        self._hashes: dict[tuple[str, ChecksumForm], hashlib._Hash] = {}
+        self._hashes: dict[tuple[str, ChecksumForm], str] = {}
+        self._parts: dict[tuple[str, ChecksumForm], dict[str, Tensor]] = {}
+        """Of tensors that SGLang fuses, until the last part is there."""
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on. On a GPU nothing is waited for: the sums are read in `of`."""
@@ -38,17 +39,32 @@ class ExpectedChecksums:
         if form.kind == "embedded":
             self._sums[name, form] = (word_sums(tensor), tensor.nbytes)
             return
-        for part, whole in FUSED_BY_SGLANG:
-            name = part.sub(whole, name)
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        self._hashes.setdefault((name, form), hashlib.sha256()).update(data.data)
+        module, _, leaf = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        for whole, parts in FUSED_BY_SGLANG.items():
+            if last in parts:
+                key = f"{parent}.{whole}.{leaf}", form
+                found = self._parts.setdefault(key, {})
+                found[last] = tensor
+                if len(found) == len(parts):
+                    self._hashes[key] = _sglang_checksum([found[part] for part in parts])
+                    del self._parts[key]
+                return
+        self._hashes[name, form] = _sglang_checksum([tensor])
 
     def of(self, form: ChecksumForm) -> dict[str, str]:
         """Tensor -> checksum in one form, under the names that its servers use."""
         if form.kind == "embedded":
             return {name: digest(*sums) for (name, own), sums in self._sums.items() if own == form}
-        # SGLang's is the first eight bytes of SHA-256 (0.5.21, `tensor_hash`).
-        return {name: found.hexdigest()[:16] for (name, own), found in self._hashes.items() if own == form}
+        return {name: found for (name, own), found in self._hashes.items() if own == form}
+
+
+def _sglang_checksum(parts: list[Tensor]) -> str:
+    """The checksum of rows one above the other: the first eight bytes of SHA-256 (SGLang 0.5.21, `tensor_hash`)."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
 
 
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:

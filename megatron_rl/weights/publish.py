@@ -4,7 +4,7 @@ The stream of tensors comes from `HFExport`, what the servers say from a WeightR
 server that fails, on the way or by its checksums, is dropped, and the others get the version all the same.
 
 Two transports: flat buckets over a process group (NCCL or gloo), the next one being filled while one is on the wire, so
-that two buckets and the largest tensor are all the extra memory; or a HF folder on a disk that the servers share.
+that two buckets and two tensors are all the extra memory; or a HF folder on a disk that the servers share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.weights.hf_files import write_hf_folder
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.0002
+POLL_S = 0.0005
 AFTERMATH_S = 5.0
 """How long servers may take to notice that a group broke."""
 NAMED_TENSORS = 3
@@ -102,7 +102,7 @@ class WeightPublisher(abc.ABC):
         return [form for form in forms.values() if form is not None]
 
     def _lose(self, reasons: dict[str, str]) -> None:
-        """Drop servers; RuntimeError once none is left."""
+        """Drop servers; NoServerLeft once that was the last."""
         for server, reason in reasons.items():
             logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
             self.receiver.drop(server, reason)
@@ -133,7 +133,7 @@ class WeightPublisher(abc.ABC):
         wrong = {}
         for server, held in answers.items():
             form = forms[server]
-            if held.version != str(self.last.version):
+            if held.version not in (None, str(self.last.version)):
                 wrong[server] = f"has weight version {held.version}, {self.last.version} was sent"
             elif form is not None:
                 names = differences(sent[form], held.checksums, complete=form.kind == "embedded")
@@ -275,10 +275,7 @@ class GroupPublisher(WeightPublisher):
                     timeout_s=self.timeout_s,
                 )
                 self._collect(joins)
-            except (
-                RuntimeError,
-                TimeoutError,
-            ) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError
                 if self.group is not None or not self.receiver.server_ranks:
                     raise
                 logger.warning("weight publication: the group was not formed: %s", error)
@@ -313,29 +310,35 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
 def fill_buckets(buckets: list[list[TensorSpec]], tensors: Tensors) -> Iterator[tuple[list[TensorSpec], Tensor]]:
     """Yield each bucket with its bytes, `[n]` uint8, in two buffers by turns: one is filled while the other is sent.
 
-    ValueError where a tensor is not the one that the plan lists.
+    A bucket of one tensor is that tensor itself. ValueError where a tensor is not the one that the plan lists.
     """
-    size = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
+    size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if len(bucket) > 1), default=0)
     stream = iter(tensors)
     buffers: list[Tensor] = []
     for number, bucket in enumerate(buckets):
-        parts = None
-        for position, spec in enumerate(bucket):
-            name, tensor = next(stream, (None, None))
-            if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
-                found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
-                raise ValueError(
-                    f"weight publication: {spec.name}, {spec.dtype}, {spec.shape} was planned, and {found} came."
-                )
-            if parts is None:
-                if len(buffers) < 2:
-                    buffers.append(torch.empty(size, dtype=torch.uint8, device=tensor.device))
-                flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
-                parts = unpack_bucket(flat, bucket)
-            parts[position].copy_(tensor)
+        if len(bucket) == 1:
+            yield bucket, _planned(stream, bucket[0]).contiguous().view(-1).view(torch.uint8)
+            continue
+        first = _planned(stream, bucket[0])
+        while len(buffers) < 2:
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=first.device))
+        flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
+        parts = unpack_bucket(flat, bucket)
+        parts[0].copy_(first)
+        for spec, part in zip(bucket[1:], parts[1:], strict=True):
+            part.copy_(_planned(stream, spec))
         yield bucket, flat
     for name, tensor in stream:
         raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+
+
+def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
+    """The next tensor of the stream, which must be the one that was planned."""
+    name, tensor = next(stream, (None, None))
+    if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+        found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
+        raise ValueError(f"weight publication: {spec.name}, {spec.dtype}, {spec.shape} was planned, and {found} came.")
+    return tensor.detach()
 
 
 def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
@@ -369,8 +372,7 @@ class DiskPublisher(WeightPublisher):
         self.folder, self.model_folder = folder.absolute(), model_folder
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
-        target = self.folder / f"version-{version}"
-        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=specs[0].dtype)
+        target = self._written(tensors, specs[0].dtype, version)
         paused_at = time.perf_counter()
         self.receiver.pause()
         try:
@@ -382,6 +384,11 @@ class DiskPublisher(WeightPublisher):
         for other in self.folder.glob("version-*"):
             if other != target:
                 shutil.rmtree(other)
+
+    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
+        target = self.folder / f"version-{version}"
+        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
+        return target
 
 
 def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:

@@ -241,7 +241,14 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("critic.value_clip=-1", "critic.value_clip = -1.0: must be at least 0; 0 sets no bound"),
         ("critic.warmup_steps=-1", "critic.warmup_steps = -1: must be at least 0"),
         ("critic.optimizer.rate=1", "critic.optimizer.rate = 1: unknown key"),
-        ("critic.parallel.tensor=0", "parallel.tensor = 0: must be at least 1"),
+        ("critic.parallel.tensor=0", "^critic.parallel.tensor = 0: must be at least 1"),
+        ("critic.optimizer.lr=-1", "^critic.optimizer.lr = -1.0: "),
+        ("correction.weight=cap", "correction.weight = 'cap': must be off, clamp or mask"),
+        ("correction.proximal=guess", "correction.proximal = 'guess': must be recompute, loglinear or behavior"),
+        ("correction.level=group", "correction.level = 'group': must be token or sequence"),
+        ("correction.high=0.5", "correction.high = 0.5: must be at least 1"),
+        ("correction.low=2", r"correction.low = 2.0: must be in \[0, 1\]"),
+        ("correction.alarm=-1", "correction.alarm = -1.0: must be at least 0"),
         ("rollout.workflow=RLVR", "rollout.workflow = 'RLVR': must be an import path package.module:name"),
         ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
         ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
@@ -298,7 +305,15 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         ),
         (
             ["run.steps=3", "optimizer.warmup_updates=4"],
-            "optimizer.warmup_updates = 4: the run has only run.steps x batch.updates_per_step = 3 updates; lower it",
+            r"optimizer.warmup_updates = 4: the policy has only .* x batch.updates_per_step = 3 updates; lower it",
+        ),
+        (
+            ["algo.advantage=gae", "run.steps=4", "critic.warmup_steps=2", "optimizer.warmup_updates=3"],
+            r"\(run.steps - critic.warmup_steps\) x batch.updates_per_step = 2 updates; lower it",
+        ),
+        (
+            ["correction.weight=mask", "correction.proximal=behavior"],
+            "correction.weight = 'mask': correction.proximal = behavior makes every weight 1; set it to off",
         ),
     ],
 )

@@ -1,0 +1,35 @@
+"""Operators that were not built, or from other sources than those that are there, are refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megatron_rl.ops import library, packed_logprobs
+
+
+def test_a_missing_library_says_how_to_build_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    with pytest.raises(RuntimeError, match=r"_C_cpu.so does not exist: .*run `python csrc/build.py`"):
+        library.load()
+
+
+def test_a_library_built_from_other_sources_is_refused(tmp_path):
+    copy = tmp_path / "_C_cpu.so"
+    shutil.copy(library.PACKAGE / "_C_cpu.so", copy)
+    built = library.built_from(library.PACKAGE / "_C_cpu.so")
+    copy.with_suffix(".json").write_text(json.dumps(built))
+    library.check_current(copy)
+    copy.with_suffix(".json").write_text(json.dumps(built | {"sources": "0123456789abcdef"}))
+    with pytest.raises(RuntimeError, match=r"built from other sources \(0123456789abcdef\).*python csrc/build.py"):
+        library.check_current(copy)
+
+
+def test_there_is_no_fallback_on_a_device_without_an_implementation():
+    logits, labels = torch.zeros(2, 8, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    assert packed_logprobs(logits, labels).device.type == "meta"  # shapes only
+    with pytest.raises((RuntimeError, NotImplementedError), match="megatron_rl::logprob_partials"):
+        torch.ops.megatron_rl.logprob_partials.default.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), logits, labels, 1.0, None, 0, 8
+        )
