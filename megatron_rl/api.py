@@ -86,33 +86,86 @@ class InferenceEngine(abc.ABC):
         """Load a HF safetensors folder into all servers. Updates over a process group: `TrainEngine.update_weights`."""
 
 
+class NoServerLeft(RuntimeError):
+    """Not one rollout server holds the weights that were to be published."""
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What a server says of its own weights."""
+
+    version: str | None
+    """None where it does not say."""
+    checksums: dict[str, str]
+    """Tensor -> checksum in the server's `ChecksumForm`; empty where it cannot say."""
+
+
+@dataclass(frozen=True)
+class ChecksumForm:
+    """How a server takes checksums, so that the trainer can take them of what it sends in the same way."""
+
+    kind: str
+    """`embedded`: update_group.checksum of each HF tensor. `sglang`: of SGLang's own, fused ones, on a CPU."""
+    dtype: str | None
+    """What the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
+
+
 class WeightReceiver(Protocol):
-    """The rollout servers as the publisher sees them. All calls address every server; `load_bucket` does not block."""
+    """The rollout servers as the publisher sees them, each known by its URL.
+
+    A call addresses every server that takes part. A call that waits drops those that fail and is well if another is
+    left; the others give a future for each server.
+    """
 
     @property
-    def server_count(self) -> int: ...
+    def membership(self) -> int:
+        """Changes with the set of servers that take part; a weight group made under another number no longer fits."""
+
+    @property
+    def server_ranks(self) -> dict[str, int]:
+        """The ranks that each server brings to a weight-update group, in their order there, after rank 0."""
 
     def trainer_address(self) -> str:
         """The trainer's host as the servers reach it."""
 
-    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
-        """Ask the servers to join a group of `1 + server_count` ranks; the trainer is rank 0."""
+    def drop(self, server: str, reason: str) -> None:
+        """Leave a server out until a later publication: it failed, or holds other weights than were sent."""
 
-    def leave_weight_group(self, *, name: str) -> None: ...
+    def unreachable(self) -> dict[str, str]:
+        """Ask every server for a sign of life; return those that give none, with what happened instead."""
 
     def pause(self) -> None: ...
+
+    def resume(self) -> None:
+        """Let the servers go on. After an update that was not finished they end what they were generating and get
+        nothing more."""
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session where the server's protocol has them."""
 
+    def end_weight_update(self, version: int) -> None:
+        """Close the session."""
+
+    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
+        """Ask the servers to join a group; the trainer is its rank 0 and hosts it at `address:port`."""
+
+    def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]: ...
+
     def load_bucket(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
-    ) -> Future[None]:
-        """Ask the servers to receive one flat bucket from rank 0. The future raises if a server refuses."""
+    ) -> dict[str, Future[None]]:
+        """Ask the servers to receive one flat bucket from rank 0."""
 
-    def end_weight_update(self, version: int) -> None: ...
+    def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
+        """Ask the servers to load a HF folder, which they must be able to read."""
 
-    def resume(self) -> None: ...
+    def checksum_forms(self) -> dict[str, ChecksumForm | None]:
+        """How each server takes checksums; None where the trainer cannot do the same."""
+
+    def held_weights(self) -> dict[str, Future[HeldWeights]]: ...
+
+    def finish_update(self, version: int) -> None:
+        """Every server that takes part has proved that it holds `version`: from here on new tokens are its."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +269,10 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None."""
+        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None.
+
+        Servers that fail are left out; NoServerLeft on global rank 0 where that leaves none.
+        """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:

@@ -335,6 +335,13 @@ class RolloutConfig:
     backend: str = "auto"
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
     server_count: int = 1
+    server_restarts: int = 3
+    """Restarts of a started server that died or hangs, before it is given up. A server that lasts is forgiven them."""
+    health_timeout_s: float = 120.0
+    """A server that gives no sign of life for so long hangs, and gets no more requests.
+
+    One that this run started and that does not answer /health_generate for so long is killed and restarted.
+    """
     server_args: list[str] = field(default_factory=list)
     """Further command-line arguments of each started server."""
     api_key: str = ""
@@ -350,8 +357,21 @@ class RolloutConfig:
     oversample: float = 1.0
     """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
     others' prompts are the first of the next step, which waits for them."""
+    interruption: str = "retract"
+    """What new weights do to replies under way, which all go on with them afterwards.
+
+    abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
+    them with the keys of the old weights.
+    """
+    max_cache_age: int = 0
+    """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
+    publication: str = "group"
+    """How new weights reach the servers: `group`, a process group (NCCL or gloo), or `disk`, a folder under run.folder.
+
+    Servers that are given in `servers` must be able to read that folder.
+    """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
 
@@ -365,6 +385,19 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
+            publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
+            server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
+            health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
+            interruption=(
+                self.interruption,
+                self.interruption in ("abort", "retract", "in_place"),
+                "must be abort, retract or in_place",
+            ),
+            max_cache_age=(
+                self.max_cache_age,
+                self.max_cache_age >= (self.interruption == "in_place"),
+                "must be at least 0; 1 with rollout.interruption = in_place, which keeps the cache",
+            ),
             max_concurrent_episodes=(
                 self.max_concurrent_episodes,
                 self.max_concurrent_episodes >= 1,
@@ -476,7 +509,10 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     seed: int = 1
-    bucket_bytes: int = 256 * 1024 * 1024
+    bucket_bytes: int = 64 * 1024 * 1024
+    """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
+    publication: str = "group"
+    publication_folder: str = "runs/default/published"
 
 
 @dataclass(kw_only=True)
@@ -580,6 +616,8 @@ class TrainConfig:
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
             seed=self.run.seed,
+            publication=self.rollout.publication,
+            publication_folder=f"{self.run.folder}/published",
         )
 
     def to_yaml(self) -> str:

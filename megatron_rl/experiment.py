@@ -13,10 +13,11 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
 from megatron_rl.algo.loss import explained_variance
-from megatron_rl.api import RolloutWorkflow
+from megatron_rl.api import NoServerLeft, RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
@@ -54,10 +55,16 @@ from megatron_rl.weights.mapping import weight_source
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HELD_OUT = "held_out"
 SERVER_DIES_BEFORE_NOTICE_S = 1.0
 """Some schedulers send a notice to every process of a job, also to the servers."""
 WARM_START_SETTINGS = "warm_start.json"
+SERVER_LOOK_S = 0.2
+"""How often a rank that waits for replies looks whether a server is left to give them."""
+PUBLICATION_ATTEMPTS = 3
+"""How often a version may cost every server before the run ends."""
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
 
@@ -185,6 +192,7 @@ class Experiment:
         self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
         self.evaluations: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-replies")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -232,6 +240,7 @@ class Experiment:
         if self.rollout is not None:
             self.rollout.destroy()
             self.books.close()
+        self._waiting.shutdown()
         if self.supervisor is not None:
             self.supervisor.stop()
         parallel.stop()
@@ -259,7 +268,8 @@ class Experiment:
             rank = self.groups.data.rank
             dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
             events = [*self.books.events, dead_letters]
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events)
+            on_drop = None if self.supervisor is None else self.supervisor.replace
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events, on_drop=on_drop)
             self.rollout.initialize(urls[0])
             self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)
@@ -492,20 +502,42 @@ class Experiment:
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
         self.publish()
-        reward = [0.0]
+        sampled: Future[TrajectoryBatch] | None = None
         if self.groups.is_main:
             workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-            reward = [float(self.rollout.evaluate(self.held_out, workflow).result()["rewards"].mean())]
+            sampled = self.rollout.evaluate(self.held_out, workflow)
+        batch = self._wait_for(sampled)
+        reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 
     def publish(self) -> None:
-        """Bring all servers to the engine's weights and version."""
-        version = self.engine.get_version()
-        self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
-        dist.barrier(group=self.groups.control)  # no head may ask for a reply before the servers have the version
-        if self.rollout is not None:
-            self.rollout.set_version(version)
+        """Bring the servers to the engine's weights and version: all that take part, at least one.
+
+        Servers that fail are left out, and those restarted since the last time take part again.
+        """
+        version, served_by = self.engine.get_version(), [[""]]
+        watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
+        with watched:
+            is_published, attempt = [False], 0
+            while not is_published[0]:
+                is_published, attempt = [True], attempt + 1
+                if self.groups.is_main:
+                    self.rollout.muster()
+                try:
+                    self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
+                except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
+                    if attempt == PUBLICATION_ATTEMPTS:
+                        raise
+                    logger.warning("%s", error)
+                    is_published = [False]
+                dist.broadcast_object_list(is_published, src=0, group=self.groups.control)
+        if self.groups.is_main:
+            served_by = [self.rollout.serving]
+        # No head may ask for a reply before the servers have the version.
+        dist.broadcast_object_list(served_by, src=0, group=self.groups.control)
+        if self.rollout is not None and not self.groups.is_main:
+            self.rollout.settle(served_by[0], version)
 
     def next_batch(self, step: int) -> TrajectoryBatch | None:
         """Return the step's trajectories on every rank, or None where a notice stops the run.
@@ -536,11 +568,29 @@ class Experiment:
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
         if not self.config.rollout.takes_prompts_in_order:
-            if self.rollout is None:
-                return None
-            return self.rollout.prepare_batch(self.books.ledger, self.workflow, last - first)
+            return self._roll_out(lambda r: r.prepare_batch(self.books.ledger, self.workflow, last - first))
         prompts = self.prompts.next_batch(total)
-        return None if self.rollout is None else self.rollout.rollout_batch(prompts[first:last], self.workflow)
+        return self._roll_out(lambda r: r.rollout_batch(prompts[first:last], self.workflow))
+
+    def _roll_out(self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch]) -> TrajectoryBatch | None:
+        """Call this rank's rollout engine, where it has one, and return what that gives."""
+        return self._wait_for(None if self.rollout is None else self._waiting.submit(call, self.rollout))
+
+    def _wait_for(self, pending: Future[T] | None) -> T | None:
+        """Return the result of `pending`, None on ranks that have nothing to wait for.
+
+        Should every server be lost meanwhile, it goes on waiting while all ranks publish the weights once more, to
+        servers that were restarted.
+        """
+        stalled = torch.ones(1)
+        while stalled:
+            stalled.zero_()
+            while pending is not None and not stalled and not wait([pending], SERVER_LOOK_S).done:
+                stalled.fill_(self.rollout.needs_weights)
+            dist.all_reduce(stalled, group=self.groups.control)
+            if stalled:
+                self.publish()
+        return None if pending is None else pending.result()
 
     def exchange(self, batch: TrajectoryBatch | None) -> TrajectoryBatch:
         """Return the whole step's trajectories on every rank."""
@@ -601,13 +651,14 @@ class Experiment:
         with self.timers("evaluate"):
             if self.groups.is_main:
                 self.evaluations.append((step, self.rollout.evaluate(self.held_out, self.evaluation_workflow)))
-                self._log_evaluations(wait=waits)
             if waits:
-                dist.barrier(group=self.groups.control)
+                under_way = [result for _, result in self.evaluations]
+                self._wait_for(self._waiting.submit(wait, under_way) if self.groups.is_main else None)
+            self._log_evaluations()
 
-    def _log_evaluations(self, *, wait: bool) -> None:
-        """Log the evaluations that are done, in their order, or wait for all."""
-        while self.evaluations and (wait or self.evaluations[0][1].done()):
+    def _log_evaluations(self) -> None:
+        """Log the evaluations that are done, in their order."""
+        while self.evaluations and self.evaluations[0][1].done():
             step, result = self.evaluations.popleft()
             batch = result.result()
             rewards = batch["rewards"]
@@ -665,7 +716,7 @@ class Experiment:
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
-            self._log_evaluations(wait=False)
+            self._log_evaluations()
             metrics |= self.rollout.metrics() | self.books.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))

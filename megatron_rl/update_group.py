@@ -1,14 +1,16 @@
-"""The process group that carries new weights from the trainer (rank 0) to the rollout servers, and the byte layout of a
-bucket. Trainer and servers both import this file, so the two ends cannot disagree.
+"""The process group that carries new weights from the trainer (rank 0) to the rollout servers, the byte layout of a
+bucket, and the checksum of a tensor. Trainer and servers both import this file, so the two ends cannot disagree.
 
 Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23): a real SGLang server may join too.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,19 +58,11 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def pack_bucket(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the tensors' bytes in order: `[sum of bytes]` uint8 on their device. No tensors give an empty bucket.
-
-    Every offset must be a multiple of its tensor's item size, because the receiver views the bytes in place.
-    """
-    _check_offsets([(f"tensor {i}", t.dtype, t.numel() * t.itemsize) for i, t in enumerate(tensors)])
-    if not tensors:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
-
-
 def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Views into `flat` (uint8), one per spec, in order."""
+    """Views into `flat` (uint8), one per spec, in order: to fill a bucket with, or to read it.
+
+    Every offset must be a multiple of its tensor's item size, because the bytes are viewed in place.
+    """
     offsets = _check_offsets([(spec.name, spec.dtype, spec.nbytes) for spec in specs])
     if flat.dtype != torch.uint8 or flat.numel() != offsets[-1]:
         raise ValueError(
@@ -91,3 +85,44 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
             )
         offsets.append(offsets[-1] + nbytes)
     return offsets
+
+
+CHECKSUM_COLUMNS = 1024
+"""8-byte words in a row of the matrix that a tensor's bytes are summed as."""
+CPU_BLOCK_ROWS = 256
+"""Rows that a CPU keeps in its cache between the two sums: 2 MB."""
+
+
+@torch.no_grad()
+def word_sums(tensor: Tensor) -> Tensor:
+    """The sums mod 2^64 of each row and each column of the tensor's bytes as 8-byte words, `[n]` int64 on its device.
+
+    What does not fill a row follows as it is, padded with zeros. Any two changed words change a row's or a column's
+    sum, and so do moved, swapped, repeated or missing blocks; it costs one pass over memory and nothing is waited for.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // (8 * CHECKSUM_COLUMNS) * (8 * CHECKSUM_COLUMNS)
+    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)
+    if not whole:
+        return rest
+    matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
+    if matrix.device.type != "cpu":
+        return torch.cat([matrix.sum(1), matrix.sum(0), rest])
+    rows, columns = torch.empty(len(matrix), dtype=torch.int64), np.zeros(CHECKSUM_COLUMNS, np.int64)
+    for start in range(0, len(matrix), CPU_BLOCK_ROWS):
+        block = matrix[start : start + CPU_BLOCK_ROWS]
+        torch.sum(block, 1, out=rows[start : start + CPU_BLOCK_ROWS])
+        columns += np.add.reduce(block.numpy(), axis=0)  # four times as fast as torch's
+    return torch.cat([rows, torch.from_numpy(columns), rest])
+
+
+def digest(sums: Tensor, nbytes: int) -> str:
+    """The checksum (hex) of a tensor of `nbytes` bytes with these `word_sums`."""
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.cpu().numpy().tobytes()).hexdigest()
+
+
+def checksum(tensor: Tensor) -> str:
+    """The checksum (hex) of a tensor's bytes, row-major, in its own dtype."""
+    return digest(word_sums(tensor), tensor.nbytes)

@@ -46,7 +46,7 @@ from megatron_rl.parallel import ParallelGroups  # noqa: E402
 from megatron_rl.weights.architecture import Architecture, read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder  # noqa: E402
 from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
-from megatron_rl.weights.reshard import rules_of, stream_hf_tensors  # noqa: E402
+from megatron_rl.weights.reshard import HFExport, rules_of  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
     for part in parts:
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
-    tensors = stream_hf_tensors(chunks, arch, groups)
+    tensors = HFExport(chunks, arch, groups).stream()
     write_hf_folder(target, tensors, model_folder=source / HF_FILES, dtype=None, shard_bytes=shard_bytes)
 
 

@@ -27,10 +27,11 @@ from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
+from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, WeightSource, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
-from megatron_rl.weights.publish import WeightPublisher
+from megatron_rl.weights.publish import WeightPublisher, make_publisher
 
 
 class FSDPEngine(TrainEngine):
@@ -220,10 +221,9 @@ class FSDPEngine(TrainEngine):
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
-            self.publisher = WeightPublisher(
-                receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
-            )
-        self.publisher.publish(self.hf_tensors(), version)
+            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
+        specs = [TensorSpec(name, self.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
+        self.publisher.publish(specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("save", with_optimizer)

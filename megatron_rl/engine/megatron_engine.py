@@ -43,8 +43,8 @@ from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBat
 from megatron_rl.weights.architecture import read_architecture  # noqa: E402
 from megatron_rl.weights.hf_files import write_hf_folder  # noqa: E402
 from megatron_rl.weights.mapping import weight_source  # noqa: E402
-from megatron_rl.weights.publish import WeightPublisher  # noqa: E402
-from megatron_rl.weights.reshard import load_shards, stream_hf_tensors  # noqa: E402
+from megatron_rl.weights.publish import WeightPublisher, make_publisher  # noqa: E402
+from megatron_rl.weights.reshard import HFExport, load_shards  # noqa: E402
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
@@ -75,6 +75,7 @@ class MegatronEngine(TrainEngine):
         self.arch = read_architecture(config.model.path).with_head(head)
         self.version = 0
         self.publisher: WeightPublisher | None = None
+        self._export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.turns, self.host_copy = turns, HostCopy()
 
@@ -411,9 +412,16 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        self._activate()
+        export = self.export()
         self._gather_weights()
-        return stream_hf_tensors(self.chunks, self.arch, self.groups)
+        return export.stream()
+
+    def export(self) -> HFExport:
+        """The plan of `hf_tensors`, made by the first call. All ranks call it."""
+        self._activate()
+        if self._export is None:
+            self._export = HFExport(self.chunks, self.arch, self.groups)
+        return self._export
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
@@ -426,10 +434,8 @@ class MegatronEngine(TrainEngine):
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
-            self.publisher = WeightPublisher(
-                receiver, bucket_bytes=self.config.bucket_bytes, backend=platform.backend()
-            )
-        self.publisher.publish(self.hf_tensors(), version)
+            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
+        self.publisher.publish(self.export().specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,22 @@ from typing import Any
 import aiohttp
 import orjson
 
+from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import GenerationConfig
 
 SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
+CPU_CHECKSUMS_SINCE = (0, 5, 21)
 FLUSH_POLL_S = 0.05
+REMEMBERED_VERSIONS = 256
 
 
 class ServerError(RuntimeError):
     """The server is down, overloaded or answered rubbish; another try may succeed."""
+
+
+class CommandRefused(ServerError):
+    """The server is well, and refused a control call."""
 
 
 class RequestRefused(ValueError):
@@ -46,6 +54,12 @@ class ServerInfo:
     """Its data-parallel size; weight updates need 1."""
     vocab_size: int | None
     context_length: int | None
+    checksum_form: ChecksumForm | None
+    """How it takes checksums of its weights; None where the trainer cannot do the same."""
+    weight_version: str | None
+    """Name of the weights it has now."""
+    runs_ahead: bool
+    """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
 
     @property
     def has_sessions(self) -> bool:
@@ -66,16 +80,52 @@ class ReplyPart:
     stop_reason: str
     """stop, length or abort."""
     text: str
+    cached_tokens: int
+    """Prompt tokens whose keys the server had already."""
+    spans: list[tuple[str, int]]
+    """(weight version, tokens), in order; empty where the server reports none."""
+
+
+class CacheAge:
+    """How many publications the oldest keys in a server's cache have outlived, now and under its last versions."""
+
+    def __init__(self) -> None:
+        self.age = 0
+        self._under: OrderedDict[str, int] = OrderedDict()
+
+    def publish(self, version: str, *, flushed: bool) -> None:
+        self.age = 0 if flushed else self.age + 1
+        self._under[version] = self.age
+        if len(self._under) > REMEMBERED_VERSIONS:
+            self._under.popitem(last=False)
+
+    def stale_tokens(self, part: ReplyPart) -> int:
+        """Return how many tokens of a reply may have attended to keys that older weights computed; never too few.
+
+        Keys found in the cache are of unknown age, so they count as old as the oldest. A request that runs through a
+        publication keeps its keys unless that one flushed.
+        """
+        if not part.spans:  # before SGLang 0.5.19
+            return len(part.tokens) if self.age else 0
+        stale = 0
+        for number, (version, tokens) in enumerate(part.spans):
+            reuses = number > 0 or part.cached_tokens > 0
+            stale += tokens if reuses and self._under.get(version, 0) > 0 else 0
+        return stale
 
 
 class ServerClient:
     """Calls one server. All coroutines run on the loop that `session` belongs to."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url = url.rstrip("/")
-        self.in_flight = 0
-        """Generation requests of this client."""
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool = False) -> None:
+        """`freezes_steps`: updates come while a step is under way, because requests are paused in place."""
+        self.url, self.freezes_steps = url.rstrip("/"), freezes_steps
+        self.calls: set[asyncio.Task[ReplyPart]] = set()
+        """Generation requests of this client that are under way."""
         self.info: ServerInfo | None = None
+        self.cache = CacheAge()
+        self.keeps_cache = False
+        """The pause under way, or the last one, flushed nothing."""
         self._session = session
 
     async def call(
@@ -114,25 +164,46 @@ class ServerClient:
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> None:
-        """POST a control request; raise ServerError if refused. `success: false` is a refusal whatever the status."""
+        """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
         try:
             content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
         except RequestRefused as refusal:  # nothing that a user wrote is in it
-            raise ServerError(str(refusal)) from refusal
+            raise CommandRefused(str(refusal)) from refusal
         try:
             answer = orjson.loads(content) if content else {}
         except orjson.JSONDecodeError:
             return  # some control endpoints answer with a line of text
         if isinstance(answer, dict) and not answer.get("success", True):
-            raise ServerError(f"{self.url}{endpoint}: refused: {message_of(content)}")
+            raise CommandRefused(f"{self.url}{endpoint}: refused: {message_of(content)}")
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
+        await self.call("GET", "/health", timeout_s=timeout_s)
+
+    async def give_sign_of_life(self, *, timeout_s: float) -> None:
+        """Raise ServerError where it does not answer. A paused or busy server does."""
+        try:
+            await self.call("GET", "/model_info", timeout_s=timeout_s)
+        except RequestRefused:
+            pass
+
+    def abandon_calls(self) -> None:
+        """Cancel what it is generating; whoever waits for it asks another server."""
+        for call in self.calls:
+            call.cancel()
 
     async def probe(self, *, timeout_s: float) -> ServerInfo:
-        """Ask for health and facts; the answer is kept in `info`."""
-        await self.call("GET", "/health", timeout_s=timeout_s)
+        """Ask what it says of itself, which a paused server answers too; the answer is kept in `info`."""
         try:
             server = await self.call_json("GET", "/server_info", timeout_s=timeout_s)
         except NotFound:  # before 0.5.6
-            server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            try:
+                server = await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
+            except NotFound as error:
+                raise NotFound(
+                    f"{self.url}/server_info: not found. This is no SGLang server, or a router before some, which "
+                    f"forwards no control calls: name the servers themselves in rollout.servers."
+                ) from error
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         except NotFound:
@@ -144,8 +215,25 @@ class ServerClient:
             replicas=int(server.get("dp_size") or 1),
             vocab_size=server.get("vocab_size") or model.get("vocab_size") or vocab_size,
             context_length=server.get("context_length") or longest,
+            checksum_form=checksum_form(server),
+            # Not from /server_info, which keeps the version of the start.
+            weight_version=model.get("weight_version"),
+            runs_ahead=not server.get("embedded", False),
         )
         return self.info
+
+    async def held_weights(self, *, takes_checksums: bool, timeout_s: float) -> HeldWeights:
+        """Ask for the version and, where asked to, the checksums of the weights in use."""
+        model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
+        checksums = {}
+        if takes_checksums:
+            answer = await self.call_json("POST", "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+            try:
+                (rank,) = answer["ranks"]
+                checksums = dict(rank["checksums"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ServerError(f"{self.url}/weights_checker: no checksums in the answer: {error!r}") from error
+        return HeldWeights(model.get("weight_version"), checksums)
 
     async def generate(
         self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int
@@ -156,33 +244,33 @@ class ServerClient:
         """
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         answer = await self.call_json("POST", "/generate", body, timeout_s=None)
+        vocab_size = self.info.vocab_size if self.info else None
+        late = int(self.freezes_steps and self.info is not None and self.info.runs_ahead)
         try:
-            return parse_reply(answer, version=version, vocab_size=self.info.vocab_size if self.info else None)
+            return parse_reply(answer, version=version, vocab_size=vocab_size, late=late)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerError(
                 f"{self.url}/generate: the reply cannot be used: {type(error).__name__}: {error}"
             ) from error
 
-    async def pause(self, *, timeout_s: float) -> None:
-        """Stop generating and drop the prefix cache, whose entries the next weights make wrong.
+    async def pause(self, mode: str, *, flush: bool, timeout_s: float) -> None:
+        """Stop generating until `resume`; `flush` drops all keys and values, those of running requests too.
 
-        Servers with modes put running requests back into the queue until `resume`; older ones abort them.
+        mode: `abort` ends running requests, `retract` puts them back into the queue, `in_place` freezes them with their
+        keys, which cannot be flushed. Servers before 0.5.6 know only abort.
         """
         assert self.info is not None
-        body = {"mode": "retract"} if self.info.has_pause_modes else {}
+        body = {"mode": mode} if self.info.has_pause_modes else {}
         await self.command("/pause_generation", body, timeout_s=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
+        while flush:
             try:
                 await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
                 return
             except RequestRefused as error:  # still putting requests away
                 if asyncio.get_running_loop().time() > deadline:
-                    raise ServerError(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
+                    raise CommandRefused(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
             await asyncio.sleep(FLUSH_POLL_S)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        await self.command("/continue_generation", {}, timeout_s=timeout_s)
 
 
 def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
@@ -206,7 +294,7 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
     return params
 
 
-def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None) -> ReplyPart:
+def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None, late: int = 0) -> ReplyPart:
     """Check a /generate answer and take it apart. Raises ValueError, KeyError, TypeError or IndexError for rubbish."""
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
@@ -231,25 +319,36 @@ def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None)
     return ReplyPart(
         tokens=tokens,
         logprobs=logprobs,
-        versions=token_versions(meta.get("weight_versions"), len(tokens), version),
+        versions=token_versions(meta.get("weight_versions"), len(tokens), version, late=late),
         stop_reason=kind,
         text=answer.get("text") or "",
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        spans=named_spans(meta.get("weight_versions") or [], len(tokens), late=late),
     )
 
 
-def token_versions(spans: list[dict[str, Any]] | None, count: int, pinned: int) -> list[int]:
+def token_versions(spans: list[dict[str, Any]] | None, count: int, pinned: int, *, late: int = 0) -> list[int]:
     """Return the version of each of `count` tokens from the server's spans.
 
     Without spans, and under a name that is no number, it is `pinned`: the version when the request was sent, the oldest
-    that can have sampled the token.
+    that can have sampled the token. The first `late` tokens of a later span were sampled before the server changed the
+    name, and count for the span before.
     """
     versions = [pinned] * count
-    for span in spans or []:
+    for number, span in enumerate(spans or []):
         name = str(span["version"])
+        first = int(span["start"]) + (late if number > 0 else 0)
+        last = int(span["end"]) + late
         if re.fullmatch(r"-?\d+", name):
-            for position in range(max(0, int(span["start"])), min(count, int(span["end"]))):
+            for position in range(max(0, first), min(count, last)):
                 versions[position] = int(name)
     return versions
+
+
+def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
+    """Return (weight version, tokens) of each span, with `late` as above."""
+    ends = [min(count, int(span["end"]) + late) for span in spans]
+    return [(str(span["version"]), end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
 
 
 def parse_version(text: str, url: str) -> tuple[int, ...]:
@@ -259,6 +358,21 @@ def parse_version(text: str, url: str) -> tuple[int, ...]:
             f"{url}/server_info: version = {text!r}: must be SGLang's, such as 0.5.21; is this an SGLang server?"
         )
     return tuple(int(number) for number in match.groups())
+
+
+def checksum_form(server_info: dict[str, Any]) -> ChecksumForm | None:
+    """Return how a server takes checksums, from its own description.
+
+    On a GPU SGLang's are those of a kernel of its own, and with several ranks each has its part.
+    """
+    dtype = server_info.get("dtype")
+    dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
+    if server_info.get("embedded"):
+        return ChecksumForm("embedded", dtype)
+    version = parse_version(str(server_info.get("version", "")), "")
+    if server_info.get("device") == "cpu" and server_info.get("tp_size") == 1 and version >= CPU_CHECKSUMS_SINCE:
+        return ChecksumForm("sglang", dtype)
+    return None
 
 
 def model_limits(model_path: Any) -> tuple[int | None, int | None]:

@@ -10,25 +10,29 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import socket
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import aiohttp
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.server_client import ReplyPart, RequestRefused, ServerClient, ServerError, sampling_params
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.server_client import (
+    ReplyPart,
+    RequestRefused,
+    ServerClient,
+    ServerError,
+    sampling_params,
+)
 from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.weight_updates import ServerWeights
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -39,18 +43,22 @@ FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
 """Interruptions in a row without a new token, after which a reply is returned as aborted."""
 REMEMBERED_RIDS = 65_536
-KEEPALIVE_S = 2.0
-"""Shorter than uvicorn's 5 s: a connection that the server is just closing would lose a control call half way."""
-PROBE_TIMEOUT_S = 30.0
 
 
-class RemoteSGLangEngine(InferenceEngine):
+class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     """Implements InferenceEngine and WeightReceiver. One trainer rank makes it; HTTP runs on a thread of its own."""
 
-    def __init__(self, config: RolloutConfig, *, seed: int | None = None, events: Sequence[RolloutEvents] = ()) -> None:
-        self.config, self.seed, self.events = config, seed, events
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int | None = None,
+        events: Sequence[RolloutEvents] = (),
+        on_drop: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication."""
+        self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
         self._version = 0
-        self._servers: list[ServerClient] = []
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
@@ -67,12 +75,14 @@ class RemoteSGLangEngine(InferenceEngine):
         if self._thread is not None:
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
         self._thread = EventLoopThread("rollout")
-        # Clear while the servers are paused: a request sent then would be pinned to the version that is on its way out.
-        self._open = asyncio.Event()
-        self._open.set()
         self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
+
+        async def connect() -> None:
+            self._fleet = Fleet(self.config, urls, self.on_drop)
+            await self._fleet.connect()
+
         try:
-            self._thread.run(self._connect(urls))
+            self._thread.run(connect())
         except (ServerError, RequestRefused):
             self.destroy()
             raise
@@ -83,9 +93,8 @@ class RemoteSGLangEngine(InferenceEngine):
             return
         thread, self._thread = self._thread, None
         thread.loop.call_soon_threadsafe(self._executor.fail, "the rollout engine was destroyed.")
-        thread.run(self._session.close())
+        thread.run(self._fleet.close())
         thread.stop()
-        self._servers = []
 
     # -- replies
 
@@ -110,9 +119,9 @@ class RemoteSGLangEngine(InferenceEngine):
         started, fruitless = time.monotonic(), 0
         self._tally.enter()
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
+            async with asyncio.timeout(self.config.request_timeout_s) as deadline:
                 while fruitless <= FRUITLESS_RESUMES:
-                    part = await self._generate_part(req, reply.output_tokens)
+                    part = await self._generate_part(req, reply.output_tokens, deadline)
                     reply.output_tokens += part.tokens
                     reply.output_logprobs += part.logprobs
                     reply.output_versions += part.versions
@@ -145,37 +154,73 @@ class RemoteSGLangEngine(InferenceEngine):
         )
         return reply
 
-    async def _generate_part(self, req: LLMRequest, generated: list[int]) -> ReplyPart:
+    async def _generate_part(self, req: LLMRequest, generated: list[int], deadline: asyncio.Timeout) -> ReplyPart:
         """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         tokens = [*req.input_ids, *generated]
         failed: ServerClient | None = None
         for attempt in itertools.count(1):
-            await self._open.wait()
-            server = self._choose_server(req.rid, avoid=failed)
+            server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
             check_request(server, tokens, params["max_new_tokens"])
-            server.in_flight += 1
+            # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
+            rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
             try:
-                # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
-                rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
-                return await server.generate(rid, tokens, params, version=self._version)
+                part = await self._generate_on(server, rid, tokens, params)
             except ServerError as error:
                 if attempt == REQUEST_ATTEMPTS:
                     raise
                 failed = server
                 self._tally.add(request_retries=1)
                 logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
-            finally:
-                server.in_flight -= 1
+            else:
+                self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part))
+                return part
             await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
-    def _choose_server(self, rid: str, avoid: ServerClient | None) -> ServerClient:
-        """Return the server that this rid used last, else the one with the fewest requests."""
+    async def _generate_on(
+        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]
+    ) -> ReplyPart:
+        """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile."""
+        members = self._fleet.members
+        call = asyncio.create_task(server.generate(rid, tokens, params, version=self._version))
+        server.calls.add(call)
+        try:
+            part = await call
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # this episode is cancelled, not the call
+            raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
+        except ServerError as error:
+            members.lose(server, str(error))
+            self._tally.add(server_failures=1)
+            raise
+        finally:
+            server.calls.discard(call)
+        members.praise(server)
+        return part
+
+    async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
+        """Return the server that this rid used last, else the one with the fewest requests.
+
+        Waits while the servers are paused or none is left; that time does not count towards the deadline.
+        """
+        members, clock = self._fleet.members, asyncio.get_running_loop().time
+        if not (self._fleet.open.is_set() and members.serving):
+            when, left_s = deadline.when(), None
+            if when is not None:
+                left_s = when - clock()
+                deadline.reschedule(None)
+            while not (self._fleet.open.is_set() and members.serving):
+                await self._fleet.open.wait()
+                await members.wait_for_one(self.config.start_timeout_s)
+            if left_s is not None:
+                deadline.reschedule(clock() + left_s)
         home = self._homes.pop(rid, None)
-        if home is None or home is avoid:
-            others = [server for server in self._servers if server is not avoid]
-            home = min(others or self._servers, key=lambda server: server.in_flight)
+        if home is None or home is avoid or home not in members.serving:
+            others = [server for server in members.serving if server is not avoid]
+            home = min(others or members.serving, key=lambda server: len(server.calls))
         self._homes[rid] = home
         if len(self._homes) > REMEMBERED_RIDS:
             self._homes.popitem(last=False)
@@ -225,7 +270,11 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call, under `rollout/`."""
-        return self._tally.take()
+        metrics = self._tally.take()
+        if self._thread is not None:
+            metrics["rollout/servers"] = len(self._fleet.members.serving)
+            metrics["rollout/cache_age"] = max(server.cache.age for server in self._fleet.servers)
+        return metrics
 
     def get_version(self) -> int:
         return self._version
@@ -235,26 +284,46 @@ class RemoteSGLangEngine(InferenceEngine):
         if self._thread is not None:
             self._thread.loop.call_soon_threadsafe(self._executor.notice_version)
 
-    # -- weights
+    # -- servers
 
     @property
-    def server_count(self) -> int:
-        """Ranks of all servers in a weight-update group: one per server, or its tensor-parallel size."""
-        return sum(server.info.ranks for server in self._servers if server.info is not None)
+    def needs_weights(self) -> bool:
+        """True where requests wait for a publication: only servers without the weights are left."""
+        return self._fleet.members.needs_weights
 
-    def trainer_address(self) -> str:
-        """Return this host's address as the servers reach it: that of the interface towards the first server."""
-        parts = urlsplit(self._servers[0].url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
-            return probe.getsockname()[0]
+    @property
+    def serving(self) -> list[str]:
+        """URLs of the servers that get requests."""
+        return [server.url for server in self._fleet.members.serving]
+
+    def muster(self) -> None:
+        """Settle which servers take part in the next publication: all that answer, those started anew included.
+
+        Waits for one where none is left; RuntimeError where none comes back.
+        """
+        patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
+        self._running_thread().run(self._fleet.members.muster(patience_s))
+
+    def settle(self, serving: list[str], version: int) -> None:
+        """Another client has published `version` to the servers `serving`: send requests to these alone."""
+
+        async def settle() -> None:
+            self._fleet.settle([server for server in self._fleet.servers if server.url in serving], version)
+
+        self._running_thread().run(settle())
+        self.set_version(version)
+
+    # -- weights; what a publication needs is in ServerWeights
 
     def pause(self) -> None:
-        """Stop generation on all servers and drop their prefix caches; requests in flight continue after `resume`."""
-        self._running_thread().run(self._pause())
+        """Stop generation as rollout.interruption says; requests in flight continue after `resume`.
+
+        Caches are kept while they have outlived at most rollout.max_cache_age publications, and flushed otherwise.
+        """
+        self._running_thread().run(self._fleet.pause())
 
     def resume(self) -> None:
-        self._running_thread().run(self._resume())
+        self._running_thread().run(self._fleet.resume())
 
     def update_weights(self, path: str | Path, version: int) -> None:
         """Load a HF folder, which the servers must be able to read, into all servers; pauses them for it."""
@@ -262,99 +331,22 @@ class RemoteSGLangEngine(InferenceEngine):
         thread.run(self._update_from_disk(str(path), version))
         self.set_version(version)
 
-    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> Future[None]:
-        """Ask the servers to join `name`; rank 0 must join meanwhile, at `address:port`."""
-        first_ranks = itertools.accumulate((server.info.ranks for server in self._servers if server.info), initial=1)
-        offsets = dict(zip(self._servers, first_ranks, strict=False))
-        world_size = 1 + self.server_count
-
-        async def join(server: ServerClient) -> None:
-            if server.info is not None and server.info.replicas > 1:
-                raise RuntimeError(
-                    f"{server.url}: dp_size = {server.info.replicas}: must be 1 for weight updates; start more servers."
-                )
-            body = {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": offsets[server],
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            }
-            await server.command("/init_weights_update_group", body, timeout_s=self.config.start_timeout_s)
-
-        return self._running_thread().submit(self._on_all(join))
-
-    def leave_weight_group(self, *, name: str) -> None:
-        self._command_all("/destroy_weights_update_group", {"group_name": name})
-
-    def begin_weight_update(self, version: int) -> None:
-        """Open a weight session on servers that have them (SGLang 0.5.21)."""
-        self._command_all("/begin_weight_update", {}, sessions_only=True)
-
-    def load_bucket(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
-    ) -> Future[None]:
-        """Ask the servers to receive one flat bucket. The future fails as soon as one server refuses."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "weight_version": str(version),
-            # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
-            "flush_cache": False,
-        }
-
-        async def load(server: ServerClient) -> None:
-            await server.command("/update_weights_from_distributed", body, timeout_s=self.config.request_timeout_s)
-
-        return self._running_thread().submit(self._on_all(load))
-
-    def end_weight_update(self, version: int) -> None:
-        """Close the session. From here on `version` is the policy version of new tokens."""
-        self._command_all("/end_weight_update", {}, sessions_only=True)
-        self.set_version(version)
-
     # -- the event loop's thread
-
-    async def _connect(self, urls: list[str]) -> None:
-        headers = {"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {}
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
-        self._servers = [ServerClient(url, self._session) for url in urls]
-        await self._on_all(lambda server: server.probe(timeout_s=PROBE_TIMEOUT_S))
-
-    async def _on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(act(server) for server in self._servers))
-
-    async def _pause(self) -> None:
-        self._open.clear()
-        await self._on_all(lambda server: server.pause(timeout_s=self.config.request_timeout_s))
-
-    async def _resume(self) -> None:
-        await self._on_all(lambda server: server.resume(timeout_s=self.config.request_timeout_s))
-        self._open.set()
 
     async def _update_from_disk(self, path: str, version: int) -> None:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         timeout_s = max(self.config.request_timeout_s, self.config.start_timeout_s)
-        was_open = self._open.is_set()
+        fleet = self._fleet
+        was_open = fleet.open.is_set()
         if was_open:
-            await self._pause()
+            await fleet.pause()
         try:
-            await self._on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
+            fleet.update_is_whole = False
+            await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
+            fleet.finish_update(version)
         finally:
             if was_open:
-                await self._resume()
-
-    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
-        async def command(server: ServerClient) -> None:
-            if not sessions_only or (server.info is not None and server.info.has_sessions):
-                await server.command(endpoint, body, timeout_s=self.config.request_timeout_s)
-
-        self._running_thread().run(self._on_all(command))
+                await fleet.resume()
 
     def _running_thread(self) -> EventLoopThread:
         if self._thread is None:

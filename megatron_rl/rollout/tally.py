@@ -68,6 +68,8 @@ class Tally:
             "rollout/masked_tokens": sums["masked_tokens"],
             "rollout/interruptions": sums["interruptions"],
             "rollout/request_retries": sums["request_retries"],
+            "rollout/server_failures": sums["server_failures"],
+            "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
         }
         # A mean exists only where something was counted; 0 would read as a measurement.
         means = {

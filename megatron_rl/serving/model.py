@@ -5,7 +5,6 @@ forward pass multiplies with, so an update is a `copy_` by HF name and a checksu
 equal transformers' to 1e-5 in float32; decoding row by row equals the full forward.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from megatron_rl.update_group import checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +196,7 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
+        self._checksums: dict[str, str] = {}
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self.norm = self._new("model.norm.weight", config.hidden_size)
@@ -260,6 +262,7 @@ class Decoder:
 
     def write(self, name: str, tensor: Tensor) -> None:
         if name in self.parameters:
+            self._checksums.pop(name, None)
             self.parameters[name].copy_(tensor)
 
     def load(self, folder: Path) -> None:
@@ -284,17 +287,25 @@ class Decoder:
 
     def draw(self) -> None:
         """Fill all weights with small random numbers: a stand-in until the trainer sends its own."""
+        self._checksums.clear()
         for name, weight in self.parameters.items():
             weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
 
     def checksums(self) -> dict[str, str]:
-        """HF name -> sha256 (hex) of the tensor's bytes, as stored (row-major, this model's dtype)."""
+        """HF name -> checksum of the tensor's bytes as they lie in the memory that the forward pass reads.
 
-        def digest(tensor: Tensor) -> str:
-            return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
-
+        Kept until that tensor is written again.
+        """
+        missing = self.parameters.keys() - self._checksums.keys()
         with ThreadPoolExecutor(max_workers=4) as pool:
-            return dict(zip(self.parameters, pool.map(digest, self.parameters.values()), strict=True))
+            fresh = pool.map(lambda name: checksum(self.parameters[name]), missing)
+            self._checksums |= zip(missing, fresh, strict=True)
+        return {name: self._checksums[name] for name in self.parameters}
+
+    def take_checksum(self, name: str) -> None:
+        """Take the checksum of one tensor now, while the processor's cache still holds what was just written."""
+        if name in self.parameters:
+            self._checksums[name] = checksum(self.parameters[name])
 
     # Forward
 

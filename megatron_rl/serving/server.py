@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 PROTOCOL_VERSION = "0.5.21"
 MAX_BODY_BYTES = 256 * 1024**2
 CPU_CONTEXT_LENGTH = 4096
+HEALTH_TIMEOUT_S = 20.0
 CACHE_SHARE = 0.3
 """Share of the device's memory that the KV cache may take."""
 
@@ -190,13 +191,19 @@ class RolloutServer:
         return web.Response(status=200 if self.batcher.failure is None else 503)
 
     async def health_generate(self, _: web.Request) -> web.Response:
-        request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
+        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long."""
         if self.batcher.paused or self.batcher.failure is not None:
             return await self.health(_)
+        request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
+        generated, deadline = self.batcher.stats.generated_tokens, time.monotonic() + HEALTH_TIMEOUT_S
+        check = asyncio.ensure_future(self._run([request]))
         try:
-            await asyncio.wait_for(self._run([request]), timeout=20)
-        except TimeoutError:
-            return web.Response(status=503)
+            while not check.done() and self.batcher.stats.generated_tokens == generated:
+                if time.monotonic() > deadline:
+                    return web.Response(status=503)
+                await asyncio.wait([check], timeout=0.05)
+        finally:
+            check.cancel()
         return await self.health(_)
 
     async def model_info(self, _: web.Request) -> web.Response:

@@ -1,10 +1,12 @@
-"""Starts rollout servers on this host, waits until they answer, notices when one dies, and stops them.
+"""Starts rollout servers on this host, waits until they answer, restarts those that die or hang, and stops them.
 
-Servers are embedded ones or real SGLang. None of them outlives the process that started it, however that ends.
+Servers are embedded ones or real SGLang. A restarted one keeps its URL. None of them outlives the process that started
+it, however that ends.
 """
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import signal
@@ -15,7 +17,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,14 @@ POLL_S = 0.1
 STOP_GRACE_S = 20.0
 """SGLang drains for up to ten seconds before it goes."""
 LOG_TAIL_LINES = 30
+GIVE_UP_LINES = 3
+HEALTH_EVERY_S = 5.0
+FIRST_RESTART_S = 1.0
+LONGEST_RESTART_S = 60.0
+STEADY_S = 600.0
+"""A server that served for so long is forgiven its restarts."""
+NO_WEIGHTS = "none"
+"""Version of weights that were never loaded. No policy version has this name."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 """glibc's settings with which a CPU server uses freed memory again instead of faulting in new pages every turn."""
 SGLANG_CPU_ARGS = [
@@ -53,6 +64,9 @@ class Server:
     """None until an embedded server has written its ready file."""
     ready_file: Path | None
     watchdog: subprocess.Popen[bytes] | None
+    is_ready: bool = False
+    fault: str = ""
+    """Why it was killed first, if it was."""
 
     @property
     def name(self) -> str:
@@ -62,6 +76,17 @@ class Server:
         """Return the last lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
+
+    def kill(self, fault: str) -> None:
+        """Kill it and its workers, which are in its group. Where none is left, there is no group."""
+        self.fault = self.fault or fault
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def how_it_ended(self) -> str:
+        return f"was killed: {self.fault}" if self.fault else how_it_ended(self.process.returncode)
 
 
 class Supervisor:
@@ -83,8 +108,8 @@ class Supervisor:
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
-        before the first request. `devices` gives each server its GPUs. `on_death` is called with one line, from a
-        thread of the supervisor, when a server ends that was not told to.
+        before the first request; after a restart too. `devices` gives each server its GPUs. `on_death` is called with
+        one line, from a thread of the supervisor, when the last server is given up.
         """
         self.config, self.model_path, self.folder = config, Path(model_path), Path(folder)
         self.dtype, self.context_length = dtype, context_length
@@ -97,7 +122,11 @@ class Supervisor:
                 f"rollout.server_count = {config.server_count}: {len(devices)} lists of devices given; give as many."
             )
         self._servers: list[Server] = []
+        self._given_up: set[int] = set()
+        self._changing = threading.Lock()
+        """Held to start a server, so that none is started once `stop` has begun."""
         self._stopping = threading.Event()
+        self._publishing = threading.Event()
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -114,6 +143,7 @@ class Supervisor:
         """Start the servers and return their URLs once all answer. RuntimeError shows the log of one that does not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stopping.clear()
+        self._given_up.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
         try:
             for number in range(self.config.server_count):
@@ -123,44 +153,61 @@ class Supervisor:
         except BaseException:  # also when interrupted: no server may be left behind
             self.stop()
             raise
-        threading.Thread(target=self._watch, name="server-watch", daemon=True).start()
+        for number in range(len(self._servers)):
+            threading.Thread(target=self._keep, args=(number,), name=f"server-{number}", daemon=True).start()
         logger.info("%d %s rollout server(s): %s", len(self._servers), self.backend, ", ".join(self.urls))
         return self.urls
 
     def stop(self) -> None:
         """Stop all servers: SIGTERM, and SIGKILL for what remains. May be called twice."""
         self._stopping.set()
-        for server in self._servers:
+        with self._changing:
+            servers, self._servers = self._servers, []
+        for server in servers:
             if server.process.poll() is None:
                 server.process.terminate()
         deadline = time.monotonic() + STOP_GRACE_S
-        for server in self._servers:
+        for server in servers:
             try:
                 server.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("%s ignored SIGTERM for %g s; killing it", server.name, STOP_GRACE_S)
-            # Its workers are in its group. Where none is left, there is no group.
-            try:
-                os.killpg(server.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            server.kill("")
             server.process.wait()
             if server.watchdog is not None:
                 server.watchdog.wait()
-        self._servers = []
 
-    def _launch(self, number: int) -> Server:
-        log, ready_file, url = self.folder / f"server-{number}.log", None, None
+    def replace(self, url: str, reason: str) -> None:
+        """Kill the server at `url` if it is alive, so that it is restarted. From any thread; does not wait."""
+        with self._changing:
+            for server in self._servers:
+                if server.url == url and server.process.poll() is None:
+                    server.kill(reason)
+
+    @contextmanager
+    def publication(self) -> Iterator[None]:
+        """Within this block a server that generates nothing is paused, not hung; one that dies is still restarted."""
+        self._publishing.set()
+        try:
+            yield
+        finally:
+            self._publishing.clear()
+
+    def _launch(self, number: int, url: str | None = None) -> Server:
+        """Start a server, at `url` where it had one before."""
+        log, ready_file = self.folder / f"server-{number}.log", None
+        restarts = url is not None
         if self.backend == "embedded":
             ready_file = self.folder / f"server-{number}.url"
             ready_file.unlink(missing_ok=True)
-            command = self._embedded_command(ready_file)
+            command = self._embedded_command(ready_file, port_of(url) if url else 0)
+            url = None  # again from the ready file, which says that it is there
         else:
-            port = free_port(self.host)
+            port = port_of(url) if url else free_port(self.host)
             url = f"http://{self.host}:{port}"
             command = self._sglang_command(port)
         command += self.config.server_args
-        with log.open("wb") as output:
+        with log.open("ab" if restarts else "wb") as output:
             output.write((" ".join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
@@ -181,9 +228,9 @@ class Supervisor:
             )
         return Server(number=number, process=process, log=log, url=url, ready_file=ready_file, watchdog=watchdog)
 
-    def _embedded_command(self, ready_file: Path) -> list[str]:
+    def _embedded_command(self, ready_file: Path, port: int) -> list[str]:
         command = [sys.executable, "-m", "megatron_rl.serving.server", str(self.model_path), "--host", self.host]
-        command += ["--port", "0", "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
+        command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
         return command + self._shared_arguments()
 
     def _sglang_command(self, port: int) -> list[str]:
@@ -194,7 +241,8 @@ class Supervisor:
         return command
 
     def _shared_arguments(self) -> list[str]:
-        arguments = ["--dtype", self.dtype, "--weight-version", str(self.weight_version)]
+        version = NO_WEIGHTS if self.dummy_weights else str(self.weight_version)
+        arguments = ["--dtype", self.dtype, "--weight-version", version]
         if self.context_length is not None:
             arguments += ["--context-length", str(self.context_length)]
         if self.dummy_weights:
@@ -222,15 +270,16 @@ class Supervisor:
         return environment
 
     def _wait_until_healthy(self, server: Server, deadline: float) -> None:
-        while True:
+        while not self._stopping.is_set():
             if server.process.poll() is not None:
                 raise RuntimeError(
-                    f"{server.name} {how_it_ended(server.process.returncode)} before it was ready. Its log, "
-                    f"{server.log}, ends with:\n{server.tail()}"
+                    f"{server.name} {server.how_it_ended()} before it was ready. Its log, {server.log}, ends with:\n"
+                    f"{server.tail()}"
                 )
             if server.url is None and server.ready_file is not None and server.ready_file.exists():
                 server.url = server.ready_file.read_text().strip()
-            if server.url is not None and is_healthy(server.url):
+            if server.url is not None and is_healthy(server.url, "/health", timeout_s=10.0):
+                server.is_ready = True
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -239,18 +288,76 @@ class Supervisor:
                 )
             time.sleep(POLL_S)
 
-    def _watch(self) -> None:
-        living = list(self._servers)
-        while living and not self._stopping.wait(POLL_S):
-            for server in [server for server in living if server.process.poll() is not None]:
-                living.remove(server)
+    # -- one thread per server
+
+    def _keep(self, number: int) -> None:
+        """Restart server `number` whenever it ends, until its restarts are used up."""
+        url, restarts = self._servers[number].url, 0
+        while (server := self._server(number)) is not None:
+            started = time.monotonic()
+            self._watch(server)
+            if self._stopping.is_set():
+                return
+            server.kill(server.fault)  # its workers may have outlived it
+            server.process.wait()
+            restarts = 0 if time.monotonic() - started > STEADY_S else restarts
+            if restarts == self.config.server_restarts:
+                self._give_up(server, restarts)
+                return
+            delay_s = min(LONGEST_RESTART_S, FIRST_RESTART_S * 2**restarts)
+            restarts += 1
+            logger.warning(
+                "%s %s; restart %d of %d in %g s; its log is %s",
+                *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
+            )
+            if self._stopping.wait(delay_s):
+                return
+            with self._changing:
                 if self._stopping.is_set():
                     return
-                message = f"{server.name} {how_it_ended(server.process.returncode)}; its log is {server.log}"
-                if self.on_death is None:
-                    logger.error(message)
-                else:
-                    self.on_death(message)
+                self._servers[number] = self._launch(number, url)
+
+    def _server(self, number: int) -> Server | None:
+        with self._changing:
+            return None if self._stopping.is_set() else self._servers[number]
+
+    def _watch(self, server: Server) -> None:
+        """Return when the server has ended, after killing it where it does not start or hangs."""
+        if not server.is_ready:
+            try:
+                self._wait_until_healthy(server, time.monotonic() + self.config.start_timeout_s)
+            except RuntimeError:
+                if server.process.poll() is None:
+                    server.kill(f"it did not answer within rollout.start_timeout_s = {self.config.start_timeout_s:g} s")
+                return
+        patience_s = self.config.health_timeout_s
+        well_at = looked_at = time.monotonic()
+        while not self._stopping.wait(POLL_S) and server.process.poll() is None:
+            now = time.monotonic()
+            if self._publishing.is_set():
+                well_at = now
+            elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
+                looked_at = now
+                if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
+                    well_at = time.monotonic()
+                elif time.monotonic() - well_at > patience_s and not self._publishing.is_set():
+                    server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
+
+    def _give_up(self, server: Server, restarts: int) -> None:
+        ending = " | ".join(line.strip() for line in server.tail().splitlines()[-GIVE_UP_LINES:])
+        message = (
+            f"{server.name} {server.how_it_ended()} and is given up after {restarts} restarts "
+            f"(rollout.server_restarts = {self.config.server_restarts}); its log, {server.log}, ends with: {ending}"
+        )
+        with self._changing:
+            self._given_up.add(server.number)
+            is_last = len(self._given_up) == len(self._servers)
+        if self._stopping.is_set():
+            return
+        if is_last and self.on_death is not None:
+            self.on_death(message)
+        else:
+            logger.error(message)
 
 
 def choose_backend(backend: str) -> str:
@@ -270,11 +377,15 @@ def free_port(host: str) -> int:
         return listener.getsockname()[1]
 
 
-def is_healthy(url: str) -> bool:
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:
     # Without an explicit empty one, urllib would ask the cluster's http_proxy for a server on this host.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/health", timeout=10) as answer:
+        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
+    except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException):
         return False

@@ -1,12 +1,16 @@
 """The weight endpoints: update groups, sessions, updates over a group or from disk, checksums.
 
 An update is checked as a whole and received as a whole before the first weight changes, so a refused or broken one
-leaves the old weights.
+leaves the old weights. A paused server answers once it has received a bucket and queued it in front of everything that
+reads weights: it writes one bucket while the next one arrives.
 """
 
 import asyncio
 import hashlib
+import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,10 @@ class WeightEndpoints:
         """Where the weights were last read from."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._session_open = False
+        self._wire = asyncio.Lock()
+        """Held while a bucket arrives: buckets arrive one after the other, in the order of their requests."""
+        self._queued: deque[Future] = deque()
+        """Buckets that were received and are not written yet."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -56,14 +64,10 @@ class WeightEndpoints:
         if backend not in ("gloo", "nccl") or (backend == "nccl" and self.batcher.model.device.type != "cuda"):
             raise ValueError(f"backend = {backend!r}: must be 'gloo', or 'nccl' on a GPU")
         try:
-            group = await asyncio.to_thread(
-                join_update_group,
-                address=address,
-                port=port,
-                rank=rank,
-                world_size=world_size,
-                name=name,
-                backend=backend,
+            group = await in_thread(
+                lambda: join_update_group(
+                    address=address, port=port, rank=rank, world_size=world_size, name=name, backend=backend
+                )
             )
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
             return weight_answer(False, f"Failed to join group {name} at {address}:{port}: {error}")
@@ -74,8 +78,9 @@ class WeightEndpoints:
         name = field(await read_object(http), "group_name", str, "weight_update_group")
         if name not in self._groups:
             return weight_answer(False, f"group_name = {name!r}: no such group")
-        group, _ = self._groups.pop(name)
-        await wait(self.batcher.call(lambda: leave_update_group(group)))
+        async with self._wire:
+            # In a thread, also the last reference: gloo waits for what is still on the wire.
+            await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
         return weight_answer(True, f"Left group {name}.")
 
     async def begin(self, http: web.Request) -> web.Response:
@@ -94,6 +99,7 @@ class WeightEndpoints:
         if not self._session_open:
             return weight_answer(False, "end_weight_update: no weight update is open; call begin_weight_update() first")
         self._session_open = False
+        await self._settle(0)
         return weight_answer(True, "Weight update ended.")
 
     async def update_from_distributed(self, http: web.Request) -> web.Response:
@@ -111,46 +117,70 @@ class WeightEndpoints:
         name = field(body, "group_name", str, "weight_update_group")
         if name not in self._groups:
             raise ValueError(f"group_name = {name!r}: no such group; call /init_weights_update_group first")
+        if field(body, "abort_all_requests", bool, False):
+            await wait(self.batcher.abort(None))
         group, device = self._groups[name]
+        if self.batcher.paused:
+            self._refuse_flush(body)
+        await self._settle(1)
+        flattened = load_format is not None
+        try:
+            async with self._wire:
+                tensors = await in_thread(lambda: broadcast_tensors(specs, group, device, flattened=flattened))
+        except RuntimeError as error:  # the sender died
+            raise ValueError(f"Failed to update weights: {error}") from error
 
-        def receive() -> None:
-            # All of it arrives before the first weight changes: a broken broadcast leaves the old weights.
-            tensors = broadcast_tensors(specs, group, device, flattened=load_format is not None)
+        def write() -> None:
             for spec, tensor in zip(specs, tensors, strict=True):
                 self.batcher.model.write(spec.name, tensor)
+                self.batcher.model.take_checksum(spec.name)
 
-        await self._update(receive, body)
+        if self.batcher.paused:
+            self._queued.append(self._update(write, body))
+        else:
+            await wait(self._update(write, body))
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def _settle(self, count: int) -> None:
+        """Wait until at most `count` received buckets are not written yet."""
+        while len(self._queued) > count:
+            await wait(self._queued.popleft())
 
     async def update_from_disk(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         path = field(body, "model_path", str)
-        await self._update(lambda: self.batcher.model.load(Path(path)), body)
+        if field(body, "abort_all_requests", bool, False):
+            await wait(self.batcher.abort(None))
+        try:
+            await wait(self._update(lambda: self.batcher.model.load(Path(path)), body))
+        except OSError as error:  # a file is broken
+            raise ValueError(f"Failed to update weights: {error}") from error
         self.model_path = path
         message = f"Succeeded to update model weights. Weight version updated to {self.batcher.weight_version}."
         return json_answer({"success": True, "message": message, "num_paused_requests": self.batcher.running_requests})
 
-    async def _update(self, change: Callable[[], None], body: dict[str, Any]) -> None:
+    def _refuse_flush(self, body: dict[str, Any]) -> bool:
+        """Return whether the update flushes the cache; ValueError where paused requests hold it."""
+        flush = field(body, "flush_cache", bool, True)
+        if flush and self.batcher.running_requests:
+            raise ValueError(
+                "flush_cache = true: requests paused in_place hold the cache; send flush_cache = false, or pause "
+                "with mode retract or abort. No weight was changed."
+            )
+        return flush
+
+    def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
         """Change the weights between two turns: when all requests have finished, or at once if paused."""
-        version, flush = field(body, "weight_version", str, None), field(body, "flush_cache", bool, True)
+        version = field(body, "weight_version", str, None)
 
         def run() -> None:
-            if flush and self.batcher.running_requests:
-                raise ValueError(
-                    "flush_cache = true: requests paused in_place hold the cache; send flush_cache = false, or pause "
-                    "with mode retract or abort. No weight was changed."
-                )
+            flush = self._refuse_flush(body)
             change()
             self.batcher.weights_changed(version)
             if flush:
                 self.batcher.flush_now()
 
-        if field(body, "abort_all_requests", bool, False):
-            await wait(self.batcher.abort(None))
-        try:
-            await wait(self.batcher.call(run, exclusive=True))
-        except (RuntimeError, OSError) as error:  # the sender died, or a file is broken
-            raise ValueError(f"Failed to update weights: {error}") from error
+        return self.batcher.call(run, exclusive=True)
 
     async def update_version(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -178,6 +208,23 @@ class WeightEndpoints:
         whole = hashlib.sha256("".join(f"{n}:{h}" for n, h in sorted(checksums.items())).encode()).hexdigest()
         rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
         return json_answer({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": whole})
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Run `function` in a thread that does not keep the process: one may wait for a trainer that is gone."""
+    done: Future = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    # The caller may be cancelled by a client that hangs up, which must not cancel what the thread will set.
+    return await asyncio.shield(wait(done))
 
 
 def answer_refusals(handler: Handler) -> Handler:

@@ -17,6 +17,11 @@ from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, Shape, ValueHeadFromZero, WeightSource
 
 
+def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
+    """The shards side by side; a single one as it is, without a copy."""
+    return torch.cat(shards, dim=dim) if len(shards) > 1 else shards[0]
+
+
 class Replicated:
     """Every tensor rank holds the whole tensor."""
 
@@ -43,7 +48,7 @@ class VocabRows:
         return rows if rows.shape == shape else torch.cat([rows, rows.new_zeros(shape[0] - len(rows), *shape[1:])])
 
     def export(self, shards, arch):
-        return [torch.cat(shards)[: arch.vocab]]
+        return [_joined(shards)[: arch.vocab]]
 
 
 class Rows:
@@ -55,7 +60,7 @@ class Rows:
         return source.read(names[0], 0, rank * shape[0], (rank + 1) * shape[0])
 
     def export(self, shards, arch):
-        return [torch.cat(shards)]
+        return [_joined(shards)]
 
 
 class Columns:
@@ -67,7 +72,7 @@ class Columns:
         return source.read(names[0], 1, rank * shape[1], (rank + 1) * shape[1])
 
     def export(self, shards, arch):
-        return [torch.cat(shards, dim=1)]
+        return [_joined(shards, dim=1)]
 
 
 class GateUp:
@@ -81,7 +86,7 @@ class GateUp:
 
     def export(self, shards, arch):
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+        return [_joined([half[i] for half in halves]) for i in (0, 1)]
 
 
 class FusedQKV:
@@ -105,7 +110,7 @@ class FusedQKV:
 
     def export(self, shards, arch):
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
-        whole = torch.cat(shards)
+        whole = _joined(shards)
         groups = whole.view(arch.kv_heads, q_rows + 2 * kv_rows, *whole.shape[1:])
         return [part.reshape(-1, *whole.shape[1:]) for part in groups.split([q_rows, kv_rows, kv_rows], dim=1)]
 

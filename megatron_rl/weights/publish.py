@@ -1,111 +1,398 @@
-"""Publishes the trainer's weights to the rollout servers over a process group, in flat buckets.
+"""Publishes the trainer's weights to the rollout servers, which stand still until each has proved that it holds them.
 
-Rank 0 of the group is global rank 0 of the trainer; HTTP lives behind the WeightReceiver. Peak extra memory is one
-bucket.
+The stream of tensors comes from `HFExport`, what the servers say from a WeightReceiver; HTTP lives behind that. A
+server that fails, on the way or by its checksums, is dropped, and the others get the version all the same.
+
+Two transports: flat buckets over a process group (NCCL or gloo), the next one being filled while one is on the wire, so
+that two buckets and two tensors are all the extra memory; or a HF folder on a disk that the servers share.
 """
 
 from __future__ import annotations
 
+import abc
+import concurrent.futures
+import logging
+import shutil
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.api import WeightReceiver
-from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
+from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
+from megatron_rl.config import EngineConfig
+from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
+from megatron_rl.weights.expected import ExpectedChecksums, differences
+from megatron_rl.weights.hf_files import write_hf_folder
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+AFTERMATH_S = 5.0
+"""How long servers may take to notice that a group broke."""
+NAMED_TENSORS = 3
+"""Tensors of a mismatch that are named in the message."""
+
+Tensors = Iterable[tuple[str, Tensor]]
 
 
-class WeightPublisher:
-    """Owns the trainer's end of the weight group. On ranks other than global rank 0 the receiver is None."""
+@dataclass
+class Publication:
+    """What one publication took."""
 
-    def __init__(
-        self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 300.0
-    ) -> None:
-        self.receiver, self.bucket_bytes, self.backend, self.timeout_s = receiver, bucket_bytes, backend, timeout_s
-        self.group: dist.ProcessGroup | None = None
-        # A name of its own: servers that outlive a killed run still hold that run's group.
-        self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
+    version: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    paused_s: float = 0.0
+    """How long the servers stood still."""
+    verified: int = 0
+    """Tensors whose checksums were compared, summed over servers."""
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send all tensors as `version`. Servers are paused meanwhile and always resumed, also after a failure.
 
-        Raises RuntimeError where a server refuses a bucket; the servers' weights are then undefined until the next
-        publish.
+class WeightPublisher(abc.ABC):
+    """What all transports share: who is paused, who failed, who holds what. On ranks other than 0 receiver is None."""
+
+    def __init__(self, receiver: WeightReceiver | None, *, timeout_s: float = 120.0) -> None:
+        self.receiver, self.timeout_s = receiver, timeout_s
+        self.last: Publication | None = None
+        self._lost: dict[str, str] = {}
+        self._known: set[str] = set()
+
+    def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
+        """Bring the servers to these weights, listed in `specs`. All trainer ranks call it and so exhaust the stream.
+
+        Servers are paused meanwhile and always resumed. NoServerLeft where not one holds the version then.
         """
         if self.receiver is None:
             for _ in tensors:  # the stream is a collective
                 pass
             return
-        if self.group is None:
-            self._connect()
-        receiver = self.receiver
-        receiver.pause()
-        try:
-            receiver.begin_weight_update(version)
-            try:
-                for bucket in _buckets(tensors, self.bucket_bytes):
-                    self._send(bucket, version)
-            finally:
-                receiver.end_weight_update(version)
-        finally:
-            receiver.resume()
+        self._lost = {}
+        self.last = Publication(version, nbytes=sum(spec.nbytes for spec in specs))
+        started = time.perf_counter()
+        expected = ExpectedChecksums(self._forms())
+        self._deliver(specs, expected.watch(tensors), version, expected)
+        self.last.seconds = time.perf_counter() - started
+
+    @abc.abstractmethod
+    def _deliver(
+        self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums
+    ) -> None: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what is kept from one publication to the next. Rank 0 alone may have something."""
+
+    # -- servers
+
+    def _forms(self) -> list[ChecksumForm]:
+        """How checksums have to be taken; says once of each server that it cannot be asked for any."""
+        forms = self.receiver.checksum_forms()
+        for server in forms.keys() - self._known:
+            if forms[server] is None:
+                logger.warning("%s: its checksums cannot be taken here too, so its weights are not verified", server)
+        self._known |= forms.keys()
+        return [form for form in forms.values() if form is not None]
+
+    def _lose(self, reasons: dict[str, str]) -> None:
+        """Drop servers; NoServerLeft once that was the last."""
+        for server, reason in reasons.items():
+            logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
+            self.receiver.drop(server, reason)
+        self._lost |= reasons
+        if not self.receiver.server_ranks:
+            raise NoServerLeft(
+                f"weight publication {self.last.version}: no rollout server is left. "
+                + " ".join(f"{server}: {reason}" for server, reason in self._lost.items())
+            )
+
+    def _collect(self, futures: dict[str, Future[Any]]) -> dict[str, Any]:
+        """Return every server's answer; drop those that give none in time."""
+        concurrent.futures.wait(futures.values(), timeout=self.timeout_s)
+        self._lose(_failures(futures) | self._unfinished(futures))
+        return {server: future.result() for server, future in futures.items() if server in self.receiver.server_ranks}
+
+    def _unfinished(self, futures: dict[str, Future[Any]]) -> dict[str, str]:
+        late = {server: f"did not finish within {self.timeout_s:g} s" for server, f in futures.items() if not f.done()}
+        for server in late:
+            futures[server].cancel()
+        return late
+
+    def _confirm(self, expected: ExpectedChecksums) -> None:
+        """Compare what the servers hold with what was sent; drop those that hold something else."""
+        forms = self.receiver.checksum_forms()
+        answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
+        sent = {form: expected.of(form) for form in expected.forms}
+        wrong = {}
+        for server, held in answers.items():
+            form = forms[server]
+            if held.version not in (None, str(self.last.version)):
+                wrong[server] = f"has weight version {held.version}, {self.last.version} was sent"
+            elif form is not None:
+                names = differences(sent[form], held.checksums, complete=form.kind == "embedded")
+                self.last.verified += len(sent[form].keys() & held.checksums.keys())
+                if names:
+                    more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
+                    wrong[server] = f"holds other weights than were sent: {', '.join(names[:NAMED_TENSORS])}{more}"
+        self._lose(wrong)
+
+    def _resume(self, paused_at: float) -> None:
+        if self.receiver.server_ranks:
+            self.receiver.resume()
+        self.last.paused_s = time.perf_counter() - paused_at
+
+
+# -- a process group
+
+
+@dataclass
+class _Shipment:
+    """A bucket on the wire."""
+
+    specs: list[TensorSpec]
+    flat: Tensor
+    work: dist.Work
+    loads: dict[str, Future[None]]
+    deadline: float
+
+
+class GroupPublisher(WeightPublisher):
+    """Sends flat buckets by broadcast from rank 0, with one HTTP request for each.
+
+    The group lasts from one publication to the next. When a member dies it is broken for all: those that remain form
+    a new one and are sent the bucket again.
+    """
+
+    def __init__(
+        self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 120.0
+    ) -> None:
+        super().__init__(receiver, timeout_s=timeout_s)
+        self.bucket_bytes, self.backend = bucket_bytes, backend
+        self.group: dist.ProcessGroup | None = None
+        self._membership = -1
 
     def close(self) -> None:
         if self.group is not None:
-            self.receiver.leave_weight_group(name=self.group_name)
-            leave_update_group(self.group)
-            self.group = None
+            concurrent.futures.wait(self._leave().values(), timeout=self.timeout_s)
 
-    def _connect(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        address = self.receiver.trainer_address()
-        joined = self.receiver.join_weight_group(address=address, port=port, name=self.group_name, backend=self.backend)
-        self.group = join_update_group(
-            address=address,
-            port=port,
-            rank=0,
-            world_size=1 + self.receiver.server_count,
-            name=self.group_name,
-            backend=self.backend,
-            timeout_s=self.timeout_s,
-        )
-        joined.result(timeout=self.timeout_s)
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+        receiver, paused_at = self.receiver, time.perf_counter()
+        filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)
+        try:
+            self._join()
+            shipment = next(filled)  # gathered while the servers still generate
+            paused_at = time.perf_counter()
+            receiver.pause()
+            receiver.begin_weight_update(version)
+            try:
+                in_flight = self._ship(*shipment)
+                for shipment in filled:  # filled while the one before is on the wire
+                    self._complete(in_flight)
+                    in_flight = self._ship(*shipment)
+                self._complete(in_flight)
+            finally:
+                if receiver.server_ranks:
+                    receiver.end_weight_update(version)
+            self._confirm(expected)
+            receiver.finish_update(version)
+        finally:
+            for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
+                pass
+            self._resume(paused_at)
 
-    def _send(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
-        accepted = self.receiver.load_bucket(
-            names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            shapes=[list(tensor.shape) for _, tensor in bucket],
+    def _ship(self, specs: list[TensorSpec], flat: Tensor) -> _Shipment:
+        self._join()
+        loads = self.receiver.load_bucket(
+            names=[spec.name for spec in specs],
+            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
             group=self.group_name,
-            version=version,
+            version=self.last.version,
         )
-        flat = pack_bucket([tensor for _, tensor in bucket])
-        sent = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
-        self._wait(sent, accepted)
+        work = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
+        return _Shipment(specs, flat, work, loads, deadline=time.monotonic() + self.timeout_s)
 
-    def _wait(self, sent: dist.Work, accepted: Future) -> None:
-        """Wait for the servers' word first.
+    def _complete(self, shipment: _Shipment) -> None:
+        """Wait until every server has the bucket, without those that never will."""
+        broken_before = False
+        while not self._arrived(shipment):
+            refused = _failures(shipment.loads)
+            self._leave()  # whoever still waits in the broadcast sees it break
+            concurrent.futures.wait(shipment.loads.values(), timeout=AFTERMATH_S)
+            # One that refuses never joins the broadcast, and one that died breaks it: the others are not to blame.
+            blamed = self.receiver.unreachable() or refused or self._unfinished(shipment.loads)
+            if not blamed and broken_before:
+                blamed = dict.fromkeys(self.receiver.server_ranks, "the broadcast to it broke twice")
+            broken_before = True
+            self._lose(blamed)
+            shipment = self._ship(shipment.specs, shipment.flat)
 
-        One that refuses never joins the broadcast, which would hang until its deadline.
-        """
-        accepted.result(timeout=self.timeout_s)
-        sent.wait()
+    def _arrived(self, shipment: _Shipment) -> bool:
+        """Wait for the broadcast and all answers; False as soon as one of them fails or the deadline has passed."""
+        while time.monotonic() < shipment.deadline:
+            finished = [load for load in shipment.loads.values() if load.done()]
+            if any(load.exception() for load in finished):
+                return False
+            if shipment.work.is_completed():
+                if not _succeeded(shipment.work):
+                    return False
+                if len(finished) == len(shipment.loads):
+                    return True
+            time.sleep(POLL_S)
+        return False
+
+    def _join(self) -> None:
+        """Form a group with the servers there are, if it is not theirs already; those that do not join are dropped."""
+        while self.group is None or self._membership != self.receiver.membership:
+            if self.group is not None:
+                self._leave()
+            self._lose(self.receiver.unreachable())  # nobody waits for a server that is known to be gone
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+            # A name of its own: servers that outlive a killed run still hold that run's group.
+            self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
+            self._membership = self.receiver.membership
+            address = self.receiver.trainer_address()
+            joins = self.receiver.join_weight_group(
+                address=address, port=port, name=self.group_name, backend=self.backend
+            )
+            try:
+                self.group = join_update_group(
+                    address=address,
+                    port=port,
+                    rank=0,
+                    world_size=1 + sum(self.receiver.server_ranks.values()),
+                    name=self.group_name,
+                    backend=self.backend,
+                    timeout_s=self.timeout_s,
+                )
+                self._collect(joins)
+            except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError
+                if self.group is not None or not self.receiver.server_ranks:
+                    raise
+                logger.warning("weight publication: the group was not formed: %s", error)
+                blamed = self.receiver.unreachable() or _failures(joins) or self._unfinished(joins)
+                if not blamed:
+                    raise
+                self._lose(blamed)
+
+    def _leave(self) -> dict[str, Future[None]]:
+        """Leave the group, here and on the servers; a broken one is left as well."""
+        left = [self.group]
+        self.group = None
+        leave_update_group(left[0])
+        # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it.
+        threading.Thread(target=left.clear, daemon=True).start()
+        return self.receiver.leave_weight_group(name=self.group_name)
 
 
-def _buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
+def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
     """Cut the stream into runs of one dtype of at most `bucket_bytes` (a larger tensor is a bucket of its own)."""
-    bucket: list[tuple[str, Tensor]] = []
+    buckets: list[list[TensorSpec]] = []
     size = 0
-    for name, tensor in tensors:
-        if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for spec in specs:
+        if not buckets or size + spec.nbytes > bucket_bytes or spec.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(spec)
+        size += spec.nbytes
+    return buckets
+
+
+def fill_buckets(buckets: list[list[TensorSpec]], tensors: Tensors) -> Iterator[tuple[list[TensorSpec], Tensor]]:
+    """Yield each bucket with its bytes, `[n]` uint8, in two buffers by turns: one is filled while the other is sent.
+
+    A bucket of one tensor is that tensor itself. ValueError where a tensor is not the one that the plan lists.
+    """
+    size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if len(bucket) > 1), default=0)
+    stream = iter(tensors)
+    buffers: list[Tensor] = []
+    for number, bucket in enumerate(buckets):
+        if len(bucket) == 1:
+            yield bucket, _planned(stream, bucket[0]).contiguous().view(-1).view(torch.uint8)
+            continue
+        first = _planned(stream, bucket[0])
+        while len(buffers) < 2:
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=first.device))
+        flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
+        parts = unpack_bucket(flat, bucket)
+        parts[0].copy_(first)
+        for spec, part in zip(bucket[1:], parts[1:], strict=True):
+            part.copy_(_planned(stream, spec))
+        yield bucket, flat
+    for name, tensor in stream:
+        raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+
+
+def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
+    """The next tensor of the stream, which must be the one that was planned."""
+    name, tensor = next(stream, (None, None))
+    if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+        found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
+        raise ValueError(f"weight publication: {spec.name}, {spec.dtype}, {spec.shape} was planned, and {found} came.")
+    return tensor.detach()
+
+
+def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
+    """What failed so far, and why."""
+    done = {server: future for server, future in futures.items() if future.done() and not future.cancelled()}
+    return {server: str(future.exception()) for server, future in done.items() if future.exception() is not None}
+
+
+def _succeeded(work: dist.Work) -> bool:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        logger.warning("weight publication: the broadcast broke: %s", error)
+        return False
+    return True
+
+
+# -- a disk
+
+
+class DiskPublisher(WeightPublisher):
+    """Writes a HF folder and has the servers load it: they stand still for the loading only.
+
+    folder: on a disk that the servers read too; the last version stays in it.
+    """
+
+    def __init__(
+        self, receiver: WeightReceiver | None, *, folder: Path, model_folder: str, timeout_s: float = 600.0
+    ) -> None:
+        super().__init__(receiver, timeout_s=timeout_s)
+        self.folder, self.model_folder = folder.absolute(), model_folder
+
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+        target = self._written(tensors, specs[0].dtype, version)
+        paused_at = time.perf_counter()
+        self.receiver.pause()
+        try:
+            self._collect(self.receiver.load_folder(target, version))
+            self._confirm(expected)
+            self.receiver.finish_update(version)
+        finally:
+            self._resume(paused_at)
+        for other in self.folder.glob("version-*"):
+            if other != target:
+                shutil.rmtree(other)
+
+    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
+        target = self.folder / f"version-{version}"
+        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
+        return target
+
+
+def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:
+    """Return the publisher of `config.publication`; `backend` is that of the trainer's own groups."""
+    if config.publication == "disk":
+        return DiskPublisher(receiver, folder=Path(config.publication_folder), model_folder=config.model.path)
+    return GroupPublisher(receiver, bucket_bytes=config.bucket_bytes, backend=backend)

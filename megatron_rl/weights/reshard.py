@@ -1,4 +1,4 @@
-"""Shards <-> HF tensors of a live model: loading cuts, exporting streams, one tensor at a time.
+"""Shards <-> HF tensors of a live model: loading cuts, exporting streams, one tensor at a time, by a plan made once.
 
 Needs only named parameters and the layout; it neither builds nor trains models.
 """
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.parallel import Axis, ParallelGroups
+from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import Architecture
 from megatron_rl.weights.hf_files import WeightSource
-from megatron_rl.weights.mapping import Rule, rule_for
+from megatron_rl.weights.mapping import Rule, hf_shapes, rule_for
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -49,29 +50,57 @@ def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, gro
         parameter.copy_(shard)
 
 
-@torch.no_grad()
-def stream_hf_tensors(chunks: list[Any], arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
-    """Yield every full HF tensor on global rank 0, in one fixed order; other ranks take part and yield nothing.
+class HFExport:
+    """The way from a live model's shards to HF tensors on global rank 0. All ranks make it and exhaust its streams.
 
-    A tensor is joined over the tensor axis (an expert's over the expert-tensor axis, then sent to its stage's head),
-    sent from its pipeline stage's head to rank 0 and forgotten again. All ranks must exhaust the iterator; replicas
-    beyond the first do nothing.
+    What is to be sent, by whom and in which order is agreed on here, once; a stream then moves nothing but weights.
     """
-    for stage in range(groups.pipeline.size):
-        if stage == groups.pipeline.rank:
-            # Of a tied output layer only the first stage's embedding is sent: they are the same tensor.
-            plan = [
-                (parameter, rule)
-                for parameter, rule in _all_rules(chunks, arch)
-                if not (arch.tied and rule.megatron == "output_layer.weight")
-            ]
-            tensors = _joined(plan, arch, groups)
-            if stage == 0:
-                yield from tensors
-            else:
-                _send_to_first_stage(tensors, groups)
-        elif groups.is_first_stage and _is_stage_head(groups):
-            yield from _receive_from_stage(stage, groups, next(chunks[0].parameters()).device)
+
+    def __init__(self, chunks: list[Any], arch: Architecture, groups: ParallelGroups) -> None:
+        self.arch, self.groups = arch, groups
+        self.device = next(chunks[0].parameters()).device
+        # Of a tied output layer only the first stage's embedding is sent: they are the same tensor. What is kept in
+        # another dtype (a router's bias) comes last, so that the stream has few changes of dtype.
+        plan = [
+            (parameter, rule)
+            for parameter, rule in _all_rules(chunks, arch)
+            if not (arch.tied and rule.megatron == "output_layer.weight")
+        ]
+        self._plan = sorted(plan, key=lambda entry: entry[0].dtype != plan[0][0].dtype)
+        stages: list[Any] = [None] * groups.pipeline.size
+        dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
+        self._stages: list[list[TensorSpec]] = stages
+        self.specs = list(itertools.chain.from_iterable(stages))
+        """Every HF tensor in the order of the stream; the same on all ranks."""
+
+    def _own_specs(self) -> Iterator[TensorSpec]:
+        shapes = hf_shapes(self.arch)
+        for parameter, rule in self._plan:
+            for rank in range(1 if rule.expert is None else self.groups.expert.size):
+                for name in rule.names(_first_expert(rank, self.arch, self.groups)):
+                    yield TensorSpec(name, parameter.dtype, shapes[name])
+
+    @torch.no_grad()
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full HF tensor on global rank 0, as `specs` lists them; other ranks take part and yield nothing.
+
+        A tensor is joined over the tensor axis (an expert's over the expert-tensor axis, then sent to its stage's
+        head), sent from its pipeline stage's head to rank 0 and forgotten again. Replicas beyond the first do nothing.
+        """
+        pipeline = self.groups.pipeline
+        for stage in range(pipeline.size):
+            if stage == pipeline.rank:
+                tensors = _joined(self._plan, self.arch, self.groups)
+                if stage == 0:
+                    yield from tensors
+                else:
+                    for _, tensor in tensors:
+                        dist.send(tensor, group_dst=0, group=pipeline.group)
+            elif pipeline.rank == 0 and _is_stage_head(self.groups):
+                for spec in self._stages[stage]:
+                    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                    dist.recv(tensor, group_src=stage, group=pipeline.group)
+                    yield spec.name, tensor
 
 
 def _split_axis(rule: Rule, groups: ParallelGroups) -> Axis:
@@ -131,25 +160,3 @@ def _experts_of_all_ranks(
             for tensor in tensors:
                 dist.recv(tensor, group_src=rank, group=axis.group)
         yield from zip(rule.names(_first_expert(rank, arch, groups)), tensors, strict=True)
-
-
-def _send_to_first_stage(tensors: Iterator[tuple[str, Tensor]], groups: ParallelGroups) -> None:
-    """Send a later stage's tensors from its head to global rank 0."""
-    for name, tensor in tensors:
-        header = [(name, tuple(tensor.shape), tensor.dtype)]
-        dist.send_object_list(header, group_dst=0, group=groups.pipeline.group)
-        dist.send(tensor, group_dst=0, group=groups.pipeline.group)
-    if _is_stage_head(groups):
-        dist.send_object_list([None], group_dst=0, group=groups.pipeline.group)
-
-
-def _receive_from_stage(stage: int, groups: ParallelGroups, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    while True:
-        header: list[Any] = [None]
-        dist.recv_object_list(header, group_src=stage, group=groups.pipeline.group)
-        if header[0] is None:
-            return
-        name, shape, dtype = header[0]
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group_src=stage, group=groups.pipeline.group)
-        yield name, tensor

@@ -1,22 +1,25 @@
-"""SIGKILL any process of a run: the others are gone within 30 s, and one line says who died."""
+"""SIGKILL any process of a run. A killed server is restarted and the run goes on. Where anything else dies, the others
+are gone within 30 s, and one line says who died.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
-from training_runs import COUNT, ROOT, environment
+from training_runs import COUNT, ROOT, environment, steps_of
 
 pytestmark = pytest.mark.slow
 
 TOOK_AT_MOST_S = 30.0
 
 
-def start_run(folder, ranks):
-    arguments = [COUNT, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", f"parallel.tensor={ranks}"]
+def start_run(folder, ranks, *overrides):
+    arguments = [COUNT, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides]
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.launch", "--ranks", str(ranks), *arguments],
         cwd=ROOT,
@@ -39,24 +42,74 @@ def family(process):
     for child in roles["launcher"].children(recursive=True):
         line = " ".join(child.cmdline())
         if "megatron_rl.serving.server" in line:
-            roles.setdefault("server", child)
+            roles[f"server {line.partition('server-')[2].partition('.')[0]}"] = child
         elif "megatron_rl.train" in line:
             roles[f"rank {child.environ()['RANK']}"] = child
     return roles, [roles["launcher"], *roles["launcher"].children(recursive=True)]
 
 
-@pytest.mark.parametrize("victim", ["server", "rank 0", "rank 1", "launcher"])
+@pytest.mark.parametrize("victim", ["servers", "rank 0", "rank 1", "launcher"])
 def test_the_others_end_and_one_line_says_who_died(victim, tmp_path):
-    process = start_run(tmp_path / "run", ranks=2)
+    process = start_run(tmp_path / "run", 2, "parallel.tensor=2", "rollout.server_restarts=0")
     roles, everyone = family(process)
-    assert {"server", "rank 0", "rank 1"} <= roles.keys()
-    os.kill(roles[victim].pid, signal.SIGKILL)
+    assert {"server 0", "server 1", "rank 0", "rank 1"} <= roles.keys()
+    victims = [role for role in roles if role.startswith("server")] if victim == "servers" else [victim]
+    for role in victims:
+        os.kill(roles[role].pid, signal.SIGKILL)
     started = time.monotonic()
     _, alive = psutil.wait_procs(everyone, timeout=TOOK_AT_MOST_S)
     assert not alive, f"{alive} outlived {victim} by {time.monotonic() - started:.0f} s"
     output = process.communicate(timeout=5)[0]
     said = [line for line in output.splitlines() if "died" in line or "was killed by" in line]
-    pid = str(roles[victim].pid)
-    assert any(pid in line for line in said), output
-    assert len([line for line in said if pid in line]) == 1, output
+    for role in victims:
+        assert len([line for line in said if str(roles[role].pid) in line]) == 1, output
     assert "Traceback" not in output, output
+
+
+def test_training_goes_on_while_servers_are_killed_and_restarted(tmp_path):
+    folder = tmp_path / "run"
+    process = start_run(folder, 2)  # two data heads, each with a client of its own
+    printed: list[str] = []
+
+    def read():
+        for line in process.stdout:
+            printed.append(line)
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def restarts():
+        return "".join(printed).count("was killed by SIGKILL; restart")
+
+    def wait_for(holds):
+        """Wait for a step of which it holds, and return the number of the last step."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            assert process.poll() is None, "".join(printed)
+            if any(holds(step) for step in steps_of(folder)):
+                return steps_of(folder)[-1]["step"]
+            time.sleep(0.1)
+        raise AssertionError("".join(printed))
+
+    roles, everyone = family(process)
+    try:
+        # One of two: the other one gives all replies until the first is back.
+        os.kill(roles["server 0"].pid, signal.SIGKILL)
+        lost = wait_for(lambda step: step["rollout/servers"] == 1)
+        wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > lost)
+        # Both: the ranks wait for one, and publish the weights of the step once more.
+        roles, everyone = family(process)
+        for number in (0, 1):
+            os.kill(roles[f"server {number}"].pid, signal.SIGKILL)
+        down = wait_for(lambda _: restarts() == 3)
+        wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > down + 1)
+    finally:
+        everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.terminate()
+        _, alive = psutil.wait_procs(everyone, timeout=TOOK_AT_MOST_S)
+    assert not alive
+    # No prompt was given up, and no version was skipped.
+    steps = steps_of(folder)
+    assert [step["rollout/episodes_failed"] for step in steps] == [0] * len(steps)
+    assert [step["batch/trajectories"] for step in steps] == [32 * 8] * len(steps)
+    assert [step["policy/version"] for step in steps] == [2 * (step["step"] + 1) for step in steps]
+    assert restarts() == 3

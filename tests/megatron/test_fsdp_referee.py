@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.loss import PolicyLoss, supervised
-from megatron_rl.api import LogprobLoss
+from megatron_rl.api import HeldWeights, LogprobLoss
 from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import FinetuneSpec
 from megatron_rl.update_group import TensorSpec, join_update_group, unpack_bucket
+from tests.servers.in_process import done
 
 # Adam divides by |gradient| + eps: with eps near the gradients' rounding error (1e-8 here), the few gradients that are
 # as small would turn rounding into steps. 1e-5 is 1e-2 of a typical gradient and leaves the other steps as they are.
@@ -212,20 +213,19 @@ def test_transformers_loads_what_was_saved(dtype, tied, tmp_path):
 class OneServer:
     """A rollout server's end of the publisher's calls; `serve` on another rank receives the buckets."""
 
-    server_count = 1
+    server_ranks = {"server": 1}
+    membership = 1
 
     def __init__(self, store):
-        self.store, self.sent, self.calls = store, 0, []
+        self.store, self.sent, self.calls, self.version = store, 0, [], None
 
     def trainer_address(self):
         return "127.0.0.1"
 
-    def tell(self, message) -> Future:
+    def tell(self, message) -> dict[str, Future]:
         self.store.set(f"message {self.sent}", pickle.dumps(message))
         self.sent += 1
-        done = Future()
-        done.set_result(None)
-        return done
+        return {"server": done()}
 
     def join_weight_group(self, **where):
         return self.tell(where)
@@ -249,6 +249,19 @@ class OneServer:
 
     def leave_weight_group(self, *, name):
         self.calls.append("leave")
+        return {}
+
+    def checksum_forms(self):
+        return {"server": None}
+
+    def held_weights(self):
+        return {"server": done(HeldWeights("7", {}))}
+
+    def unreachable(self):
+        return {}
+
+    def finish_update(self, version):
+        self.version = version
 
 
 def serve(store):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import rule_for
 
@@ -39,7 +40,8 @@ def hf_logprobs(model, batch: TrajectoryBatch) -> dict[tuple[int, ...], torch.Te
 
 
 def forward_and_export(folder, layout, batch):
-    """Return the logits of this rank's rows by sequence and the names of the tensors that this rank is given."""
+    """Return the logits of this rank's rows by sequence, and of the tensors that this rank is given what they are and
+    what was planned."""
     engine = make_engine(folder / "in", LAYOUTS[layout][1])
     collected = {}
 
@@ -49,7 +51,8 @@ def forward_and_export(folder, layout, batch):
 
     engine.eval().forward(share_of(batch, engine), keep)
     engine.save(folder / "out")
-    return collected, [name for name, _ in engine.hf_tensors()]
+    given = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in engine.hf_tensors()]
+    return collected, given, engine.export().specs
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,7 @@ EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
 def test_logits_equal_transformers(family, layout, run):
     model, _, ranks = run(family, layout)
     expected, seen = hf_logprobs(model, make_batch()), set()
-    for collected, _ in ranks:  # empty before the last pipeline stage; data-parallel ranks have a share each
+    for collected, *_ in ranks:  # empty before the last pipeline stage; data-parallel ranks have a share each
         for sequence, logprobs in collected.items():
             torch.testing.assert_close(logprobs, expected[sequence], rtol=0, atol=1e-5)
         seen |= collected.keys()
@@ -99,8 +102,9 @@ def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, run):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
-    names = [names for _, names in ranks]
-    assert sorted(names[0]) == sorted(before) and not any(names[1:]), "only global rank 0 is given tensors"
+    given, planned = [given for _, given, _ in ranks], [planned for *_, planned in ranks]
+    assert sorted(spec.name for spec in given[0]) == sorted(before) and not any(given[1:]), "rank 0 alone gets tensors"
+    assert all(plan == given[0] for plan in planned), "every rank knows beforehand what comes, and in which order"
 
 
 def separate_and_packed(folder, batch):

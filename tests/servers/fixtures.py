@@ -34,24 +34,35 @@ def embedded_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def real_sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of one real SGLang server on the CPU, shared by the session: it takes 20 s and 2 GB."""
+def real_supervisor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """One real SGLang server on the CPU, shared by the session: it takes 20 s and 2 GB."""
     if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
     config = RolloutConfig(
-        backend="sglang", start_timeout_s=240, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
+        backend="sglang", start_timeout_s=400, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
     )
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("sglang")) as supervisor:
-        yield supervisor.urls[0]
+        yield supervisor
+
+
+@pytest.fixture(scope="session")
+def real_sglang(real_supervisor: Supervisor) -> str:
+    return real_supervisor.urls[0]
 
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
-    """Make clients: connect(urls, seed=..., **RolloutConfig fields)."""
+    """Make clients: connect(urls, seed=..., on_drop=..., **RolloutConfig fields)."""
     engines = []
 
-    def make(addr: str | list[str], seed: int | None = None, **config: object) -> RemoteSGLangEngine:
-        engines.append(RemoteSGLangEngine(RolloutConfig(**{"request_timeout_s": 30.0} | config), seed=seed))
+    def make(
+        addr: str | list[str],
+        seed: int | None = None,
+        on_drop: Callable[[str, str], None] | None = None,
+        **config: object,
+    ) -> RemoteSGLangEngine:
+        options = RolloutConfig(**{"request_timeout_s": 30.0} | config)
+        engines.append(RemoteSGLangEngine(options, seed=seed, on_drop=on_drop))
         engines[-1].initialize(addr)
         return engines[-1]
 

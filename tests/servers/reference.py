@@ -8,7 +8,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
-from megatron_rl.update_group import join_update_group, leave_update_group, pack_bucket
+from megatron_rl.update_group import join_update_group, leave_update_group
 
 
 @torch.no_grad()
@@ -42,6 +42,23 @@ def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@torch.no_grad()
+def reference_logprobs_on_old_keys(
+    old: Path, new: Path, prompt: list[int], output: list[int], before: int
+) -> list[float]:
+    """log p of each output token where the weights changed after `before` of them and the keys of the old ones stayed.
+
+    The last token before the change has no keys yet when it comes.
+    """
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (old, new)]
+    ids = torch.tensor([prompt + output])
+    computed = len(prompt) + before - 1
+    first = models[0](ids[:, :computed], use_cache=True)
+    second = models[1](ids[:, computed:], past_key_values=first.past_key_values)
+    rows = torch.cat([first.logits[0], second.logits[0]]).float().log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
 @contextmanager
 def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Join a gloo group with the engine's servers, as a trainer's rank 0 does."""
@@ -50,12 +67,27 @@ def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.Process
     name = f"test-{port}"
     joined = engine.join_weight_group(address="127.0.0.1", port=port, name=name, backend="gloo")
     group = join_update_group(
-        address="127.0.0.1", port=port, rank=0, world_size=1 + engine.server_count, name=name, timeout_s=30
+        address="127.0.0.1",
+        port=port,
+        rank=0,
+        world_size=1 + sum(engine.server_ranks.values()),
+        name=name,
+        timeout_s=30,
     )
-    joined.result(30)
+    wait_for(joined)
     yield name, group
-    engine.leave_weight_group(name=name)
+    wait_for(engine.leave_weight_group(name=name))
     leave_update_group(group)
+
+
+def wait_for(answers: dict[str, Future]) -> None:
+    for answer in answers.values():
+        answer.result(30)
+
+
+def pack_bucket(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The tensors' bytes one after the other."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
 def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], folder: Path, version: int) -> None:
@@ -73,22 +105,35 @@ def publish(engine: RemoteSGLangEngine, group: tuple[str, dist.ProcessGroup], fo
             version=version,
         )
         dist.broadcast(pack_bucket([tensor for _, tensor in bucket]), src=0, group=process_group)
-        received.result(30)
+        wait_for(received)
     engine.end_weight_update(version)
+    engine.finish_update(version)
     engine.resume()
 
 
 def interrupt(
-    engine: RemoteSGLangEngine, url: str, prompt: list[int], count: int, act: Callable[[], None]
+    engine: RemoteSGLangEngine,
+    url: str,
+    prompt: list[int],
+    count: int,
+    act: Callable[[], None],
+    timeout_s: float = 30.0,
 ) -> LLMResponse:
-    """Return a greedy reply of `count` tokens; `act` is called as soon as the server is generating it."""
+    """Return a greedy reply of `count` tokens; `act` is called once the server is generating it."""
     gconfig = GenerationConfig(max_new_tokens=count, greedy=True, ignore_eos=True)
+    deadline = time.monotonic() + 20
+    while used_tokens(url) and time.monotonic() < deadline:  # SGLang renews that number now and then
+        pass
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
-                if json.load(answer)["loads"][0]["num_running_reqs"]:
-                    break
+        while used_tokens(url) < len(prompt) + 8 and time.monotonic() < deadline:
+            pass
         act()
-        return reply.result(30)
+        return reply.result(timeout_s)
+
+
+def used_tokens(url: str) -> int:
+    """Tokens of running requests, prompt and reply."""
+    with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+        load = json.load(answer)["loads"][0]
+    return load["num_used_tokens"] if load["num_running_reqs"] else 0

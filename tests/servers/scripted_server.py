@@ -43,8 +43,15 @@ class ScriptedServer:
     """Answers /generate with the next of `script`, then by counting. Keeps every POST in `calls`."""
 
     def __init__(
-        self, *, version: str = "0.5.21", api_key: str | None = None, info: dict[str, Any] | None = None
+        self,
+        *,
+        version: str = "0.5.21",
+        api_key: str | None = None,
+        info: dict[str, Any] | None = None,
+        endpoints: set[str] | None = None,
     ) -> None:
+        """`endpoints` are those it has, where it has not all."""
+        self.endpoints = endpoints
         self.version = tuple(int(part) for part in version.split("."))
         self.info = {"version": version, "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 1000} | (
             info or {}
@@ -54,6 +61,13 @@ class ScriptedServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
         """Endpoint -> (status, body) in place of success."""
+        self.hang_up_on: set[str] = set()
+        """Endpoints at which it closes the connection, as a process does that dies."""
+        self.weight_version = "default"
+        """The live one, in /model_info. Updates do not change it."""
+        self.on_call: Callable[[str], object] = lambda endpoint: None
+        self.hangs = False
+        """It takes requests and answers none."""
         self._thread = EventLoopThread("scripted server")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -81,19 +95,27 @@ class ScriptedServer:
 
     async def _answer(self, http: web.Request) -> web.Response:
         path, raw = http.path, await http.read()
+        while self.hangs:
+            await asyncio.sleep(0.05)
+        if self.endpoints is not None and path not in self.endpoints:
+            return web.json_response({"detail": "Not Found"}, status=404)
         if path == "/health":
-            return web.Response()
+            return web.Response(status=self.refusals.get(path, (200, {}))[0])
         if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         old = self.version < (0, 5, 6)
         if path == ("/get_server_info" if old else "/server_info"):
             return web.json_response(self.info)
         if path == ("/get_model_info" if old else "/model_info"):
-            return web.json_response({"model_path": "/nowhere", "weight_version": "default"})
+            return web.json_response({"model_path": "/nowhere", "weight_version": self.weight_version})
         if http.method != "POST" or (path.endswith("_weight_update") and self.version < (0, 5, 21)):
             return web.json_response({"detail": "Not Found"}, status=404)
         body = orjson.loads(raw) if raw else {}
         self.calls.append((path, body))
+        self.on_call(path)
+        if path in self.hang_up_on:
+            assert http.transport is not None
+            http.transport.close()
         if path in self.refusals:
             status, answer = self.refusals[path]
             return web.json_response(answer, status=status)

@@ -1,6 +1,5 @@
 """Trainer and server hold the same weights and compute the same log-probabilities: embedded and real SGLang."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.update_group import checksum
 from megatron_rl.weights.hf_files import write_hf_folder
 
 VERSION = 9
@@ -66,9 +67,18 @@ def assert_same_logprobs(batch, ours):
     assert difference.mean() < 1e-5 and difference.max() < 1e-3
 
 
+def greedy(url):
+    """Tokens and log-probabilities of the most likely replies to some prompts."""
+    params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    bodies = [{"input_ids": [9, 30 * i], "sampling_params": params, "return_logprob": True} for i in range(4)]
+    return [post(url, "/generate", body)["meta_info"]["output_token_logprobs"] for body in bodies]
+
+
 # One process in one bucket, and four with every tensor of a layer in a bucket of its own.
 @pytest.mark.parametrize("layout,bucket_bytes", [("1", 1 << 28), ("tp2_pp2", 40_000)])
-def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(tiny_model, embedded_servers, layout, bucket_bytes):
+def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
+    tiny_model, embedded_servers, layout, bucket_bytes, tmp_path
+):
     try:
         result = run_ranks(
             LAYOUTS[layout][0], train_publish_and_sample, tiny_model, embedded_servers, layout, bucket_bytes
@@ -77,31 +87,28 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(tiny_model, embe
         assert_same_logprobs(batch, ours)
         for url in embedded_servers:
             held = post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-            sent = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
-            assert held == sent
+            assert held == {name: checksum(tensor) for name, tensor in weights.items()}
+        write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
+        with Supervisor(RolloutConfig(backend="embedded"), tmp_path / "trained", tmp_path / "fresh") as fresh:
+            assert greedy(embedded_servers[0]) == greedy(embedded_servers[1]) == greedy(fresh.urls[0])
     finally:
         for url in embedded_servers:
             post(url, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
 
 
 def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tiny_model, real_sglang, tmp_path):
-    def greedy():
-        params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
-        bodies = [{"input_ids": [9, 30 * i], "sampling_params": params, "return_logprob": True} for i in range(4)]
-        return [post(real_sglang, "/generate", body)["meta_info"]["output_token_logprobs"] for body in bodies]
-
     try:
         result = run_ranks(4, train_publish_and_sample, tiny_model, [real_sglang], "tp2_pp2", 40_000)
         batch, ours, weights = result[0]
         assert_same_logprobs(batch, ours)
-        published = greedy()
+        published = greedy(real_sglang)
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
         body = {"model_path": str(tmp_path / "trained"), "weight_version": "10"}
         assert post(real_sglang, "/update_weights_from_disk", body)["success"]
-        assert greedy() == published, "the same tokens and log-probabilities to the last bit"
+        assert greedy(real_sglang) == published, "the same tokens and log-probabilities to the last bit"
     finally:
         post(real_sglang, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
-    assert greedy() != published, "the folder's own weights answer otherwise"
+    assert greedy(real_sglang) != published, "the folder's own weights answer otherwise"
 
 
 def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):

@@ -11,7 +11,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout import sglang as client_module
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.types import LLMRequest
-from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
+from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
 from tests.servers.scripted_server import counting
 from tests.servers.tiny_model import make_tokenizer
 
@@ -68,7 +68,7 @@ def test_samples_of_a_seeded_run_do_not_depend_on_the_servers(embedded_servers, 
 
 def test_published_weights_answer_with_their_version(embedded_servers, connect, tiny_model, other_tiny_model):
     engine = connect(embedded_servers)
-    assert engine.server_count == 2
+    assert sum(engine.server_ranks.values()) == 2
     with weight_group(engine) as group:
         publish(engine, group, other_tiny_model, version=3)
     expected = reference_greedy(other_tiny_model, PROMPT, 16)
@@ -225,16 +225,22 @@ def test_refused_request_is_an_error_of_its_own_and_sent_once(scripted, connect)
 
 
 def test_server_that_is_down_is_named(connect, scripted):
-    with pytest.raises(RuntimeError, match="http://127.0.0.1:9/health"):
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:9/server_info"):
         connect("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="rollout.servers"):
         connect([])
     server = scripted()
-    engine = connect(server.url)
+    engine = connect(server.url, start_timeout_s=0.3)
     server.stop()
     server.stop = lambda: None
-    with pytest.raises(RuntimeError, match=f"{server.url}/generate"):
+    with pytest.raises(RuntimeError, match=f"no rollout server is left, and none came back: {server.url}"):
         ask(engine)
+
+
+def test_router_is_refused_because_it_forwards_no_control_calls(scripted, connect):
+    router = scripted(endpoints={"/generate", "/health", "/get_model_info", "/flush_cache"})
+    with pytest.raises(ValueError, match=f"{router.url}/server_info: not found.*a router .*rollout.servers"):
+        connect(router.url)
 
 
 def test_hanging_server_meets_the_deadline(scripted, connect):
@@ -337,8 +343,9 @@ def test_api_key_is_sent(scripted, connect):
 def update(engine, version=2):
     engine.pause()
     engine.begin_weight_update(version)
-    engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version).result(5)
+    wait_for(engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version))
     engine.end_weight_update(version)
+    engine.finish_update(version)
     engine.resume()
 
 
@@ -390,8 +397,8 @@ def test_servers_before_0_5_6_have_no_pause_modes_and_other_names(scripted, conn
 def test_group_ranks_follow_the_tensor_parallel_sizes(scripted, connect):
     servers = [scripted(info={"tp_size": 2}), scripted(), scripted(info={"tp_size": 4})]
     engine = connect([server.url for server in servers])
-    assert engine.server_count == 7
-    engine.join_weight_group(address="10.0.0.1", port=5, name="g", backend="nccl").result(5)
+    assert list(engine.server_ranks.values()) == [2, 1, 4]
+    wait_for(engine.join_weight_group(address="10.0.0.1", port=5, name="g", backend="nccl"))
     bodies = [server.body_of("/init_weights_update_group") for server in servers]
     assert [body["rank_offset"] for body in bodies] == [1, 3, 4]
     assert {body["world_size"] for body in bodies} == {8}

@@ -1,13 +1,24 @@
 """The same client against real SGLang on the CPU: what the embedded server only imitates is true there too."""
 
 import asyncio
+import os
+import signal
+import time
 
+import aiohttp
 import pytest
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.workflows import ReMaxWorkflow
 from megatron_rl.types import LLMRequest
-from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
+from tests.servers.reference import (
+    interrupt,
+    publish,
+    reference_greedy,
+    reference_logprobs,
+    reference_logprobs_on_old_keys,
+    weight_group,
+)
 from tests.servers.tiny_model import make_tokenizer
 
 PROMPT = [11, 200, 37, 5]
@@ -20,8 +31,21 @@ def engine(real_sglang, connect):
     return connect(real_sglang, seed=1)
 
 
-def request(**gconfig):
-    return LLMRequest(rid="r", input_ids=PROMPT, gconfig=GenerationConfig(ignore_eos=True, **gconfig))
+def request(prompt=PROMPT, **gconfig):
+    return LLMRequest(rid="r", input_ids=prompt, gconfig=GenerationConfig(ignore_eos=True, **gconfig))
+
+
+def ask(engine, prompt, **gconfig):
+    return asyncio.run(engine.agenerate(request(prompt, **gconfig)))
+
+
+async def versions_said(url):
+    async with aiohttp.ClientSession() as session:
+        said = {}
+        for endpoint in ("/server_info", "/model_info"):
+            async with session.get(url + endpoint) as answer:
+                said[endpoint] = (await answer.json())["weight_version"]
+        return said
 
 
 def test_greedy_reply_equals_transformers(engine, tiny_model):
@@ -52,6 +76,7 @@ def test_vocabulary_is_known_so_that_no_bad_id_can_kill_the_server(engine):
 
 
 def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
+    engine.update_weights(tiny_model, 1)
     abort = lambda: engine._command_all("/abort_request", {"abort_all": True})  # noqa: E731
     reply = interrupt(engine, real_sglang, PROMPT, LONG, abort)
     assert (reply.output_len, reply.stop_reason, reply.interruptions) == (LONG, "length", 1)
@@ -59,8 +84,14 @@ def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_update_over_gloo_goes_through_a_running_reply(engine, real_sglang, tiny_model, other_tiny_model):
-    engine.update_weights(tiny_model, 4)
+@pytest.mark.parametrize(
+    "policy", [{"interruption": "abort"}, {"interruption": "retract"}, {"interruption": "in_place", "max_cache_age": 9}]
+)
+def test_update_over_gloo_goes_through_a_running_reply(connect, real_sglang, tiny_model, other_tiny_model, policy):
+    mode = policy["interruption"]
+    connect(real_sglang).update_weights(tiny_model, 4)  # flushes what other tests left
+    engine = connect(real_sglang, **policy)
+    engine.set_version(4)
     with weight_group(engine) as group:
         reply = interrupt(
             engine, real_sglang, PROMPT, LONG, lambda: publish(engine, group, other_tiny_model, version=5)
@@ -68,13 +99,96 @@ def test_update_over_gloo_goes_through_a_running_reply(engine, real_sglang, tiny
     before = reply.output_versions.count(4)
     assert 0 < before < LONG
     assert reply.output_versions == [4] * before + [5] * (LONG - before)
+    assert reply.interruptions == (mode == "abort")
+    old = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
+    new = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
+    expected = old[:before] + new[before:]
+    if mode == "in_place":
+        expected = reference_logprobs_on_old_keys(tiny_model, other_tiny_model, PROMPT, reply.output_tokens, before)
+    assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
+    assert engine.metrics()["rollout/stale_cache_tokens"] == (LONG - before if mode == "in_place" else 0)
+
+    # A prompt of its own: in_place keeps the prefixes of the old weights too.
+    fresh = [9, 8, 7, 6]
+    after = ask(engine, fresh, max_new_tokens=8, greedy=True)
+    assert after.output_tokens == reference_greedy(other_tiny_model, fresh, 8)
+    assert (after.output_versions, engine.get_version()) == ([5] * 8, 5)
+    # What /server_info says is the version of the start.
+    assert asyncio.run(versions_said(real_sglang)) == {"/server_info": "0", "/model_info": "5"}
+
+
+def test_kept_cache_is_that_of_the_old_weights_and_is_counted_and_flushed_in_time(
+    connect, real_sglang, tiny_model, other_tiny_model
+):
+    prompt = list(range(20, 60))
+    engine = connect(real_sglang, max_cache_age=1)
+    engine.update_weights(tiny_model, 1)  # kept: the first publication that the cache outlives
+    engine.update_weights(tiny_model, 2)  # flushed
+    # One token less: SGLang would put the old key of the last one in the place of the new one, two tokens later.
+    ask(engine, prompt[:-1], max_new_tokens=1)
+    engine.metrics()
+    engine.update_weights(other_tiny_model, 3)  # kept
+    stale = ask(engine, prompt, max_new_tokens=16, greedy=True)
+    expected = reference_logprobs_on_old_keys(tiny_model, other_tiny_model, prompt, stale.output_tokens, 0)
+    assert stale.output_logprobs == pytest.approx(expected, abs=1e-3)
+    metrics = engine.metrics()
+    assert (metrics["rollout/stale_cache_tokens"], metrics["rollout/cache_age"]) == (16, 1)
+    engine.update_weights(other_tiny_model, 4)  # flushed
+    clean = ask(engine, prompt, max_new_tokens=16, greedy=True)
+    assert clean.output_tokens == reference_greedy(other_tiny_model, prompt, 16)
+    assert engine.metrics()["rollout/stale_cache_tokens"] == 0
+
+
+def test_reply_outlives_a_publication_that_stopped_half_way(engine, real_sglang, tiny_model, other_tiny_model):
+    engine.update_weights(tiny_model, 7)
+
+    def publish_in_two_attempts():
+        engine.pause()
+        engine.begin_weight_update(8)  # as far as this one comes
+        engine.end_weight_update(8)
+        engine.resume()
+        with weight_group(engine) as group:
+            publish(engine, group, other_tiny_model, version=8)
+
+    reply = interrupt(engine, real_sglang, PROMPT, LONG, publish_in_two_attempts)
+    before = reply.output_versions.count(7)
+    # The server aborted it while it was queued, and the client asked again only once the weights were whole.
+    assert reply.output_versions == [7] * before + [8] * (LONG - before) and reply.interruptions >= 1
     old = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
     new = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(old[:before] + new[before:], abs=1e-3)
 
-    after = asyncio.run(engine.agenerate(request(max_new_tokens=8, greedy=True)))
-    assert after.output_tokens == reference_greedy(other_tiny_model, PROMPT, 8)
-    assert (after.output_versions, engine.get_version()) == ([5] * 8, 5)
-    engine.update_weights(tiny_model, 6)
-    again = asyncio.run(engine.agenerate(request(max_new_tokens=8, greedy=True)))
-    assert (again.output_tokens, again.output_versions) == (reference_greedy(tiny_model, PROMPT, 8), [6] * 8)
+
+def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(connect, real_sglang, tiny_model):
+    killed = connect(real_sglang)
+    killed.pause()
+    killed.begin_weight_update(1)
+    engine = connect(real_sglang)
+    with weight_group(engine) as group:
+        publish(engine, group, tiny_model, version=2)
+    assert ask(engine, PROMPT, max_new_tokens=4, greedy=True).output_versions == [2] * 4
+
+
+def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
+    connect, real_supervisor, real_sglang, tiny_model, other_tiny_model
+):
+    engine = connect(real_sglang, start_timeout_s=400)
+    engine.update_weights(other_tiny_model, 9)
+    pid = real_supervisor._servers[0].process.pid
+
+    def kill_and_publish_again():
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 400
+        while not engine.needs_weights and time.monotonic() < deadline:
+            time.sleep(0.2)
+        # It has the weights of its model folder, which are not those of version 9.
+        assert asyncio.run(versions_said(real_sglang))["/model_info"] == "0"
+        engine.muster()
+        with weight_group(engine) as group:
+            publish(engine, group, other_tiny_model, version=9)
+
+    reply = interrupt(engine, real_sglang, PROMPT, LONG, kill_and_publish_again, timeout_s=450)
+    assert reply.output_versions == [9] * LONG
+    expected = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
+    assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
+    engine.update_weights(tiny_model, 10)

@@ -1,17 +1,20 @@
 """Starting, watching and stopping servers. Every end is tried: a bad model, a crash, a stop, the trainer's death."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor
+from megatron_rl.serving import supervisor as supervisor_module
+from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor, is_healthy
 
 
 def is_alive(pid):
@@ -48,20 +51,92 @@ def test_server_that_takes_too_long_is_stopped(tiny_model, tmp_path):
     assert supervisor.urls == []
 
 
-def test_death_of_a_server_is_told_in_one_line(tiny_model, tmp_path):
+def test_server_that_dies_once_too_often_is_given_up_in_one_line(tiny_model, tmp_path):
     messages, told = [], threading.Event()
 
     def on_death(message):
         messages.append(message)
         told.set()
 
-    supervisor = Supervisor(config(), tiny_model, tmp_path, on_death=on_death)
+    supervisor = Supervisor(config(server_restarts=0), tiny_model, tmp_path, on_death=on_death)
     supervisor.start()
     pid = supervisor._servers[0].process.pid
     os.kill(pid, signal.SIGKILL)
     assert told.wait(5)
     supervisor.stop()
-    assert messages == [f"rollout server 0 (pid {pid}) was killed by SIGKILL; its log is {tmp_path}/server-0.log"]
+    (message,) = messages
+    assert message.startswith(f"rollout server 0 (pid {pid}) was killed by SIGKILL and is given up after 0 restarts")
+    # The last thing that it logged is in the same line.
+    assert f"{tmp_path}/server-0.log, ends with: " in message and "rollout server ready at" in message
+    assert "\n" not in message
+
+
+def test_last_server_to_be_given_up_ends_the_run_and_not_the_first(tiny_model, tmp_path, caplog):
+    messages, told = [], threading.Event()
+
+    def on_death(message):
+        messages.append(message)
+        told.set()
+
+    with Supervisor(config(server_count=2, server_restarts=0), tiny_model, tmp_path, on_death=on_death) as supervisor:
+        first, second = (server.process.pid for server in supervisor._servers)
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while "is given up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert f"(pid {first}) was killed by SIGKILL and is given up" in caplog.text
+        assert messages == [] and is_alive(second)
+        os.kill(second, signal.SIGKILL)
+        assert told.wait(5)
+    assert f"(pid {second})" in messages[0]
+
+
+def healthy_pid(supervisor, url, other_than):
+    """Wait for a new process that answers at the URL."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        server = supervisor._servers[0]
+        if server.process.pid != other_than and is_healthy(url, "/health", timeout_s=5):
+            return server.process.pid
+        time.sleep(0.05)
+    raise AssertionError(f"{url} did not come back")
+
+
+def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "FIRST_RESTART_S", 0.1)
+    with Supervisor(config(server_restarts=1), tiny_model, tmp_path, dummy_weights=True) as supervisor:
+        (url,), pid = supervisor.urls, supervisor._servers[0].process.pid
+        os.kill(pid, signal.SIGKILL)
+        healthy_pid(supervisor, url, other_than=pid)
+        with urllib.request.urlopen(f"{url}/model_info", timeout=5) as answer:
+            assert json.load(answer)["weight_version"] == "none"
+        # Both lives are in one log, so the first death can still be read.
+        log = (tmp_path / "server-0.log").read_text()
+        assert log.count("rollout server ready at") == 2
+
+
+def test_server_that_hangs_is_killed_and_restarted(tiny_model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor_module, "FIRST_RESTART_S", 0.1)
+    with Supervisor(config(health_timeout_s=1.0), tiny_model, tmp_path) as supervisor:
+        (url,), pid = supervisor.urls, supervisor._servers[0].process.pid
+        with supervisor.publication():  # in which generating nothing is nothing unusual
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(2.5)
+            assert is_alive(pid)
+        healthy_pid(supervisor, url, other_than=pid)
+    assert "was killed: it hung: no good answer to /health_generate for 1 s; restart 1 of 3" in caplog.text
+
+
+def test_server_that_failed_is_replaced_and_one_that_is_dead_already_is_not_killed_twice(tiny_model, tmp_path, caplog):
+    with Supervisor(config(server_restarts=0), tiny_model, tmp_path) as supervisor:
+        (url,) = supervisor.urls
+        supervisor.replace(url, "its weights are wrong")
+        supervisor.replace(url, "too late")
+        supervisor.replace("http://elsewhere:1", "not ours")
+        deadline = time.monotonic() + 5
+        while "is given up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "was killed: its weights are wrong and is given up" in caplog.text
 
 
 def test_stopped_servers_are_gone_and_nobody_is_alarmed(tiny_model, tmp_path):
@@ -119,11 +194,10 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
         tmp_path,
         dummy_weights=True,
         threads_per_server=2,
-        weight_version=5,
     )
     command = " ".join(supervisor._sglang_command(1234))
     assert "-m sglang.launch_server --model-path model --host 127.0.0.1 --port 1234" in command
-    assert "--weight-version 5" in command and "--api-key k" in command
+    assert "--weight-version none" in command and "--api-key k" in command
     assert "--device cpu" in command and "--load-format dummy" in command
     environment = supervisor._environment(0)
     assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]

@@ -4,8 +4,8 @@ Python imports a module of this name first thing in every process that has this 
 puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 
 The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
-fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA. Each hook runs just
-before the module that needs it is imported.
+fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, and taking checksums
+of weights waits for the device (up to 0.5.22). Each hook runs just before the module that needs it is imported.
 """
 
 import importlib.abc
@@ -55,9 +55,19 @@ def replace_cudart() -> None:
     torch.cuda.cudart = Cudart
 
 
+def replace_synchronize() -> None:
+    import torch
+
+    torch.cuda.synchronize = lambda device=None: None
+
+
 sys.meta_path.insert(
     0,
     BeforeImport(
-        {"torchvision": define_torchvision_operators, "sglang.srt.mem_cache.pool_host.common": replace_cudart}
+        {
+            "torchvision": define_torchvision_operators,
+            "sglang.srt.mem_cache.pool_host.common": replace_cudart,
+            "sglang.srt.utils.weight_checker": replace_synchronize,
+        }
     ),
 )

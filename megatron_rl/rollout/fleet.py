@@ -1,0 +1,119 @@
+"""The servers of one client, commanded together: pause, resume, whatever a publication needs. Coroutines of one loop.
+
+A server that fails a command is dropped and the others go on. After an update that did not reach every server that
+takes part, none of them gets requests until a later one is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from megatron_rl.api import NoServerLeft
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.membership import Membership
+from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S = 2.0
+"""Shorter than uvicorn's 5 s: a connection that the server is just closing would lose a control call half way."""
+PROBE_TIMEOUT_S = 30.0
+FIRST_HEALTH_S = 5.0
+"""A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
+
+
+class Fleet:
+    """Made on the loop it runs on. `connect` before anything else, `close` at the end."""
+
+    def __init__(self, config: RolloutConfig, urls: list[str], on_drop: Callable[[str, str], None] | None) -> None:
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        self.config = config
+        freezes = config.interruption == "in_place"
+        self.servers = [ServerClient(url, self._session, freezes_steps=freezes) for url in urls]
+        self.members = Membership(self.servers, on_drop=on_drop)
+        self.open = asyncio.Event()
+        """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
+        self.open.set()
+        self.update_is_whole = True
+        """False from the start of an update until every server that takes part has all of it."""
+        self._published: int | None = None
+
+    async def connect(self) -> None:
+        """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
+
+        async def greet(server: ServerClient) -> None:
+            await server.probe(timeout_s=PROBE_TIMEOUT_S)
+            try:
+                await server.check_health(timeout_s=FIRST_HEALTH_S)
+            except ServerError:  # a trainer that was killed while it published has left it paused
+                await server.command("/continue_generation", {}, timeout_s=PROBE_TIMEOUT_S)
+                await server.check_health(timeout_s=PROBE_TIMEOUT_S)
+
+        await asyncio.gather(*(greet(server) for server in self.servers))
+        self.members.begin(self.config.health_timeout_s)
+
+    async def close(self) -> None:
+        self.members.close()
+        await self._session.close()
+
+    async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
+        """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
+
+        A server that is well and refuses is dropped only where another one did not; where all refuse, what they were
+        asked is to blame, and CommandRefused is raised.
+        """
+        servers = list(self.members.publishing)
+        results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+        failures = {s: result for s, result in zip(servers, results, strict=True) if isinstance(result, BaseException)}
+        for server, error in failures.items():
+            if not isinstance(error, ServerError):
+                raise error
+            if not isinstance(error, CommandRefused) or len(failures) < len(servers):
+                self.members.drop(server, str(error))
+        if not self.members.publishing:
+            raise NoServerLeft("no rollout server is left. " + " ".join(map(str, failures.values())))
+        if len(failures) == len(servers):
+            raise next(iter(failures.values()))
+
+    async def pause(self) -> None:
+        """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
+        self.open.clear()
+
+        async def pause(server: ServerClient) -> None:
+            mode = self.config.interruption
+            server.keeps_cache = server.cache.age < self.config.max_cache_age
+            if mode == "in_place" and not server.keeps_cache:
+                mode = "retract"  # frozen requests would hold their keys
+            await server.pause(mode, flush=not server.keeps_cache, timeout_s=self.config.request_timeout_s)
+
+        await self.on_all(pause)
+
+    async def resume(self) -> None:
+        """Let the servers go on, and get requests again unless the last update is not whole."""
+        timeout_s = self.config.request_timeout_s
+        if not self.update_is_whole:
+            # What they were generating would go on with a part of the new weights.
+            await self.on_all(lambda server: server.command("/abort_request", {"abort_all": True}, timeout_s=timeout_s))
+        await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
+        if self.update_is_whole:
+            if self._published is not None:
+                self.settle(self.members.publishing, self._published)
+                self._published = None
+            self.open.set()
+
+    def finish_update(self, version: int) -> None:
+        """Every server that takes part has all weights of `version`; they serve it once resumed."""
+        self.update_is_whole, self._published = True, version
+
+    def settle(self, servers: list[ServerClient], version: int) -> None:
+        """`servers` have `version` and serve; all others wait for a later publication."""
+        for server in servers:
+            server.cache.publish(str(version), flushed=not server.keeps_cache)
+        self.members.settle(servers, str(version))

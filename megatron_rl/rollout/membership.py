@@ -1,0 +1,199 @@
+"""Which servers get requests, and which take part in the next publication of weights.
+
+A server serves until a call to it fails. Then it is lost, and looked at until it answers as before, with the weights it
+had. One that answers with other weights was started anew: it waits for a publication. One that failed in a publication
+is dropped: whatever it answers, only a later publication brings it back. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_rl.rollout.server_client import RequestRefused, ServerClient, ServerError
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.05
+LONGEST_LOOK_S = 5.0
+LOOK_EVERY_S = 0.5
+LOOK_TIMEOUT_S = 10.0
+PATROL_EVERY_S = 5.0
+MUSTER_POLL_S = 0.05
+
+
+@dataclass(eq=False)
+class Member:
+    """One server and what is known about it."""
+
+    server: ServerClient
+    weights: str | None = None
+    """Name of the weights it must have to serve again; None once only a publication can bring it back."""
+    failures: int = 0
+    """Calls that failed since one last went well."""
+    answers: bool = True
+    """It has answered since it was lost, but with other weights."""
+    dropped_in: int = -1
+    """The publication that it failed."""
+    trouble: str = ""
+    watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Membership:
+    """The servers of one client. `serving` get requests; `publishing` take part in control calls."""
+
+    def __init__(self, servers: list[ServerClient], *, on_drop: Callable[[str, str], None] | None = None) -> None:
+        """`on_drop(url, reason)` is told of servers that failed a publication."""
+        self._members = {server: Member(server) for server in servers}
+        self.serving = list(servers)
+        self.publishing = list(servers)
+        self.number = 0
+        """Counts changes: a weight group made under another number no longer fits."""
+        self._on_drop = on_drop
+        self._publications = 0
+        self._patrol: asyncio.Task[None] | None = None
+        self._some_serve = asyncio.Event()
+        self._some_serve.set()
+
+    def begin(self, patience_s: float) -> None:
+        """The servers have answered `probe`, and serve with the weights that they named.
+
+        From now on one that gives no sign of life for `patience_s` is lost, and what it was generating with it.
+        """
+        for server, member in self._members.items():
+            member.weights = server.info.weight_version if server.info else None
+        self._patrol = asyncio.get_running_loop().create_task(self._go_round(patience_s))
+
+    @property
+    def needs_weights(self) -> bool:
+        """True where no server serves and one that could lacks the weights. From any thread."""
+        return not self.serving and any(member.answers for member in self._members.values())
+
+    def troubles(self) -> str:
+        """Say what is the matter with the servers that do not serve."""
+        return "; ".join(m.trouble for s, m in self._members.items() if s not in self.serving)
+
+    async def wait_for_one(self, timeout_s: float) -> None:
+        """Return once a server serves; ServerError where none does for `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._some_serve.wait(), timeout_s)
+        except TimeoutError:
+            raise ServerError(f"no rollout server is left, and none came back: {self.troubles()}") from None
+
+    def praise(self, server: ServerClient) -> None:
+        """A reply of it was good."""
+        self._members[server].failures = 0
+
+    def lose(self, server: ServerClient, trouble: str) -> None:
+        """Send it nothing more until it answers as before."""
+        member = self._members[server]
+        member.trouble = trouble
+        if server not in self.serving:
+            return
+        self.serving.remove(server)
+        self.number += 1
+        member.failures += 1
+        member.answers = False
+        self._watch(member)
+        if not self.serving:
+            self._some_serve.clear()
+
+    def drop(self, server: ServerClient, trouble: str) -> None:
+        """Leave it out, and what it was generating to others, until it takes part in a later publication."""
+        logger.warning("%s is left out: %s", server.url, trouble)
+        member = self._members[server]
+        self.lose(server, trouble)
+        member.weights, member.trouble, member.answers = None, trouble, False
+        member.dropped_in = self._publications
+        self._watch(member)
+        if server in self.publishing:
+            self.publishing.remove(server)
+            self.number += 1
+        server.abandon_calls()
+        if self._on_drop is not None:
+            self._on_drop(server.url, trouble)
+
+    async def muster(self, timeout_s: float) -> None:
+        """Settle who takes part in the next publication: all that answer, at least one.
+
+        ServerError where none answers for `timeout_s`.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not (present := self._present()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerError(f"no rollout server answered for {timeout_s:g} s: {self.troubles()}")
+            await asyncio.sleep(MUSTER_POLL_S)
+        for server in present:  # in the middle of a publication a server may name weights that it has half of
+            self._stop_watching(self._members[server])
+        if present != self.publishing:
+            self.number += 1
+        self.publishing = present
+
+    def _present(self) -> list[ServerClient]:
+        present = [server for server, member in self._members.items() if server in self.serving or member.answers]
+        # What failed this publication once may fail it again; but where nobody else is left, it must do.
+        return [s for s in present if self._members[s].dropped_in < self._publications] or present
+
+    def settle(self, servers: list[ServerClient], weights: str) -> None:
+        """A publication is over: `servers` have `weights` and serve, others wait for the next one."""
+        for server, member in self._members.items():
+            if server in servers:
+                self._stop_watching(member)
+                member.weights, member.answers = weights, True
+            else:
+                member.weights = None
+                if server in self.serving:
+                    self.lose(server, "left out of a publication")
+        self._publications += 1
+        self.serving = list(servers)
+        if servers:
+            self._some_serve.set()
+
+    def close(self) -> None:
+        if self._patrol is not None:
+            self._patrol.cancel()
+        for member in self._members.values():
+            self._stop_watching(member)
+
+    async def _go_round(self, patience_s: float) -> None:
+        """A server that hangs fails no call, so each is asked something that takes it no time."""
+
+        async def visit(server: ServerClient) -> None:
+            try:
+                await server.give_sign_of_life(timeout_s=patience_s)
+            except ServerError as error:
+                self.lose(server, str(error))
+                server.abandon_calls()
+
+        while True:
+            await asyncio.sleep(min(PATROL_EVERY_S, patience_s))
+            await asyncio.gather(*(visit(server) for server in self.serving))
+
+    def _watch(self, member: Member) -> None:
+        self._stop_watching(member)
+        member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
+
+    def _stop_watching(self, member: Member) -> None:
+        if member.watcher is not None:
+            member.watcher.cancel()
+            member.watcher = None
+
+    async def _look_after(self, member: Member) -> None:
+        # One that is well whenever it is asked, and fails every reply, is asked ever more rarely.
+        await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** max(0, member.failures - 1)))
+        server = member.server
+        while True:
+            try:
+                info = await server.probe(timeout_s=LOOK_TIMEOUT_S)
+                if member.weights is not None and info.weight_version == member.weights:
+                    await server.check_health(timeout_s=LOOK_TIMEOUT_S)
+                    break
+                member.answers = True
+            except (ServerError, RequestRefused) as error:
+                member.trouble, member.answers = str(error), False
+            await asyncio.sleep(LOOK_EVERY_S)
+        member.watcher = None
+        self.serving.append(server)
+        self._some_serve.set()

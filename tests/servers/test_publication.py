@@ -1,0 +1,157 @@
+"""The publisher with servers in processes of their own: killed, stopped or sent wrong bytes in the middle of it."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rl.api import NoServerLeft
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.rollout import weight_updates
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.types import LLMRequest
+from megatron_rl.update_group import unpack_bucket
+from megatron_rl.weights import publish
+from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
+from tests.servers.in_process import specs_of
+from tests.servers.reference import reference_greedy
+
+PROMPT = [11, 200, 37, 5]
+BUCKET_BYTES = 40_000
+
+
+@pytest.fixture
+def own_servers(tiny_model, tmp_path):
+    """Three embedded servers of this test alone, that nobody restarts."""
+    config = RolloutConfig(backend="embedded", server_count=3, start_timeout_s=60, server_restarts=0)
+    with Supervisor(config, tiny_model, tmp_path / "servers") as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+def weights(other_tiny_model):
+    return load_file(other_tiny_model / "model.safetensors")
+
+
+def pid_of(supervisor, url):
+    return next(server.process.pid for server in supervisor._servers if server.url == url)
+
+
+def greedy(engine):
+    gconfig = GenerationConfig(max_new_tokens=12, greedy=True, ignore_eos=True)
+    return asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=PROMPT, gconfig=gconfig)))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_hangs_in_the_middle_costs_the_others_nothing(
+    own_servers, connect, weights, other_tiny_model, end, monkeypatch
+):
+    monkeypatch.setattr(publish, "AFTERMATH_S", 1.0)
+    monkeypatch.setattr(weight_updates, "SIGN_OF_LIFE_S", 1.0)
+    engine = connect(own_servers.urls)
+    publisher = GroupPublisher(
+        engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=60 if end == signal.SIGKILL else 3
+    )
+    victim = own_servers.urls[1]
+
+    def stream():
+        for number, item in enumerate(weights.items()):
+            if number == len(weights) // 2:
+                os.kill(pid_of(own_servers, victim), end)
+            yield item
+
+    started = time.monotonic()
+    publisher.publish(specs_of(weights), stream(), 8)
+    assert time.monotonic() - started < 30, "well before the deadlines of gloo"
+    others = [url for url in own_servers.urls if url != victim]
+    assert list(engine.server_ranks) == engine.serving == others
+    assert publisher.last.verified == len(others) * len(weights)
+    for _ in range(2):
+        reply = greedy(engine)
+        assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+        assert reply.output_versions == [8] * 12
+    publisher.publish(specs_of(weights), weights.items(), 9)  # in the group of those that are left
+    assert greedy(engine).output_versions == [9] * 12
+    publisher.close()
+    if end == signal.SIGSTOP:
+        os.kill(pid_of(own_servers, victim), signal.SIGCONT)  # or it would not hear that it is to stop
+
+
+class Careless(GroupPublisher):
+    """Changes one number of one tensor on its way to the wire."""
+
+    def __init__(self, receiver, spoiled):
+        super().__init__(receiver, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=30)
+        self.spoiled = spoiled
+
+    def _ship(self, specs, flat):
+        for spec, tensor in zip(specs, unpack_bucket(flat, specs), strict=True):
+            if spec.name == self.spoiled:
+                tensor[0, 0] += 1.0
+        return super()._ship(specs, flat)
+
+
+def test_wrong_bytes_on_the_way_are_named_and_no_server_serves_them(embedded_servers, connect, weights, tiny_model):
+    engine = connect(embedded_servers)
+    publisher = Careless(engine, "model.layers.1.mlp.up_proj.weight")
+    try:
+        with pytest.raises(NoServerLeft) as failed:
+            publisher.publish(specs_of(weights), weights.items(), 4)
+        for url in embedded_servers:
+            assert f"{url}: holds other weights than were sent: model.layers.1.mlp.up_proj.weight" in str(failed.value)
+        assert engine.serving == [] and engine.get_version() != 4
+    finally:
+        publisher.close()
+        restored = connect(embedded_servers)
+        restored.resume()
+        restored.update_weights(tiny_model, 0)
+
+
+def test_a_folder_reaches_the_servers_with_the_same_checks(
+    embedded_servers, connect, weights, tiny_model, other_tiny_model, tmp_path
+):
+    engine = connect(embedded_servers)
+    publisher = DiskPublisher(engine, folder=tmp_path / "published", model_folder=str(tiny_model))
+    for version in (5, 6):
+        publisher.publish(specs_of(weights), weights.items(), version)
+        assert [path.name for path in publisher.folder.iterdir()] == [f"version-{version}"]
+        assert publisher.last.verified == 2 * len(weights) and publisher.last.paused_s < publisher.last.seconds
+    reply = greedy(engine)
+    assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+    assert reply.output_versions == [6] * 12
+    rotten = [(name, tensor + 1 if name == "model.norm.weight" else tensor) for name, tensor in weights.items()]
+    sent = publisher.folder / "version-7"
+
+    class Rotten(DiskPublisher):
+        """Its disk gives back other bytes than were written."""
+
+        def _written(self, tensors, dtype, version):
+            super()._written(tensors, dtype, version)
+            return super()._written(rotten, dtype, version)
+
+    with pytest.raises(NoServerLeft, match="holds other weights than were sent: model.norm.weight"):
+        Rotten(engine, folder=sent.parent, model_folder=str(tiny_model)).publish(specs_of(weights), weights.items(), 7)
+    restored = connect(embedded_servers)
+    restored.resume()
+    restored.update_weights(tiny_model, 0)
+
+
+def test_real_sglang_is_checked_tensor_by_tensor(real_sglang, connect, weights, tiny_model):
+    engine = connect(real_sglang)
+    publisher = GroupPublisher(engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=30)
+    try:
+        publisher.publish(specs_of(weights), weights.items(), 3)
+        # SGLang keeps q, k and v in one tensor, and gate and up: two layers have 2 + 1 fewer each.
+        assert publisher.last.verified == len(weights) - 2 * 3
+        careless = Careless(engine, "model.layers.0.self_attn.k_proj.weight")
+        with pytest.raises(NoServerLeft, match="other weights than were sent: model.layers.0.self_attn.qkv_proj"):
+            careless.publish(specs_of(weights), weights.items(), 4)
+        careless.close()
+    finally:
+        publisher.close()
+        restored = connect(real_sglang)
+        restored.resume()
+        restored.update_weights(tiny_model, 0)
