@@ -29,7 +29,7 @@ def settings(tmp_path_factory):
 
 
 def wait_until_logged(folder, steps, alive):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not (folder / "metrics.jsonl").exists() or len(steps_of(folder)) < steps:
         assert alive() and time.monotonic() < deadline
         time.sleep(0.02)
