@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_S = 2.0
 """Shorter than uvicorn's 5 s: a connection that the server is just closing would lose a control call half way."""
 PROBE_TIMEOUT_S = 30.0
+FIRST_HEALTH_S = 5.0
+"""A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
 
 
 class Fleet:
@@ -49,7 +51,7 @@ class Fleet:
         async def greet(server: ServerClient) -> None:
             await server.probe(timeout_s=PROBE_TIMEOUT_S)
             try:
-                await server.check_health(timeout_s=PROBE_TIMEOUT_S)
+                await server.check_health(timeout_s=FIRST_HEALTH_S)
             except ServerError:  # a trainer that was killed while it published has left it paused
                 await server.command("/continue_generation", {}, timeout_s=PROBE_TIMEOUT_S)
                 await server.check_health(timeout_s=PROBE_TIMEOUT_S)

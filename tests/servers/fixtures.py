@@ -39,7 +39,7 @@ def real_supervisor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
     config = RolloutConfig(
-        backend="sglang", start_timeout_s=240, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
+        backend="sglang", start_timeout_s=400, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
     )
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("sglang")) as supervisor:
         yield supervisor

@@ -172,13 +172,13 @@ def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(conne
 def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
     connect, real_supervisor, real_sglang, tiny_model, other_tiny_model
 ):
-    engine = connect(real_sglang, start_timeout_s=240)
+    engine = connect(real_sglang, start_timeout_s=400)
     engine.update_weights(other_tiny_model, 9)
     pid = real_supervisor._servers[0].process.pid
 
     def kill_and_publish_again():
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 400
         while not engine.needs_weights and time.monotonic() < deadline:
             time.sleep(0.2)
         # It has the weights of its model folder, which are not those of version 9.
@@ -187,7 +187,7 @@ def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
         with weight_group(engine) as group:
             publish(engine, group, other_tiny_model, version=9)
 
-    reply = interrupt(engine, real_sglang, PROMPT, LONG, kill_and_publish_again, timeout_s=300)
+    reply = interrupt(engine, real_sglang, PROMPT, LONG, kill_and_publish_again, timeout_s=450)
     assert reply.output_versions == [9] * LONG
     expected = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
