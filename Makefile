@@ -1,4 +1,4 @@
-# make demo | demo-tiny | test | test-fast | readme-tables | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-fast | soak | readme-tables | bench-trl | lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -18,17 +18,20 @@ SERVER ?= auto
 ARGS ?=
 # 0 leaves real SGLang out of `make test`; the tests that need it are then skipped.
 SGLANG ?= 1
+# How many times `make soak` kills a run.
+POINTS ?= 50
 
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 
-.PHONY: help demo demo-tiny test test-fast readme-tables bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-fast soak readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU (SGLANG=0 leaves that out)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
+	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
@@ -47,6 +50,9 @@ test: operators $(SGLANG_TEST)
 
 test-fast: operators
 	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
+
+soak: operators
+	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
 
 readme-tables: .venv/.installed
 	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables

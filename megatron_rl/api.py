@@ -52,11 +52,15 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return `count` finished groups, in the order they finished. TimeoutError leaves them where they are."""
+        """Return the first `count` groups to finish, older versions first. TimeoutError leaves them where they are."""
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
         """Run one episode per prompt and return the groups in the order of `data` (rejected ones left out)."""
+
+    @abc.abstractmethod
+    def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
+        """The same in the slots that training's episodes leave; the caller need not wait for it."""
 
     @abc.abstractmethod
     def prepare_batch(

@@ -348,6 +348,15 @@ class RolloutConfig:
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous."""
+    stale: str = "drop"
+    """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
+    tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
+    max_uniform_resamples: int = 0
+    """Dynamic sampling (DAPO): groups without variance of rewards are replaced by those of other prompts, at most so
+    many times a step's groups; the rest is trained as it is. 0 replaces none."""
+    oversample: float = 1.0
+    """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
+    others' prompts are the first of the next step, which waits for them."""
     interruption: str = "retract"
     """What new weights do to replies under way, which all go on with them afterwards.
 
@@ -395,10 +404,26 @@ class RolloutConfig:
                 "must be at least 1",
             ),
             max_staleness=(self.max_staleness, self.max_staleness >= 0, "must be at least 0; 0 is synchronous"),
+            max_uniform_resamples=(
+                self.max_uniform_resamples,
+                0 <= self.max_uniform_resamples <= 50,
+                "must be in [0, 50]; DAPO takes 10",
+            ),
+            oversample=(
+                self.oversample,
+                1 <= self.oversample <= 2 and (self.oversample == 1 or self.max_staleness == 0),
+                "must be in [1, 2], and 1 where max_staleness > 0, which runs ahead as it is",
+            ),
+            stale=(self.stale, self.stale in ("drop", "mask", "keep"), "must be drop, mask or keep"),
             request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
             start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
             episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),
         )
+
+    @property
+    def takes_prompts_in_order(self) -> bool:
+        """Every step has the prompts that come next: none is sampled ahead, replaced or put off."""
+        return self.max_staleness == 0 and self.max_uniform_resamples == 0 and self.oversample == 1
 
 
 @dataclass(kw_only=True)
@@ -452,14 +477,23 @@ class RunConfig:
     save_every_steps: int = 0
     """HF weights under folder/step-N; 0 saves after the last step only."""
     save_at_end: bool = True
+    checkpoint_every_steps: int = 0
+    """What `--resume` continues from, under folder/checkpoints; 0 writes none."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay."""
+    grace_s: float = 60.0
+    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
-        check("run", steps=(self.steps, self.steps >= 1, "must be at least 1"))
-        for key in ("evaluate_every_steps", "save_every_steps", "threads_per_rank"):
+        check("run", grace_s=(self.grace_s, self.grace_s > 0, "must be above 0 seconds"))
+        for key in ("steps", "keep_checkpoints"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value >= 1, "must be at least 1")})
+        for key in ("evaluate_every_steps", "save_every_steps", "checkpoint_every_steps", "threads_per_rank"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 0, "must be at least 0")})
 
@@ -512,6 +546,11 @@ class TrainConfig:
                 f"generation.n_samples = {samples}: algo.advantage = group_norm compares the replies of one prompt "
                 f"and needs 2 "
                 f"or more; raise it, or set algo.advantage=reinforce."
+            )
+        if self.rollout.max_uniform_resamples > 0 and samples < 2:
+            raise ValueError(
+                f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
+                f"every group is uniform; raise it, or leave the key out."
             )
         if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
             raise ValueError(

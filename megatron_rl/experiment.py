@@ -6,17 +6,18 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-import itertools
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,15 @@ from megatron_rl.algo.loss import explained_variance
 from megatron_rl.api import NoServerLeft, RolloutWorkflow
 from megatron_rl.batch import exchange
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
 from megatron_rl.launch import watch
+from megatron_rl.launch.notice import StopNotice
+from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
+from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -49,7 +55,11 @@ from megatron_rl.weights.mapping import weight_source
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HELD_OUT = "held_out"
+SERVER_DIES_BEFORE_NOTICE_S = 1.0
+"""Some schedulers send a notice to every process of a job, also to the servers."""
 WARM_START_SETTINGS = "warm_start.json"
 SERVER_LOOK_S = 0.2
 """How often a rank that waits for replies looks whether a server is left to give them."""
@@ -173,13 +183,15 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 class Experiment:
     """All parts of one run on this rank: a context manager that starts them and always stops them."""
 
-    def __init__(self, config: TrainConfig, *, needs_servers: bool = True) -> None:
-        self.config, self.needs_servers = config, needs_servers
+    def __init__(self, config: TrainConfig, *, needs_servers: bool = True, resume: str = "") -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        self.config, self.needs_servers, self.resume = config, needs_servers, resume
         self.timers = PhaseTimers()
         self.supervisor: Supervisor | None = None
         self.rollout: RemoteSGLangEngine | None = None
         self.engine: MegatronEngine | None = None
         self.held_out_scores: list[float] = []
+        self.evaluations: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-replies")
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -200,10 +212,17 @@ class Experiment:
                 f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
-        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main)
+        self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
+        self.resumed_from = self.checkpoints.choose(self.resume)
+        resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
+        self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
+        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.own_prompts = itertools.islice(self.prompts, self.groups.data.rank, None, self.groups.data.size)
+        self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
+        self.notice = StopNotice(config.run.grace_s, on_half_time=self._leave_step, says_so=self.groups.is_main)
+        if config.run.checkpoint_every_steps > 0:
+            self.notice.listen()
         try:
             if self.needs_servers:
                 self._start_servers()
@@ -214,11 +233,13 @@ class Experiment:
         return self
 
     def __exit__(self, error_type: type | None = None, *_: object) -> None:
+        self.notice.close()
         self.log_file.close()
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
         if self.rollout is not None:
             self.rollout.destroy()
+            self.books.close()
         self._waiting.shutdown()
         if self.supervisor is not None:
             self.supervisor.stop()
@@ -238,18 +259,33 @@ class Experiment:
                 context_length=arch.max_positions,
                 dummy_weights=True,  # version 0 is published before the first request
                 threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
-                on_death=watch.stop,
+                on_death=self._on_server_death,
             )
             self.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
             urls = [self.supervisor.start()]
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.groups.is_data_head:
+            rank = self.groups.data.rank
+            dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
+            events = [*self.books.events, dead_letters]
             on_drop = None if self.supervisor is None else self.supervisor.replace
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, on_drop=on_drop)
+            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events, on_drop=on_drop)
             self.rollout.initialize(urls[0])
-            self.workflow = make_workflow(config, self.tokenizer, config.generation)
+            self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)
             self.evaluation_workflow = make_workflow(config, self.tokenizer, greedy)
+
+    def _on_server_death(self, message: str) -> None:
+        """End the run, unless whoever ended the server has sent this process a notice too: then save first."""
+        if self.notice.came(within_s=SERVER_DIES_BEFORE_NOTICE_S):
+            self._leave_step()
+        else:
+            watch.stop(message)
+
+    def _leave_step(self) -> None:
+        """Let the rollout of the step that is under way fail."""
+        if self.rollout is not None:
+            self.rollout.fail(f"{self.notice.signal_name or 'a notice'}: the run is about to be ended.")
 
     def _start_engines(self) -> None:
         config = self.config
@@ -301,6 +337,81 @@ class Experiment:
 
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Bring models and servers to where the first step starts: resumed from a checkpoint, or warm-started."""
+        if self.resumed_from:
+            self._continue_from(self.resumed_from)
+        else:
+            self.warm_start()
+        self.publish()
+        # A checkpoint is written after its step's evaluation has begun, which may not have ended.
+        if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
+            self.evaluate(step=self.first_step)
+        self.timers.snapshot()  # starting up is not part of the first step
+
+    def _continue_from(self, path: Path) -> None:
+        with self.timers("resume"):
+            for name, engine in self._trained.items():
+                engine.load(path / name, with_optimizer=True, is_checked=True)
+        self.held_out_scores = read_state(path)["held_out_scores"]
+        if self.reference is not None and self.config.warm_start.updates > 0:
+            self._load_warm_start(self.reference)
+        for fault in self.checkpoints.passed_over:
+            self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
+        for fault in self.books.faults:
+            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
+        self.say(f"resumed after step {self.first_step} from {path}")
+
+    @property
+    def _trained(self) -> dict[str, MegatronEngine]:
+        """The engines that a checkpoint holds, by their name in it."""
+        return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
+
+    def checkpoint(self, *, step: int) -> bool:
+        """Begin to write what a later run continues from after `step` steps, where it is time to.
+
+        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
+        """
+        options = self.config.run
+        if options.checkpoint_every_steps == 0:
+            return False
+        self.books.note_step()
+        if self.groups.any(self.notice.came()):
+            self._stop_after(step)
+            return True
+        is_due = step == options.steps or step % options.checkpoint_every_steps == 0
+        with self.timers("checkpoint"):
+            with self._warning_of_checkpoints():
+                self.checkpoints.finish(wait=is_due)
+            if is_due:
+                with self._warning_of_checkpoints():
+                    self._start_checkpoint(step)
+        return False
+
+    @contextlib.contextmanager
+    def _warning_of_checkpoints(self) -> Iterator[None]:
+        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.say(f"WARNING: {error} Training goes on; the next checkpoint is tried when it is due.")
+
+    def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
+        self.log_file.sync()
+        self.books.turn_the_page(self.checkpoints.oldest)
+        state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
+        state |= {"evaluating": [begun for begun, _ in self.evaluations]} | self.books.state_dict()
+        self.checkpoints.start(step, self._trained, state, in_background=in_background)
+
+    def _stop_after(self, step: int) -> None:
+        """Write the checkpoint of this place, where there is something new, and say how to go on."""
+        self.checkpoints.finish(wait=True)
+        if step > self.checkpoints.newest:
+            self._start_checkpoint(step, in_background=False)
+            self.checkpoints.finish(wait=True)
+        why = self.notice.signal_name or "another rank's notice"
+        self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
+
     def warm_start(self) -> None:
         """Train on the prompts' answers where the config asks for it, then start RL's optimizer afresh."""
         options = self.config.warm_start
@@ -319,11 +430,26 @@ class Experiment:
         self.engine.set_version(0)
         if self.reference is not None:
             self.reference.copy_weights(self.engine)
-        if self.critic is not None and not self.config.critic.model:
-            folder = options.folder or self.folder / "warm_start"  # through files: the layouts may differ
-            if not options.folder:
-                self.engine.save(folder)
-            self.critic.engine.load(folder)
+        takes_over = self.critic is not None and not self.config.critic.model
+        is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
+        if not options.folder and (takes_over or is_needed_later):
+            self.engine.save(self._warm_start_folder)
+        if takes_over:
+            self.critic.engine.load(self._warm_start_folder)  # through files: the layouts may differ
+
+    @property
+    def _warm_start_folder(self) -> Path:
+        return Path(self.config.warm_start.folder or self.folder / "warm_start")
+
+    def _load_warm_start(self, engine: MegatronEngine) -> None:
+        """Load what the run's warm start had made; ValueError where it is not there any more."""
+        folder = self._warm_start_folder
+        if self.config.warm_start.folder and not self._is_warm_start_kept():
+            raise ValueError(
+                f"warm_start.folder = {str(folder)!r}: no longer holds the warm start of this run, which the resumed "
+                f"run's reference is; bring it back, or start a new run."
+            )
+        engine.load(folder)
 
     def _train_warm_start(self) -> None:
         options = self.config.warm_start
@@ -376,8 +502,11 @@ class Experiment:
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
         self.publish()
-        workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-        batch = self._roll_out(lambda rollout: rollout.rollout_batch(self.held_out, workflow), only_main=True)
+        sampled: Future[TrajectoryBatch] | None = None
+        if self.groups.is_main:
+            workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
+            sampled = self.rollout.evaluate(self.held_out, workflow)
+        batch = self._wait_for(sampled)
         reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
@@ -410,30 +539,49 @@ class Experiment:
         if self.rollout is not None and not self.groups.is_main:
             self.rollout.settle(served_by[0], version)
 
+    def next_batch(self, step: int) -> TrajectoryBatch | None:
+        """Return the step's trajectories on every rank, or None where a notice stops the run.
+
+        A rollout that a notice cuts short is left, and so is the step: the checkpoint is that of its beginning.
+        """
+        own: TrajectoryBatch | None = None
+        is_left = False
+        with self.timers("rollout"):
+            self.books.note_step()
+            try:
+                own = self.rollout_batch()
+            except RuntimeError:
+                if not self.notice.came():
+                    raise
+                is_left = True
+            if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
+                self._stop_after(step)
+                return None
+            return self.exchange(own)
+
     def rollout_batch(self) -> TrajectoryBatch | None:
         """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
 
-        Synchronous runs take each step's prompts in order. With max_staleness > 0 a head keeps further episodes in
-        flight, over its own share of the prompts: every `data.size`-th one.
+        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
+        many as it needs from its own share of the prompts, which its ledger hands out.
         """
         total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
-        if self.config.rollout.max_staleness > 0:
-            return self._roll_out(lambda r: r.prepare_batch(self.own_prompts, self.workflow, last - first))
+        if not self.config.rollout.takes_prompts_in_order:
+            return self._roll_out(lambda r: r.prepare_batch(self.books.ledger, self.workflow, last - first))
         prompts = self.prompts.next_batch(total)
         return self._roll_out(lambda r: r.rollout_batch(prompts[first:last], self.workflow))
 
-    def _roll_out(
-        self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch], *, only_main: bool = False
-    ) -> TrajectoryBatch | None:
-        """Call the rollout engine of this rank, where it has one (or is the main rank), and return what that gives.
+    def _roll_out(self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch]) -> TrajectoryBatch | None:
+        """Call this rank's rollout engine, where it has one, and return what that gives."""
+        return self._wait_for(None if self.rollout is None else self._waiting.submit(call, self.rollout))
 
-        Should every server be lost meanwhile, the call goes on waiting while all ranks publish the weights once more,
-        to servers that were restarted.
+    def _wait_for(self, pending: Future[T] | None) -> T | None:
+        """Return the result of `pending`, None on ranks that have nothing to wait for.
+
+        Should every server be lost meanwhile, it goes on waiting while all ranks publish the weights once more, to
+        servers that were restarted.
         """
-        pending: Future[TrajectoryBatch] | None = None
-        if self.rollout is not None and (self.groups.is_main or not only_main):
-            pending = self._waiting.submit(call, self.rollout)
         stalled = torch.ones(1)
         while stalled:
             stalled.zero_()
@@ -492,26 +640,37 @@ class Experiment:
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts greedily where it is time to.
 
-        Before the first step, after the last, and between.
+        Before the first step, after the last, and between; an asynchronous run does not wait for those between, whose
+        replies may be of several versions then.
         """
         every, last = self.config.run.evaluate_every_steps, self.config.run.steps
         is_due = step in (0, last) or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):
             return
+        waits = self.config.rollout.max_staleness == 0 or step in (0, last)
         with self.timers("evaluate"):
-            batch = self._roll_out(
-                lambda rollout: rollout.rollout_batch(self.held_out, self.evaluation_workflow), only_main=True
-            )
-            if batch is not None:
-                rewards = batch["rewards"]
-                self.held_out_scores.append(float(rewards.mean()))
-                is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
-                name = "accuracy" if is_right_or_wrong else "reward/mean"
-                metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
-                samples = self.samples(batch, len(batch), self.held_out)
-                self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
-                self.rollout.metrics()  # evaluation does not count as rollout
-            dist.barrier(group=self.groups.control)
+            if self.groups.is_main:
+                self.evaluations.append((step, self.rollout.evaluate(self.held_out, self.evaluation_workflow)))
+            if waits:
+                under_way = [result for _, result in self.evaluations]
+                self._wait_for(self._waiting.submit(wait, under_way) if self.groups.is_main else None)
+            self._log_evaluations()
+
+    def _log_evaluations(self) -> None:
+        """Log the evaluations that are done, in their order."""
+        while self.evaluations and self.evaluations[0][1].done():
+            step, result = self.evaluations.popleft()
+            batch = result.result()
+            rewards = batch["rewards"]
+            self.held_out_scores.append(float(rewards.mean()))
+            is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
+            name = "accuracy" if is_right_or_wrong else "reward/mean"
+            metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
+            versions = trained_versions(batch)
+            if self.config.rollout.max_staleness > 0 and len(versions):
+                metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+            samples = self.samples(batch, len(batch), self.held_out)
+            self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
 
     def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
         """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""
@@ -557,7 +716,8 @@ class Experiment:
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
-            metrics |= self.rollout.metrics()
+            self._log_evaluations()
+            metrics |= self.rollout.metrics() | self.books.metrics()
         metrics |= self.timers.snapshot()
         self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
         mismatch.check_alarm(differences, self.config.correction.alarm)
@@ -593,7 +753,9 @@ class Experiment:
                     self.critic.engine.save(self.folder / f"{name}-critic")
 
     def finish(self) -> None:
-        """Write the report and say what the run achieved."""
+        """Wait for the last checkpoint, write the report and say what the run achieved."""
+        with self._warning_of_checkpoints():
+            self.checkpoints.finish(wait=True)
         self.log_file.close()
         if self.groups.is_main:
             report = write_report(self.folder)

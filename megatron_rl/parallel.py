@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -61,6 +62,23 @@ class ParallelGroups:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def on_main(self, act: Callable[[], object]) -> str:
+        """Run `act` on the main rank while the others wait; return on all which OSError ended it, '' if none did."""
+        fault = [""]
+        if self.is_main:
+            try:
+                act()
+            except OSError as error:
+                fault = [str(error)]
+        dist.broadcast_object_list(fault, src=0, group=self.control)
+        return fault[0]
+
+    def any(self, is_so: bool) -> bool:
+        """True on all ranks if it is so on one. All ranks call it."""
+        votes = torch.tensor([int(is_so)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(votes[0])
 
     def activate(self) -> None:
         """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""

@@ -13,20 +13,19 @@ from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch import watch
+from megatron_rl.launch.notice import EXIT_STOPPED
 
 
-def train(config: TrainConfig) -> None:
-    """Run the experiment. All ranks call it."""
+def train(config: TrainConfig, *, resume: str = "") -> bool:
+    """Run the experiment, from its start or from a checkpoint. False if a notice stopped it. All ranks call it."""
     from megatron_rl.experiment import Experiment
 
-    with Experiment(config) as x:
-        x.warm_start()
-        x.publish()
-        x.evaluate(step=0)
-        x.timers.snapshot()  # starting up is not part of the first step
-        for step in range(config.run.steps):
-            with x.timers("rollout"):
-                batch = x.exchange(x.rollout_batch())
+    with Experiment(config, resume=resume) as x:
+        x.begin()
+        for step in range(x.first_step, config.run.steps):
+            batch = x.next_batch(step)
+            if batch is None:
+                return False
             x.score(batch)
             with x.timers("advantages"):
                 x.compute_advantages(batch)
@@ -41,7 +40,10 @@ def train(config: TrainConfig) -> None:
             x.save(step=step + 1)
             x.log(step, batch, shares, stats, critic_stats)
             x.evaluate(step=step + 1)
+            if x.checkpoint(step=step + 1):
+                return False
         x.finish()
+        return True
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -49,6 +51,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument("--dry-run", action="store_true", help="check everything that needs no server, then stop")
+    parser.add_argument(
+        "--resume",
+        default="",
+        metavar="auto|CHECKPOINT",
+        help="continue a run: auto takes the newest good checkpoint in run.folder, or starts where there is none",
+    )
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -62,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
             check(config)
             print(config.to_yaml())
         else:
-            train(config)
+            if not train(config, resume=args.resume):
+                sys.exit(EXIT_STOPPED)
     except ValueError as error:
         sys.exit(f"megatron_rl.train: {error}")
     except KeyboardInterrupt:

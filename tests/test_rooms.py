@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": EVERYTHING,
     "cli": EVERYTHING,
     "experiment": EVERYTHING,
+    "recovery": EVERYTHING,
     "sft": EVERYTHING,
     "train": EVERYTHING,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_rl import platform
 from megatron_rl.engine import manifest, optimizer_kinds
+from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
@@ -35,6 +39,17 @@ if TYPE_CHECKING:
 
 HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
+WRITER_NICENESS = 10
+"""Training comes first where writers share its cores."""
+SCHEDULE_KEYS = {
+    "max_lr": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "lr_warmup_steps": "optimizer.warmup_updates",
+    "lr_decay_style": "optimizer.schedule",
+    "lr_decay_steps": "run.steps, in updates",
+    "start_wd": "optimizer.weight_decay",
+}
+"""Upstream's names of what a schedule consists of, and ours."""
 
 
 class CheckpointWriter:
@@ -45,16 +60,35 @@ class CheckpointWriter:
         self.calls = AsyncCallsQueue(persistent=False)
         self.path: Path | None = None
         """What is being written."""
+        self.copies = SharedCopies()
 
-    def start(self, path: str | Path, state: dict[str, Any], *, model_folder: str | Path, head: str) -> None:
-        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first."""
+    def start(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        *,
+        model_folder: str | Path,
+        head: str,
+        training: list[Tensor],
+        in_background: bool,
+    ) -> None:
+        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first.
+
+        training: the tensors that training changes, which the writers may not have. in_background: training goes on.
+        """
         self.finish(wait=True)
         self.path = Path(path)
         aside = self.path.with_name(f".{self.path.name}.partial")
-        if self.groups.is_main:
+
+        def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        dist.barrier(group=self.groups.control)
+
+        def add_model_files() -> None:
+            (aside / HF_FILES).mkdir()
+            copy_model_files(model_folder, aside / HF_FILES, head=head)
+
+        self._on_main(make_room)
         strategy = get_default_save_sharded_strategy()
         if self.groups.data_context.size > 1:  # replicas share the writing
             strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.data_context.group)
@@ -62,45 +96,73 @@ class CheckpointWriter:
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # megatron.core >= 0.18
             options["async_strategy"] = "mcore"
         request = dist_checkpointing.save(state, str(aside), strategy, **options)
-        if self.groups.is_main:
-            (aside / HF_FILES).mkdir()
-            copy_model_files(model_folder, aside / HF_FILES, head=head)
+        self._on_main(add_model_files)
         if request.async_fn is not None:
-            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank)
+            niceness = WRITER_NICENESS if in_background else 0
+            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank, niceness)
             request = request._replace(async_fn=write)
+        if request.preload_fn is not None and not platform.has_cuda():  # on a GPU this makes copies on the host
+            request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
         request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
         self.calls.schedule_async_request(request)
+
+    def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
+        """Return upstream's buckets, (file, key, (bytes, tensors)), with copies of training's own tensors."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in training}
+        buckets = preload()
+        tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
+        own = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in storages]
+        copies = dict(zip(map(id, own), self.copies.of(own), strict=True))
+        return [
+            (file, key, (data, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]))
+            for file, key, (data, items) in buckets
+        ]
 
     def finish(self, *, wait: bool) -> bool:
         """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
 
-        RuntimeError on all ranks where a writer failed; what stood under the name before is untouched then.
+        CheckpointError on all ranks where a writer failed; what stood under the name before is untouched then.
         """
         if self.path is None:
             return True
         try:
             self.calls.maybe_finalize_async_calls(blocking=wait)
         except CheckpointException as error:
-            path, self.path = self.path, None
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in sorted(error.failures.items()))
-            reasons = reasons or "rank 0 says which"
-            raise RuntimeError(
-                f"checkpoint {str(path)!r}: a writer failed ({reasons}), and no new checkpoint is there; see that the "
-                f"disk has space and no process of the run was killed, and save again."
-            ) from error
+            raise self._failure(f"a writer failed ({reasons or 'rank 0 says which'})") from error
         if self.calls.get_num_unfinalized_calls() == 0:
             self.path = None
         return self.path is None
 
     def _publish(self, aside: Path, path: Path) -> None:
-        if self.groups.is_main:
+        def publish() -> None:
             manifest.write(aside)
             replace_folder(aside, path)
-        dist.barrier(group=self.groups.control)
+
+        self._on_main(publish)
+
+    def _on_main(self, act: Callable[[], None]) -> None:
+        """Run `act` on the main rank; CheckpointError on all ranks where its files could not be written."""
+        fault = self.groups.on_main(act)
+        if fault:
+            raise self._failure(fault)
+
+    def _failure(self, fault: str) -> manifest.CheckpointError:
+        path, self.path = self.path, None
+        assert path is not None
+        # What a full disk makes of a file in work hides the reason: torch's writer then complains of a position.
+        free = next((shutil.disk_usage(folder).free for folder in path.parents if folder.exists()), 0)
+        return manifest.CheckpointError(
+            f"checkpoint {str(path)!r}: {fault}, and no new checkpoint is there; see that the disk has space "
+            f"({free / 1e9:.2f} GB are free) and no process of the run was killed, and save again."
+        )
 
 
-def _write_and_sum(write: Callable[..., None], aside: Path, rank: int, *args: Any, **kwargs: Any) -> None:
+def _write_and_sum(
+    write: Callable[..., None], aside: Path, rank: int, niceness: int, *args: Any, **kwargs: Any
+) -> None:
     """Run upstream's writer, then checksum this rank's files while the kernel still holds them."""
+    os.nice(niceness)
     write(*args, **kwargs)
     manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
 
@@ -187,13 +249,15 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool) -> None:
+def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_checked: bool = False) -> None:
     """Restore a checkpoint in this or another layout; all ranks call it.
 
-    ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more. RuntimeError
-    names a file that is not as it was written.
+    ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more, or another
+    schedule. RuntimeError names a file that is not as it was written; `is_checked` says that the caller has looked.
     """
-    common = open_checkpoint(path, engine.groups)
+    common = (
+        dist_checkpointing.load_common_state_dict(str(path)) if is_checked else open_checkpoint(path, engine.groups)
+    )
     if not with_optimizer:
         state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
         _load_models(engine, state)
@@ -205,6 +269,7 @@ def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool) -> N
             f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
         )
+    schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
     wanted = training_state(engine, is_loading=True)
     wanted["random"] = _random_state(engine.groups, common["layout"])
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
@@ -220,7 +285,7 @@ def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool) -> N
         state = dist_checkpointing.load(wanted, str(path))
     _load_models(engine, state)
     engine.optimizer.load_state_dict(state["optimizer"])
-    engine.scheduler.load_state_dict(state["scheduler"])
+    engine.scheduler.load_state_dict(schedule)
     engine.version = state["version"]
     _set_random_state(state["random"], with_tracker=common["layout"] == _layout(engine.groups))
 
@@ -236,12 +301,22 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
             f"checkpoint {str(path)!r}: no {manifest.NAME} there; give a folder written by save(with_optimizer=True) "
             f"or megatron-rl convert."
         )
-    faults: list[list[str]] = [[] for _ in range(groups.world_size)]
-    found = manifest.faults(path, part=groups.rank, parts=groups.world_size)
-    dist.all_gather_object(faults, found, group=groups.control)
-    for fault in (fault for found in faults for fault in found):
+    for fault in manifest.faults_for_all(path, groups):
         raise RuntimeError(f"checkpoint {str(path)!r}: {fault}; copy it again, or take an earlier checkpoint.")
     return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the saved schedule, which upstream compares with this run's; a constant one may go on for longer."""
+    if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
+        saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
+    for name, key in SCHEDULE_KEYS.items():
+        if mine[name] != saved[name]:
+            raise ValueError(
+                f"{key} = {mine[name]}: the checkpoint {path!r} has {saved[name]}, and its schedule continues as it "
+                f"began; give the same value, or start a new run from its weights."
+            )
+    return saved
 
 
 def _load_models(engine: MegatronEngine, state: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""manifest.json: name, size and CRC-32 of every file of a folder, so that a changed or missing one is named."""
+"""manifest.json: name, size and CRC-32 of every file of a folder, so that a changed or missing one is named.
+
+A folder inside it that has a manifest of its own is summed up by that one, whose sum the outer manifest has.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ import json
 import zlib
 from pathlib import Path
 
+import torch.distributed as dist
+
+from megatron_rl.parallel import ParallelGroups
+
 NAME = "manifest.json"
 _PART = ".sums-"
 _READ_BYTES = 16 * 1024 * 1024
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; what stood under its name before is untouched."""
 
 
 def write_part(folder: Path, files: list[Path], *, name: str) -> None:
@@ -20,11 +31,17 @@ def write(folder: Path) -> None:
     """Write the manifest of all files below `folder`; sums that `write_part` has kept are taken from there."""
     known: dict[str, dict[str, int]] = {}
     for part in folder.glob(f"{_PART}*"):
-        known |= json.loads(part.read_text())
+        try:
+            known |= json.loads(part.read_text())
+        except ValueError:  # its writer ran out of disk; the files themselves are summed up below
+            pass
         part.unlink()
+    inner = [path.parent for path in folder.rglob(NAME) if path.parent != folder]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {}
     for path in files:
+        if path.name != NAME and any(other in path.parents for other in inner):
+            continue
         name = str(path.relative_to(folder))
         entries[name] = known.get(name) or _entry(path)
     (folder / NAME).write_text(json.dumps({"files": entries}, indent=1))
@@ -33,8 +50,8 @@ def write(folder: Path) -> None:
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     """Describe every file of this part of the manifest that is missing or differs; empty if all is well."""
     try:
-        entries = json.loads((folder / NAME).read_text())["files"]
-    except (ValueError, KeyError) as error:
+        entries = _read(folder)
+    except (OSError, ValueError, KeyError) as error:
         return [f"{NAME} is not readable ({error})"]
     found = []
     for name in sorted(entries)[part::parts]:
@@ -46,6 +63,23 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
         elif _entry(path) != expected:
             found.append(f"the content of {name} is not what was written (CRC-32 differs)")
     return found
+
+
+def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
+    """Check every file of a folder with a manifest, shared out over the ranks; all ranks get all faults."""
+    of_ranks: list[list[str]] = [[] for _ in range(groups.world_size)]
+    found = faults(path, part=groups.rank, parts=groups.world_size)
+    dist.all_gather_object(of_ranks, found, group=groups.control)
+    return [fault for found in of_ranks for fault in found]
+
+
+def _read(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the entries of a folder's manifest and of those of the folders inside."""
+    entries: dict[str, dict[str, int]] = json.loads((folder / NAME).read_text())["files"]
+    for name in [name for name in entries if name != NAME and Path(name).name == NAME]:
+        inner = Path(name).parent
+        entries |= {str(inner / other): entry for other, entry in _read(folder / inner).items()}
+    return entries
 
 
 def _entry(path: Path) -> dict[str, int]:

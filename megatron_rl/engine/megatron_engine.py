@@ -7,7 +7,7 @@ Results do not depend on the layout or the microbatch split; tests/megatron hold
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_rl.batch.exchange import pack_alike  # noqa: E402
 from megatron_rl.config import EngineConfig  # noqa: E402
 from megatron_rl.engine import checkpoint, schedule  # noqa: E402
 from megatron_rl.engine.context import sum_for_all  # noqa: E402
+from megatron_rl.engine.host_memory import left_out_of_forks  # noqa: E402
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
@@ -439,7 +440,7 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()
         if with_optimizer:
-            self.save_async(path)
+            self.save_async(path, in_background=False)
             self.finish_saves()
             return
         if self.groups.is_main:
@@ -455,10 +456,14 @@ class MegatronEngine(TrainEngine):
                 pass
         dist.barrier(group=self.groups.control)
 
-    def save_async(self, path: str | Path) -> None:
+    def save_async(
+        self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True
+    ) -> None:
         """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
 
-        It appears under its name in the first `finish_saves` after the writers are done.
+        It appears under its name in the first `finish_saves` after the writers are done. beside: engines of the same
+        processes that are trained meanwhile too. in_background: False where the caller is going to wait, so that the
+        writers need not stand back.
         """
         self._activate()
         if self.optimizer is None:
@@ -466,25 +471,31 @@ class MegatronEngine(TrainEngine):
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state = checkpoint.training_state(self, is_loading=False)
-        self.checkpoints.start(path, state, model_folder=self.config.model.path, head=self.arch.head)
+        training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
+        with left_out_of_forks(training):
+            model = {"model_folder": self.config.model.path, "head": self.arch.head}
+            self.checkpoints.start(path, state, training=training, in_background=in_background, **model)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
 
-        All ranks call it. RuntimeError where a writer failed; an earlier checkpoint of that name is still there then.
+        All ranks call it. CheckpointError where a writer failed; an earlier checkpoint of that name is still there.
         """
         if self.checkpoints is None:
             return True
         self.groups.activate()
         return self.checkpoints.finish(wait=wait)
 
-    def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint."""
+    def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
+        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint.
+
+        `is_checked` leaves out the comparison of a checkpoint's files with their sums, where the caller has made it.
+        """
         self._activate()
         if with_optimizer and self.optimizer is None:
             raise RuntimeError("load with_optimizer on an engine with trainable=False: it has none; leave it out.")
         if with_optimizer or checkpoint.is_checkpoint(path):
-            checkpoint.load(path, self, with_optimizer=with_optimizer)
+            checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return
         load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
         if self.optimizer is not None:

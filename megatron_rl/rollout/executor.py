@@ -1,267 +1,414 @@
 """Keeps episodes in flight: starts them as the admission gate allows, retries what fails, hands out finished groups.
 
-Episodes run on the engine's event loop; the public methods are for the trainer's thread. An episode ends accepted (a
-group of trajectories), rejected (its workflow returned None) or failed (every attempt raised); failed prompts are given
-up and counted, never trained with a made-up reward.
+Everything here runs on one event loop, so nothing needs a lock; RemoteSGLangEngine is the trainer's door to it. An
+episode ends accepted (a group of trajectories), rejected (its workflow returned None) or failed (every attempt raised);
+failed prompts are given up and counted, never trained with a made-up reward.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import threading
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict import TensorDict
-
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
+from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.rollout.tally import Tally, is_counted
+from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
+MOST_FAILED, MOST_REJECTED = 10, 100
+"""Failed and rejected prompts for each group of a batch, after which it is given up: they would use up the data set."""
 
 
 @dataclass(kw_only=True)
-class Episode:
-    """One prompt on its way. `number` orders the episodes by submission."""
+class Finished:
+    """A group that waits to be trained."""
 
-    number: int
-    data: dict[str, Any]
-    workflow: RolloutWorkflow
-    created_s: float
+    episode: Episode
+    group: TrajectoryBatch
+    versions: range
+    """From the oldest trained token's policy version to the newest's; empty where none has one."""
 
-
-@dataclass(kw_only=True)
-class Outcome:
-    """How an episode ended: `group` if accepted, `error` if failed, neither if rejected."""
-
-    number: int
-    group: TrajectoryBatch | None = None
-    error: BaseException | None = None
+    @classmethod
+    def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
+        versions = trained_versions(group)
+        ends = range(int(versions.min()), int(versions.max()) + 1) if len(versions) else range(0)
+        return cls(episode=episode, group=group, versions=ends)
 
 
 class RolloutExecutor:
-    """Runs the workflows of one engine. `_changed` guards everything that both threads touch."""
+    """Runs the workflows of one engine. All methods are for the thread of one event loop."""
 
-    def __init__(self, engine: InferenceEngine, thread: EventLoopThread, config: RolloutConfig, tally: Tally) -> None:
-        self._engine, self._thread, self._config, self._tally = engine, thread, config, tally
-        self._changed = threading.Condition()
+    def __init__(
+        self, engine: InferenceEngine, config: RolloutConfig, tally: Tally, events: Sequence[RolloutEvents] = ()
+    ) -> None:
+        self._engine, self._config, self._tally, self._events = engine, config, tally, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
-        self._slots = asyncio.Semaphore(config.max_concurrent_episodes)
+        self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
-        self._finished: deque[Outcome] = deque()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._evaluations: deque[Episode] = deque()
+        self._finished: list[Finished] = []
+        self._running: dict[asyncio.Task[None], Episode] = {}
+        self._resamples = 0
+        self._progress = asyncio.Event()
         self._submitted = 0
         self._batches_at: tuple[int, int] = (-1, 0)
-        self._failed = self._rejected = 0
+        self._failed = self._rejected = 0  # since the last batch, of admitted episodes
         self._first_error: BaseException | None = None
         self._fatal: str | None = None
 
-    # -- the trainer's thread
+    # -- what the trainer asks for
 
-    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+    async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode; it starts when the gate admits it."""
-        with self._changed:
-            self._raise_if_fatal()
-            self._enqueue(data, workflow)
-        self._thread.loop.call_soon_threadsafe(self._start_admitted)
+        self._raise_if_fatal()
+        self._enqueue(data, workflow)
+        self._start()
 
-    def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish, in that order.
+    async def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
+        """Take a group that an earlier process finished and nobody consumed; `workflow` is for its prompt's requeueing.
+
+        Before the first batch. Not reported as accepted: whoever has it knows.
+        """
+        self._finished.append(Finished.of(self._new_episode(data, workflow), group))
+
+    async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
+        """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
 
         TimeoutError leaves them where they are. RuntimeError if so few episodes remain that `count` cannot be reached.
         """
-        return self._collect(count, timeout_s, refill=lambda: None)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._collect(count, refill=lambda: None)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rollout: {len(self._finished)} of {count} groups after {timeout_s:g} s; they are kept."
+            ) from error
 
-    def prepare_batch(
+    async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:
         """Return the next `count` groups, and leave in flight as many more as the staleness bound admits.
 
-        With max_staleness 0 exactly `count` episodes exist at a time, and the batch is in the order of the prompts.
+        With max_staleness 0 exactly `count` episodes exist at a time, or with `oversample` so many times as much, and
+        the batch is in the order of the prompts.
         """
-        with self._changed:
-            self._gate.begin_steps(count, self._engine.get_version())
+        surplus = math.ceil(count * self._config.oversample) - count
+        self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
+        self._resamples = count * self._config.max_uniform_resamples
+
+        # One step's prompts more than there is room for: they start as soon as the next version makes room.
+        spare = count if self._config.max_staleness > 0 else 0
 
         def refill() -> None:
-            for _ in range(self._gate.room(self._engine.get_version()) - len(self._queue)):
-                self._enqueue(next(prompts), workflow)
-            self._thread.loop.call_soon_threadsafe(self._start_admitted)
+            wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
+            for data in itertools.islice(prompts, max(0, wanted)):
+                self._enqueue(data, workflow)
 
-        return self._collect(count, None, refill=refill, in_order=self._config.max_staleness == 0)
+        batch = await self._collect(count, refill=refill, in_order=self._config.max_staleness == 0)
+        if surplus:
+            self._recall()
+        return batch
 
-    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
+    async def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
         """Run one episode per prompt now, whatever the gate says, and return the groups in the order of `data`.
 
         Rejected and failed episodes are left out. RuntimeError if all failed, from the first cause.
         """
+        return self._consume(await self._run_together("rollout_batch", self._asked, data, workflow))
+
+    async def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
+        """The same beside training's episodes: in the slots that these leave, and in one for sure.
+
+        The groups may be of several versions, and are not reported, aged or consumed.
+        """
+        finished = await self._run_together("evaluate", self._evaluations, data, workflow)
+        return join_groups([entry.group for entry in finished])
+
+    async def _run_together(
+        self, call: str, line: deque[Episode], data: list[dict[str, Any]], workflow: RolloutWorkflow
+    ) -> list[Finished]:
+        """Run one episode per prompt, started from `line`, and return the accepted ones in the order of `data`."""
         if not data:
-            raise ValueError("rollout_batch: data = []; give at least one prompt.")
+            raise ValueError(f"{call}: data = []; give at least one prompt.")
+        self._raise_if_fatal()
         version = self._engine.get_version()
-        with self._changed:
-            self._raise_if_fatal()
-            batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
-            self._batches_at = (version, batch)
-        now = time.monotonic()
+        batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
+        self._batches_at = (version, batch)
+        loop = asyncio.get_running_loop()
         episodes = [
             Episode(
                 number=number,
                 data={"sample_key": f"version {version} {sample_key(prompt, f'batch {batch} {number}')}"} | prompt,
                 workflow=workflow,
-                created_s=now,
+                is_training=line is not self._evaluations,
+                outcome=loop.create_future(),
             )
             for number, prompt in enumerate(data)
         ]
-        try:
-            outcomes = self._thread.run(self._run_all(episodes))
-        except CancelledError:
-            raise RuntimeError(self._fatal or "rollout_batch: the engine was destroyed while it ran.") from None
-        groups = [outcome.group for outcome in outcomes if outcome.group is not None]
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        if not groups:
+        for episode in episodes:
+            for events in self._observers(episode):
+                events.queued(episode)
+        line.extend(episodes)
+        self._start()
+        outcomes = await asyncio.gather(*(episode.outcome for episode in episodes if episode.outcome is not None))
+        pairs = zip(episodes, outcomes, strict=True)
+        accepted = [Finished.of(episode, outcome.group) for episode, outcome in pairs if outcome.group is not None]
+        if not accepted:
+            errors = [outcome.error for outcome in outcomes if outcome.error is not None]
             raise RuntimeError(
-                f"rollout_batch: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
+                f"{call}: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
                 f"{self._config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
                 + (f"; the first error was {type(errors[0]).__name__}: {errors[0]}" if errors else ".")
             ) from (errors[0] if errors else None)
-        return self._consume(groups)
+        return accepted
 
     def notice_version(self) -> None:
         """The policy version rose: start what the gate admits now."""
-        self._thread.loop.call_soon_threadsafe(self._start_admitted)
+        try:
+            self._start()
+        except Exception as error:  # of an observer; the trainer is not waiting here, and hears of it at its next call
+            self.fail(f"rollout: {type(error).__name__}: {error}")
 
     def fail(self, message: str) -> None:
-        """Make every waiting and later call raise RuntimeError(message): the world cannot go on. From any thread."""
-        with self._changed:
-            self._fatal = self._fatal or message
-            self._changed.notify_all()
-        self._thread.loop.call_soon_threadsafe(self._cancel_all)
+        """Make every waiting and later call raise RuntimeError(message): the world cannot go on."""
+        self._fatal = self._fatal or message
+        for task in self._running:
+            task.cancel()
+        for episode in [*self._asked, *self._evaluations]:
+            self._abandon(episode)
+        self._progress.set()
 
-    # -- shared
+    # -- prompts
 
     def _enqueue(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        episode = self._new_episode(data, workflow)
+        self._queue.append(episode)
+        for events in self._events:
+            events.queued(episode)
+
+    def _new_episode(self, data: dict[str, Any], workflow: RolloutWorkflow) -> Episode:
         number, self._submitted = self._submitted, self._submitted + 1
         data = {"sample_key": sample_key(data, f"episode {number}")} | data
-        self._queue.append(Episode(number=number, data=data, workflow=workflow, created_s=time.monotonic()))
+        return Episode(number=number, data=data, workflow=workflow)
 
     def _raise_if_fatal(self) -> None:
         if self._fatal is not None:
             raise RuntimeError(self._fatal)
 
-    def _collect(self, count: int, timeout_s: float | None, *, refill: Any, in_order: bool = False) -> TrajectoryBatch:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            failed, rejected = self._failed, self._rejected
-            self._first_error = None
+    # -- finished groups
+
+    async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
+        try:
             while True:
                 self._raise_if_fatal()
-                if len(self._finished) >= count:
-                    break
-                failures = self._failed - failed
-                if failures >= count and not self._finished:
-                    # Without this, a broken reward function would burn the whole data set.
-                    raise RuntimeError(
-                        f"rollout: {failures} episodes failed {self._config.episode_attempts} times each and none "
-                        f"succeeded; the first error was {type(self._first_error).__name__}: {self._first_error}"
-                    ) from self._first_error
+                self._requeue_stale()
                 refill()
-                left = len(self._finished) + self._gate.running + len(self._queue)
-                if left < count:
-                    raise RuntimeError(
-                        f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
-                        f"({failures} failed and {self._rejected - rejected} were rejected meanwhile); submit more."
-                    ) from self._first_error
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    raise TimeoutError(
-                        f"rollout: {len(self._finished)} of {count} groups after {timeout_s:g} s; they are kept."
-                    )
-                self._changed.wait(remaining)
-            taken = [self._finished.popleft() for _ in range(count)]
+                self._start()
+                # A prompt that an earlier step did not wait for is not passed over twice.
+                if len(self._finished) >= count and not any(e.is_late for e in self._running.values()):
+                    break
+                self._raise_if_hopeless(count)
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._failed, self._rejected, self._first_error = 0, 0, None
+        # The oldest first, or they might be too old for the next batch; of one age in the order of finishing.
+        self._finished.sort(key=lambda finished: (not finished.episode.is_late, finished.versions.start))
+        taken, self._finished = self._finished[:count], self._finished[count:]
         if in_order:
-            taken.sort(key=lambda outcome: outcome.number)
-        return self._consume([outcome.group for outcome in taken if outcome.group is not None])
+            taken.sort(key=lambda finished: finished.episode.number)
+        return self._consume(taken)
 
-    def _consume(self, groups: list[TrajectoryBatch]) -> TrajectoryBatch:
-        batch = join_groups(groups)
-        ages = self._engine.get_version() - batch["versions"][batch["loss_mask"] & (batch["versions"] >= 0)]
+    def _raise_if_hopeless(self, count: int) -> None:
+        """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
+        if self._failed >= count * (MOST_FAILED if self._finished else 1):
+            raise RuntimeError(
+                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
+                f"{len(self._finished) or 'none'} succeeded; the first error was "
+                f"{type(self._first_error).__name__}: {self._first_error}"
+            ) from self._first_error
+        if self._rejected >= MOST_REJECTED * count:
+            raise RuntimeError(
+                f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
+                f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
+            )
+        left = len(self._finished) + self._gate.running + len(self._queue)
+        if left < count:
+            raise RuntimeError(
+                f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
+                f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
+            ) from self._first_error
+
+    def _requeue_stale(self) -> None:
+        """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""
+        oldest_allowed = self._engine.get_version() - self._config.max_staleness
+        kept, dropped = [], []
+        for finished in self._finished:
+            versions = finished.versions
+            # A group of which masking would leave nothing is dropped as well.
+            decides = {"drop": versions.start, "mask": versions.stop - 1, "keep": oldest_allowed}[self._config.stale]
+            (dropped if versions and decides < oldest_allowed else kept).append(finished)
+        self._finished = kept
+        for _ in dropped:
+            self._gate.take_back()
+        self._tally.add(stale=len(dropped))
+        why = f"its group holds tokens of versions before {oldest_allowed}"
+        self._requeue([finished.episode for finished in dropped], why)
+
+    def _recall(self) -> None:
+        """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
+        recalled = [(task, episode) for task, episode in self._running.items() if episode.outcome is None]
+        for task, episode in recalled:
+            del self._running[task]  # whatever it still returns is nobody's
+            task.cancel()
+            episode.is_late = True
+            self._gate.finish(accepted=False)
+        self._requeue([episode for _, episode in recalled], "the step was full")
+
+    def _requeue(self, episodes: list[Episode], why: str) -> None:
+        """Put them, in this order, before the rest of the queue."""
+        for episode in reversed(episodes):
+            episode.queued_s = time.monotonic()
+            self._queue.appendleft(episode)
+        for episode in episodes:
+            for events in self._events:
+                events.requeued(episode, why)
+
+    def _consume(self, taken: list[Finished]) -> TrajectoryBatch:
+        version = self._engine.get_version()
+        if self._config.stale == "mask":
+            for finished in taken:
+                masked = mask_older(finished.group, version - self._config.max_staleness)
+                self._tally.add(masked_tokens=masked)
+        batch = join_groups([finished.group for finished in taken])
+        ages = version - trained_versions(batch)
         if len(ages):
             self._tally.add(staleness=float(ages.sum()), aged_tokens=len(ages))
             self._tally.at_least(staleness_max=float(ages.max()))
+        for events in self._events:
+            events.consumed([finished.episode for finished in taken], version)
         return batch
 
-    # -- the event loop's thread
+    # -- episodes
 
-    def _start_admitted(self) -> None:
-        with self._changed:
-            while self._queue and self._fatal is None and self._gate.capacity(self._engine.get_version()) > 0:
-                self._gate.start()
-                self._spawn(self._run_gated(self._queue.popleft()))
+    def _start(self) -> None:
+        """Start what there is room for: first what somebody waits for, then the queue, then evaluations."""
+        while self._fatal is None and self._asked and self._gate.slots > 0:
+            self._launch(self._asked.popleft())
+        while self._fatal is None and self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
+            self._launch(self._queue.popleft())
+        while self._fatal is None and self._evaluations and self._gate.slots > 0:
+            self._launch(self._evaluations.popleft())
 
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    @property
+    def _kept_free(self) -> int:
+        """Slots that the queue leaves to evaluations: one, so that they come to an end however full the queue is."""
+        is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
+        return int(is_waiting and self._config.max_concurrent_episodes > 1)
 
-    def _cancel_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def _observers(self, episode: Episode) -> Sequence[RolloutEvents]:
+        return self._events if episode.is_training else ()
 
-    async def _run_gated(self, episode: Episode) -> None:
-        outcome = await self._run(episode)
-        with self._changed:
-            self._gate.finish(accepted=outcome.group is not None)
-            if outcome.group is not None:
-                self._finished.append(outcome)
-            elif outcome.error is None:
-                self._rejected += 1
-            else:
+    def _launch(self, episode: Episode) -> None:
+        self._gate.start(is_admitted=episode.outcome is None)
+        for events in self._observers(episode):
+            events.started(episode)
+        task = asyncio.get_running_loop().create_task(self._fly(episode))
+        self._running[task] = episode
+        task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._running.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # of an observer: episodes' own are kept
+            self.fail(f"rollout: {type(error).__name__}: {error}")
+
+    async def _fly(self, episode: Episode) -> None:
+        is_counted.set(episode.is_training)  # for this task and what it starts
+        task = asyncio.current_task()
+        try:
+            outcome = await self._run(episode)
+            if task is None or self._running.pop(task, None) is None:
+                return  # recalled
+            self._book(episode, outcome)
+        except BaseException:
+            self._abandon(episode)
+            raise
+        if episode.outcome is not None:
+            episode.outcome.set_result(outcome)
+        self._progress.set()
+        self._start()
+
+    def _abandon(self, episode: Episode) -> None:
+        if episode.outcome is not None and not episode.outcome.done():
+            episode.outcome.set_exception(RuntimeError(self._fatal or "rollout: the episode was cancelled."))
+
+    def _book(self, episode: Episode, outcome: Outcome) -> None:
+        """Count how an episode ended, and keep the group of one that the gate admitted."""
+        is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
+        if group is None and error is None:
+            why = "the workflow returned None"
+        elif is_admitted and group is not None and self._resamples > 0 and is_uniform(group):
+            self._resamples -= 1
+            self._tally.add(uniform=1)
+            group, why = None, "all rewards are equal"
+        self._gate.finish(is_admitted=is_admitted, accepted=group is not None)
+        observers = self._observers(episode)
+        if group is not None:
+            self._tally.add(accepted=1)
+            if is_admitted:
+                self._finished.append(Finished.of(episode, group))
+            for events in observers:
+                events.accepted(episode, group)
+        elif error is None:
+            self._tally.add(rejected=1)
+            self._rejected += is_admitted
+            for events in observers:
+                events.rejected(episode, why)
+        else:
+            logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
+            self._tally.add(failed=1)
+            if is_admitted:
                 self._failed += 1
-                self._first_error = self._first_error or outcome.error
-            self._changed.notify_all()
-        self._start_admitted()
-
-    async def _run_all(self, episodes: list[Episode]) -> list[Outcome]:
-        return await asyncio.gather(*(self._spawn(self._run(episode)) for episode in episodes))
+                self._first_error = self._first_error or error
+            for events in observers:
+                events.dead_lettered(episode, error)
 
     async def _run(self, episode: Episode) -> Outcome:
         """Run one episode to its end; never raises but when cancelled."""
-        async with self._slots:
-            self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.created_s)
-            for attempt in range(1, self._config.episode_attempts + 1):
-                try:
-                    group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
-                except RequestRefused as refusal:
-                    error: BaseException = refusal
-                    break
-                # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.
-                except Exception as raised:
-                    error = raised
-                    if attempt < self._config.episode_attempts:
-                        self._tally.add(retried=1)
-                        delay_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (attempt - 1))
-                        what = f"{type(raised).__name__}: {raised}"
-                        logger.info("episode %d: attempt %d failed (%s)", episode.number, attempt, what)
-                        await asyncio.sleep(delay_s)
-                else:
-                    self._tally.add(accepted=group is not None, rejected=group is None)
-                    return Outcome(number=episode.number, group=group)
-            self._tally.add(failed=1)
-            logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
-            return Outcome(number=episode.number, error=error)
+        self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        for attempt in range(1, self._config.episode_attempts + 1):
+            version = self._engine.get_version()
+            try:
+                group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
+                refuse_older(group, version)
+                return Outcome(group=group)
+            except RequestRefused as refusal:
+                return Outcome(error=refusal)
+            # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.
+            except Exception as raised:
+                error: BaseException = raised
+                if attempt < self._config.episode_attempts:
+                    self._tally.add(retried=1)
+                    delay_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (attempt - 1))
+                    what = f"{type(raised).__name__}: {raised}"
+                    logger.info("episode %d: attempt %d failed (%s)", episode.number, attempt, what)
+                    await asyncio.sleep(delay_s)
+        return Outcome(error=error)
 
 
 def sample_key(data: dict[str, Any], otherwise: str) -> str:
@@ -273,34 +420,3 @@ def sample_key(data: dict[str, Any], otherwise: str) -> str:
     if "prompt_index" in data and "epoch" in data:
         return f"prompt {data['epoch']}/{data['prompt_index']}"
     return otherwise
-
-
-def as_group(result: Any) -> TrajectoryBatch | None:
-    """Turn what a workflow returned into a batch of one group; None for a rejected prompt."""
-    if result is None:
-        return None
-    if isinstance(result, list):
-        strangers = [type(entry).__name__ for entry in result if not isinstance(entry, Trajectory)]
-        if strangers:
-            raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
-        return TrajectoryBatch.from_trajectories([result]) if result else None
-    if isinstance(result, (Mapping, TensorDict)):
-        batch = TrajectoryBatch.from_padded(result)
-        batch.sequences["group"].zero_()
-        return batch
-    raise TypeError(
-        f"arun_episode returned {type(result).__name__}; must return a list of Trajectory, a padded TensorDict or None."
-    )
-
-
-def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
-    """Join batches of one group each; `group` numbers them from 0 in the given order."""
-    first = groups[0]
-    for number, group in enumerate(groups):
-        if group.tokens.keys() != first.tokens.keys() or group.sequences.keys() != first.sequences.keys():
-            raise RuntimeError(
-                f"group {number} has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, group 0 "
-                f"{sorted(first.tokens)} and {sorted(first.sequences)}; every episode must return the same ones."
-            )
-        group.sequences["group"].fill_(number)
-    return TrajectoryBatch.cat(groups)

@@ -104,31 +104,32 @@ class PromptIterator(Iterator[dict[str, Any]]):
         if not prompts:
             raise ValueError("prompts = []: an endless iterator needs at least one prompt.")
         self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
-        self._go_to(epoch=0, position=0)
+        self.number = 0
+        """Prompts that were taken: the place, in the endless order, of the one that comes next."""
+        self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
         return len(self.prompts)
 
     def __next__(self) -> dict[str, Any]:
-        if self._position == len(self._order):
-            self._go_to(epoch=self._epoch + 1, position=0)
-        index = self._order[self._position]
-        self._position += 1
-        return self.prompts[index] | {"prompt_index": index, "epoch": self._epoch}
+        self.number += 1
+        return self.at(self.number - 1)
+
+    def at(self, number: int) -> dict[str, Any]:
+        """Return the prompt at a place of the endless order; the iteration stays where it is."""
+        epoch, position = divmod(number, len(self.prompts))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        index = self._order[position]
+        return self.prompts[index] | {"prompt_index": index, "epoch": epoch}
 
     def next_batch(self, count: int) -> list[dict[str, Any]]:
         """Return the next `count` prompts, over the end of an epoch where needed."""
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> dict[str, int | bool]:
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "count": len(self.prompts),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return {"number": self.number, "count": len(self.prompts), "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
         """Continue where `state_dict` was taken; ValueError for the state of other prompts or another order."""
@@ -139,10 +140,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
                     f"prompts: the saved iterator has {name} = {state[name]}, this run {mine[name]}; "
                     "resume with the same data, run.seed and data.shuffle, or start a new run."
                 )
-        self._go_to(epoch=int(state["epoch"]), position=int(state["position"]))
+        self.number = int(state["number"])
 
-    def _go_to(self, *, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = list(range(len(self.prompts)))
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self.prompts)))
         if self.shuffle:
-            random.Random(f"{self.seed} {epoch}").shuffle(self._order)
+            random.Random(f"{self.seed} {epoch}").shuffle(order)
+        return order

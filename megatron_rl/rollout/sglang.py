@@ -13,13 +13,15 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.server_client import (
@@ -47,10 +49,15 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     """Implements InferenceEngine and WeightReceiver. One trainer rank makes it; HTTP runs on a thread of its own."""
 
     def __init__(
-        self, config: RolloutConfig, *, seed: int | None = None, on_drop: Callable[[str, str], None] | None = None
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int | None = None,
+        events: Sequence[RolloutEvents] = (),
+        on_drop: Callable[[str, str], None] | None = None,
     ) -> None:
         """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication."""
-        self.config, self.seed, self.on_drop = config, seed, on_drop
+        self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
         self._version = 0
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
@@ -68,7 +75,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if self._thread is not None:
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
         self._thread = EventLoopThread("rollout")
-        self._executor = RolloutExecutor(self, self._thread, self.config, self._tally)
+        self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
 
         async def connect() -> None:
             self._fleet = Fleet(self.config, urls, self.on_drop)
@@ -85,7 +92,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        self._executor.fail("the rollout engine was destroyed.")
+        thread.loop.call_soon_threadsafe(self._executor.fail, "the rollout engine was destroyed.")
         thread.run(self._fleet.close())
         thread.stop()
 
@@ -236,27 +243,30 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     # -- episodes
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        self._running_thread()
-        self._executor.submit(data, workflow)
+        self._running_thread().run(self._executor.submit(data, workflow))
+
+    def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
+        """Take a group that an earlier process finished and nobody consumed. Before the first batch."""
+        self._running_thread().run(self._executor.restore(data, workflow, group))
 
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.wait(count, timeout_s)
+        return self._running_thread().run(self._executor.wait(count, timeout_s))
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.rollout_batch(data, workflow)
+        return self._running_thread().run(self._executor.rollout_batch(data, workflow))
+
+    def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
+        return self._running_thread().submit(self._executor.evaluate(data, workflow))
 
     def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:
-        self._running_thread()
-        return self._executor.prepare_batch(prompts, workflow, count)
+        return self._running_thread().run(self._executor.prepare_batch(prompts, workflow, count))
 
     def fail(self, message: str) -> None:
         """Make waiting and later calls raise RuntimeError(message). For a supervisor whose server died; any thread."""
         if self._thread is not None:
-            self._executor.fail(message)
+            self._thread.loop.call_soon_threadsafe(self._executor.fail, message)
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call, under `rollout/`."""
@@ -272,7 +282,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._thread is not None:
-            self._executor.notice_version()
+            self._thread.loop.call_soon_threadsafe(self._executor.notice_version)
 
     # -- servers
 

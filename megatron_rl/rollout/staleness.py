@@ -1,6 +1,6 @@
 """When another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298), as arithmetic.
 
-Owns counts only. The version must rise by one per step of `groups_per_step` groups, or the bound means something else.
+Owns counts only. The version must rise by one per step at most, or the bound means something else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ class AdmissionGate:
     max_staleness: int
     groups_per_step: int | None = None
     """Groups that one step consumes; None bounds concurrency only."""
+    surplus: int = 0
+    """Groups that may be sampled beyond the bound; a step that is full does without the last ones."""
     accepted: int = 0
-    """Episodes that gave a group, since step 0."""
+    """Groups of this run, taken or waiting to be."""
     running: int = 0
+    """Episodes that were admitted; `others` run beside them and count for concurrency only."""
+    others: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.max_concurrent - self.running - self.others
 
     def room(self, version: int) -> int:
         """Return how many more groups can be sampled so that none is older than `max_staleness` when it is trained.
@@ -28,21 +36,30 @@ class AdmissionGate:
         """
         if self.groups_per_step is None:
             return self.max_concurrent
-        return (self.max_staleness + version + 1) * self.groups_per_step - (self.accepted + self.running)
+        return (self.max_staleness + version + 1) * self.groups_per_step + self.surplus - (self.accepted + self.running)
 
     def capacity(self, version: int) -> int:
         """Return how many episodes may start now; 0 or less is none."""
-        return min(self.max_concurrent - self.running, self.room(version))
+        return min(self.slots, self.room(version))
 
-    def begin_steps(self, groups_per_step: int, version: int) -> None:
-        """Set the size of a step. A gate that has accepted nothing takes the groups of earlier steps as accepted."""
-        if self.groups_per_step is None:
-            self.accepted = max(self.accepted, version * groups_per_step)
-        self.groups_per_step = groups_per_step
+    def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
+        """A step will take so many groups; `waiting` are finished and not taken, `surplus` more may run beside them.
 
-    def start(self) -> None:
-        self.running += 1
+        All earlier steps count as taken in full: of a resumed run, and where an update was skipped and left the version
+        as it was.
+        """
+        self.groups_per_step, self.surplus = groups, surplus
+        self.accepted = version * groups + waiting
 
-    def finish(self, *, accepted: bool) -> None:
-        self.running -= 1
-        self.accepted += accepted
+    def start(self, *, is_admitted: bool = True) -> None:
+        self.running += is_admitted
+        self.others += not is_admitted
+
+    def finish(self, *, accepted: bool, is_admitted: bool = True) -> None:
+        self.running -= is_admitted
+        self.others -= not is_admitted
+        self.accepted += accepted and is_admitted
+
+    def take_back(self) -> None:
+        """A group that was accepted is dropped after all."""
+        self.accepted -= 1

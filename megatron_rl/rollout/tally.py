@@ -5,10 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from contextvars import ContextVar
+
+is_counted = ContextVar("is_counted", default=True)
+"""False in the episodes of an evaluation, which are no part of a step's rollout."""
 
 
 class Tally:
-    """Sums by name, from any thread. `generating` of them is the time with at least one request in flight."""
+    """Sums by name, from any thread. `generating` of them is the time with at least one request in flight.
+
+    Where `is_counted` is False, calls do nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,24 +25,32 @@ class Tally:
         self._busy_since = 0.0
 
     def add(self, **amounts: float) -> None:
+        if not is_counted.get():
+            return
         with self._lock:
             for name, amount in amounts.items():
                 self._sums[name] += amount
 
     def at_least(self, **values: float) -> None:
         """Keep the largest value of each name."""
+        if not is_counted.get():
+            return
         with self._lock:
             for name, value in values.items():
                 self._most[name] = max(value, self._most.get(name, value))
 
     def enter(self) -> None:
         """A request goes out."""
+        if not is_counted.get():
+            return
         with self._lock:
             self._accrue()
             self._in_flight += 1
 
     def leave(self) -> None:
         """A request is over."""
+        if not is_counted.get():
+            return
         with self._lock:
             self._accrue()
             self._in_flight -= 1
@@ -46,10 +61,11 @@ class Tally:
             self._accrue()
             sums, self._sums = self._sums, defaultdict(float)
             most, self._most = self._most, {}
-        counts = ("accepted", "rejected", "failed", "retried")
+        counts = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
         metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
         metrics |= {
             "rollout/generated_tokens": sums["tokens"],
+            "rollout/masked_tokens": sums["masked_tokens"],
             "rollout/interruptions": sums["interruptions"],
             "rollout/request_retries": sums["request_retries"],
             "rollout/server_failures": sums["server_failures"],

@@ -68,14 +68,15 @@ class RunLog:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in (METRICS, SAMPLES):
-                make_room(self.folder / name, first_step)
+            kept = [make_room(self.folder / name, first_step) for name in (METRICS, SAMPLES)]
             self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
             self._samples = (self.folder / SAMPLES).open("a", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"run.folder = {str(folder)!r}: cannot be written ({error}); name another one.") from error
         self._console = console or Console(highlight=False)
-        self._start = time.monotonic()
+        self._opened = time.monotonic()
+        # What a resumed run says of its age goes on where it was cut off.
+        self._start = self._opened - max((line["elapsed_s"] for line in kept[0]), default=0.0)
         self._first_logged: tuple[int, float] | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -129,6 +130,12 @@ class RunLog:
         shown = "  ".join(f"{key} {plain(value)}" for key, value in metrics.items())
         self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
 
+    def sync(self) -> None:
+        """Bring what was written to the disk: a checkpoint of this moment counts on it."""
+        if self.is_main:
+            for file in (self._metrics, self._samples):
+                os.fsync(file.fileno())
+
     def close(self) -> None:
         """Finish the console display and close the files. A second call does nothing."""
         if not self.is_main or self._metrics.closed:
@@ -166,7 +173,7 @@ class RunLog:
         now = time.monotonic()
         if self._first_logged is None:
             self._first_logged = (step, now)
-            return now - self._start
+            return now - self._opened
         first_step, first_time = self._first_logged
         return (now - first_time) / max(step - first_step, 1)
 
@@ -175,17 +182,18 @@ class RunLog:
         self._console.print(line, soft_wrap=True)
 
 
-def make_room(path: Path, first_step: int) -> None:
-    """Set an earlier run's file aside, or cut it back to what happened before `first_step`."""
+def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """Set an earlier run's file aside, or cut it back to what happened before `first_step`; return what is left."""
     if not path.exists():
-        return
+        return []
     if first_step == 0:
         path.rename(path.with_name(f"previous-{path.name}"))
-        return
+        return []
     kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
     shorter = path.with_suffix(".unfinished")
     shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
     os.replace(shorter, path)
+    return kept
 
 
 def happened_at(line: dict[str, Any], step: int) -> bool:

@@ -76,6 +76,34 @@ def _child(rank: int, count: int, port: str, folder: Path, function: Callable[..
         os._exit(code)  # no atexit handlers: they belong to the parent
 
 
+def fork(function: Callable[..., Any], args: tuple[Any, ...], output: Path) -> int:
+    """Start `function(args)` in a forked process, a world of its own that writes to `output`; return its pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with output.open("ab", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # whoever captured them
+        import torch
+
+        torch.set_num_threads(1)
+        function(args)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def _reap(pids: dict[int, int], deadline: float) -> dict[int, str]:
     """Wait for all ranks; once one fails the others get 3 s to fail too and are then killed."""
     failed: dict[int, str] = {}

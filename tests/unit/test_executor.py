@@ -1,9 +1,12 @@
 """The executor with workflows that ask no server: order, admission, retries, and the ends of things."""
 
 import asyncio
+import dataclasses
 import itertools
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from tensordict import TensorDict
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout import executor as executor_module
+from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory
+from megatron_rl.types import Trajectory, TrajectoryBatch
 
 
 class VersionOnly:
@@ -38,6 +43,7 @@ class Scripted(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         number = data["n"]
         self.attempts[number] = self.attempts.get(number, 0) + 1
+        data = data | {"version": engine.get_version()}
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -58,11 +64,25 @@ def trajectory(n, version=0):
 
 
 def one(data, attempt):
-    return [trajectory(data["n"])]
+    return [trajectory(data["n"], data.get("version", 0))]
 
 
 def prompts(*numbers, **fields):
     return [{"n": number, **fields} for number in numbers]
+
+
+class FromTheTrainer:
+    """Calls the executor from another thread, as the rollout engine does for the trainer."""
+
+    def __init__(self, thread, events=(), **config):
+        self.thread, self.engine, self.tally = thread, VersionOnly(), Tally()
+        self.executor = RolloutExecutor(self.engine, RolloutConfig(**config), self.tally, events)
+
+    def fail(self, message):
+        self.thread.loop.call_soon_threadsafe(self.executor.fail, message)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.thread.run(getattr(self.executor, name)(*args, **kwargs))
 
 
 @pytest.fixture
@@ -72,7 +92,7 @@ def make(monkeypatch):
 
     def start(**config):
         threads.append(EventLoopThread("test"))
-        return RolloutExecutor(VersionOnly(), threads[-1], RolloutConfig(**config), Tally())
+        return FromTheTrainer(threads[-1], **config)
 
     yield start
     for thread in threads:
@@ -117,7 +137,7 @@ def test_failing_episode_is_tried_again_then_left_out_and_counted(make):
     assert batch["rewards"].tolist() == [0, 2]
     assert batch["group"].tolist() == [0, 1]
     assert workflow.attempts == {0: 1, 1: 3, 2: 3, 3: 1}
-    metrics = executor._tally.take()
+    metrics = executor.tally.take()
     assert [metrics[f"rollout/episodes_{k}"] for k in ("accepted", "rejected", "failed", "retried")] == [2, 1, 1, 4]
 
 
@@ -130,6 +150,14 @@ def test_refused_request_is_not_tried_again(make):
     workflow = Scripted(act)
     assert make().rollout_batch(prompts(0, 1), workflow)["rewards"].tolist() == [1]
     assert workflow.attempts[0] == 1
+
+
+def test_server_that_keeps_old_weights_is_a_failure_and_not_sampled_for_ever(make):
+    executor = make(max_staleness=0, episode_attempts=2)
+    executor.engine.version = 7
+    workflow = Scripted(lambda data, _: [trajectory(data["n"], version=6)])
+    with pytest.raises(RuntimeError, match="tokens of policy version 6, and the episode began at version 7"):
+        executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
 
 
 def test_batch_without_any_group_raises_the_first_cause(make):
@@ -160,7 +188,7 @@ def test_wait_returns_groups_in_the_order_they_finish(make):
 
 
 def test_queued_episodes_start_as_others_finish(make):
-    executor, workflow = make(max_concurrent_episodes=2), Scripted(one)
+    executor, workflow = make(max_concurrent_episodes=2), Scripted(one, delay_s=0.05)
     for n in range(5):
         executor.submit({"n": n}, workflow)
     assert sorted(executor.wait(5, timeout_s=5)["rewards"].tolist()) == [0, 1, 2, 3, 4]
@@ -188,7 +216,7 @@ def test_synchronous_batches_hold_the_next_prompts_in_order(make):
     workflow = Scripted(one)
     assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [0, 1, 2]
     assert next(source)["n"] == 3  # nothing was sampled ahead
-    executor._engine.version = 1
+    executor.engine.version = 1
     source = itertools.chain(prompts(3), source)
     assert executor.prepare_batch(source, workflow, 3)["rewards"].tolist() == [3, 4, 5]
 
@@ -202,10 +230,10 @@ def test_asynchronous_batches_run_ahead_by_the_staleness_bound(make):
         time.sleep(0.01)
     time.sleep(0.05)
     assert len(workflow.attempts) == 8  # (1 + 0 + 1) * 4, and not one more until the version rises
-    executor._engine.version = 1
+    executor.engine.version = 1
     batch = executor.prepare_batch(source, workflow, 4)
     assert len(batch) == 4
-    metrics = executor._tally.take()
+    metrics = executor.tally.take()
     # Four tokens at age 0, then four of version 0 consumed at version 1.
     assert metrics["rollout/staleness"] == 0.5
     assert metrics["rollout/staleness_max"] == 1
@@ -261,3 +289,247 @@ def test_unnamed_prompts_get_new_samples_with_every_batch(make):
     executor.rollout_batch(prompts(0), workflow)
     executor.rollout_batch(prompts(0, sample_key="mine"), workflow)
     assert keys == ["version 0 batch 0 0", "version 0 batch 1 0", "mine"]
+
+
+class Book(RolloutEvents):
+    """Writes every event down with the prompt's number."""
+
+    def __init__(self):
+        self.lines = []
+
+    def queued(self, episode):
+        self.lines.append(("queued", episode.data["n"]))
+
+    def started(self, episode):
+        self.lines.append(("started", episode.data["n"]))
+
+    def accepted(self, episode, group):
+        self.lines.append(("accepted", episode.data["n"], group["rewards"].tolist()))
+
+    def rejected(self, episode, why):
+        self.lines.append(("rejected", episode.data["n"], why))
+
+    def requeued(self, episode, why):
+        self.lines.append(("requeued", episode.data["n"], why))
+
+    def dead_lettered(self, episode, error):
+        self.lines.append(("dead_lettered", episode.data["n"], str(error)))
+
+    def of(self, n):
+        return [line[0] for line in self.lines if line[1] == n]
+
+    def consumed(self, episodes, version):
+        self.lines.append(("consumed", [episode.data["n"] for episode in episodes], version))
+
+
+def test_observers_hear_of_every_turn_of_a_prompt(make):
+    def act(data, _):
+        if data["n"] == 1:
+            raise RequestRefused("prompt too long")
+        return None if data["n"] == 2 else one(data, 1)
+
+    book = Book()
+    executor = make(events=[book])
+    executor.engine.version = 3
+    executor.rollout_batch(prompts(0, 1, 2), Scripted(act))
+    assert book.of(0) == ["queued", "started", "accepted"]
+    assert book.of(1) == ["queued", "started", "dead_lettered"]
+    assert book.of(2) == ["queued", "started", "rejected"]
+    assert ("accepted", 0, [0.0]) in book.lines and ("dead_lettered", 1, "prompt too long") in book.lines
+    assert book.lines[-1] == ("consumed", [0], 3)
+
+    book.lines.clear()
+    executor.prepare_batch(iter(prompts(1, 2, 4, 5)), Scripted(act), 2)
+    assert book.of(1)[-1] == "dead_lettered" and book.of(2)[-1] == "rejected"
+    assert book.of(4) == book.of(5) == ["queued", "started", "accepted"]
+    assert book.lines[-1] == ("consumed", [4, 5], 3)
+
+
+@pytest.mark.parametrize("event", ["queued", "started", "accepted", "consumed"])
+def test_books_that_cannot_be_kept_end_the_run(make, event):
+    class FullDisk(RolloutEvents):
+        pass
+
+    def write(*_):
+        raise OSError("no space left on device")
+
+    setattr(FullDisk, event, write)
+    executor = make(events=[FullDisk()])
+    with pytest.raises((RuntimeError, OSError), match="no space left on device"):
+        executor.prepare_batch(iter(prompts(0)), Scripted(one), 1)
+
+
+def test_every_call_after_that_says_so(make):
+    class FullDisk(RolloutEvents):
+        def accepted(self, episode, group):
+            raise OSError("no space left on device")
+
+    executor = make(events=[FullDisk()])
+    with pytest.raises(RuntimeError, match="OSError: no space left on device"):
+        executor.prepare_batch(iter(prompts(0)), Scripted(one), 1)
+    with pytest.raises(RuntimeError, match="no space left on device"):
+        executor.rollout_batch(prompts(1), Scripted(one))
+
+
+def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make):
+    book = Book()
+    executor, workflow = make(events=[book], max_staleness=1), Scripted(one, delay_s=0.01)
+    executor.engine.version = 5
+    executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert batch["rewards"].tolist()[0] == 40
+    assert [line for line in book.lines if line[0] == "started"] == [
+        ("started", n) for n in range(3)
+    ]  # (1 + 1) * 2 - 1
+    assert book.of(40) == []
+
+
+class Dated(RolloutWorkflow):
+    """A trajectory of two trained tokens: of the version when the episode began, and of that when it ended.
+
+    The episode that has prompt 0 at version 0 ends after `hold` is set.
+    """
+
+    def __init__(self):
+        self.hold, self.started = asyncio.Event(), []
+
+    async def arun_episode(self, engine, data):
+        n, first = data["n"], engine.get_version()
+        self.started.append((n, first))
+        if n == 0 and first == 0:
+            await self.hold.wait()
+        ids = torch.tensor([n, n + 1, n + 2])
+        return [
+            Trajectory(
+                input_ids=ids,
+                loss_mask=torch.tensor([False, True, True]),
+                logprobs=torch.zeros(3),
+                versions=torch.tensor([-1, first, engine.get_version()]),
+                reward=float(n),
+            )
+        ]
+
+
+@pytest.fixture
+def with_late_group(make):
+    """An executor at version 2, whose bound is 1, with a group of prompt 0 that was begun at version 0."""
+
+    def start(stale):
+        workflow, book = Dated(), Book()
+        executor = make(max_staleness=1, stale=stale, events=[book])
+        source = ({"n": n} for n in itertools.count())
+        for version in range(2):
+            executor.engine.version = version
+            assert 0 not in executor.prepare_batch(source, workflow, 2)["rewards"]
+        executor.engine.version = 2
+        executor.thread.loop.call_soon_threadsafe(workflow.hold.set)
+        time.sleep(0.05)
+        executor.tally.take()
+        return executor, workflow, book, source
+
+    return start
+
+
+def test_group_that_comes_too_late_is_sampled_again(with_late_group):
+    executor, workflow, book, source = with_late_group("drop")
+    seen = []
+    for version in range(2, 5):
+        executor.engine.version = version
+        batch = executor.prepare_batch(source, workflow, 2)
+        assert (version - batch["versions"][batch["loss_mask"]]).max() <= 1
+        seen += batch["rewards"].tolist()
+    assert seen.count(0) == 1
+    assert book.of(0) == ["queued", "started", "accepted", "requeued", "started", "accepted"]  # and consumed
+    assert [started for started in workflow.started if started[0] == 0] == [(0, 0), (0, 2)]
+    assert executor.tally.take()["rollout/episodes_stale"] == 1
+
+
+def test_tokens_that_are_too_old_can_be_masked_instead(with_late_group):
+    executor, workflow, book, source = with_late_group("mask")
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["rewards"].tolist()[0] == 0, "the oldest comes first"
+    assert batch["versions"][:3].tolist() == [-1, 0, 2]
+    assert batch["loss_mask"][:3].tolist() == [False, False, True]
+    metrics = executor.tally.take()
+    assert metrics["rollout/masked_tokens"] == 1 and metrics["rollout/episodes_stale"] == 0
+    assert metrics["rollout/staleness_max"] <= 1
+
+
+def test_group_of_which_masking_leaves_nothing_is_sampled_again(with_late_group):
+    executor, workflow, book, source = with_late_group("mask")
+    executor.engine.version = 4  # its newest token is of version 2
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["loss_mask"].sum() == 4, "all are whole"
+    assert "requeued" in book.of(0)
+
+
+def test_groups_can_be_trained_however_old(with_late_group):
+    executor, workflow, book, source = with_late_group("keep")
+    batch = executor.prepare_batch(source, workflow, 2)
+    assert batch["rewards"].tolist()[0] == 0 and batch["loss_mask"][:3].tolist() == [False, True, True]
+    assert executor.tally.take()["rollout/staleness_max"] == 2
+
+
+def pair(*rewards):
+    return lambda data, _: [
+        dataclasses.replace(trajectory(data["n"]), reward=float(reward)) for reward in rewards[data["n"] % len(rewards)]
+    ]
+
+
+def test_groups_without_variance_are_replaced(make):
+    book = Book()
+    executor = make(events=[book], max_uniform_resamples=10)
+    workflow = Scripted(pair((1, 1), (0, 1), (0, 0)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert batch["input_ids"][::4].tolist() == [1, 4]
+    assert ("rejected", 0, "all rewards are equal") in book.lines
+    assert executor.tally.take()["rollout/episodes_uniform"] >= 2
+
+
+def test_task_without_any_variance_does_not_spin_for_ever(make):
+    executor, workflow = make(max_uniform_resamples=3), Scripted(pair((1, 1)))
+    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
+    assert len(batch) == 4, "the rest is trained as it is"
+    assert len(workflow.attempts) == 2 + 3 * 2
+    assert executor.tally.take()["rollout/episodes_uniform"] == 6
+
+
+def test_full_step_does_not_wait_for_the_slowest_but_the_next_one_does(make):
+    book = Book()
+    executor, workflow = make(events=[book], oversample=1.5), Scripted(one)
+    delays = {1: 0.3}
+    source = ({"n": n, "delay_s": delays.get(n, 0.02 if n < 3 else 0)} for n in itertools.count())
+    started = time.monotonic()
+    assert executor.prepare_batch(source, workflow, 2)["rewards"].tolist() == [0, 2]
+    assert time.monotonic() - started < 0.25
+    assert ("requeued", 1, "the step was full") in book.lines
+    executor.engine.version = 1
+    assert 1 in executor.prepare_batch(source, workflow, 2)["rewards"], "it is not passed over twice"
+    assert book.of(1) == ["queued", "started", "requeued", "started", "accepted"]
+
+
+def test_evaluation_runs_beside_training_without_pausing_it(make):
+    executor, workflow, scored = make(max_concurrent_episodes=3, max_staleness=1), Scripted(one), Scripted(one)
+    source = ({"n": n, "delay_s": 0.02} for n in itertools.count())
+    evaluation = executor.thread.submit(executor.executor.evaluate(prompts(*range(5), delay_s=0.05), scored))
+    for version in range(6):
+        executor.engine.version = version
+        executor.prepare_batch(source, workflow, 2)
+    batch = evaluation.result(timeout=5)
+    assert batch["rewards"].tolist() == [0, 1, 2, 3, 4]
+    assert workflow.most_running >= 2 and scored.most_running >= 1
+    time.sleep(0.1)
+    assert executor.tally.take()["rollout/episodes_accepted"] == len(workflow.attempts), "evaluations do not count"
+
+
+def test_failed_prompts_are_listed_with_their_error(make, tmp_path):
+    def act(data, _):
+        if data["n"] == 1:
+            raise ZeroDivisionError("in the verifier")
+        return one(data, 1)
+
+    executor = make(events=[DeadLetters(tmp_path / "dead_letters.jsonl")], episode_attempts=2)
+    executor.rollout_batch(prompts(0, 1, source=Path("data")), Scripted(act))
+    (letter,) = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
+    assert letter["prompt"]["n"] == 1 and letter["prompt"]["source"] == "data"
+    assert letter["error"] == "ZeroDivisionError: in the verifier" and "in act" in letter["traceback"]

@@ -32,11 +32,22 @@ def test_rejected_episode_makes_room_for_another():
 
 def test_resumed_run_counts_the_groups_of_earlier_steps():
     gate = AdmissionGate(max_concurrent=100, max_staleness=1)
-    gate.begin_steps(groups_per_step=8, version=7)
+    gate.begin_step(groups=8, version=7, waiting=0)
     assert gate.accepted == 56
     assert gate.capacity(version=7) == 16  # (1 + 7 + 1) * 8 - 56: this step and one ahead
-    gate.begin_steps(groups_per_step=8, version=8)
-    assert gate.accepted == 56
+    gate.begin_step(groups=8, version=7, waiting=5)
+    assert gate.capacity(version=7) == 11  # five of them are there
+
+
+def test_skipped_update_takes_no_room():
+    gate = AdmissionGate(max_concurrent=100, max_staleness=0)
+    gate.begin_step(groups=2, version=4, waiting=0)
+    for _ in range(2):
+        gate.start()
+        gate.finish(accepted=True)
+    assert gate.capacity(version=4) == 0
+    gate.begin_step(groups=2, version=4, waiting=0)  # the step was trained, its gradient was not finite
+    assert gate.capacity(version=4) == 2
 
 
 def test_without_a_step_size_only_concurrency_bounds():

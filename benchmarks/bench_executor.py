@@ -1,0 +1,195 @@
+"""What rollouts cost the trainer's process: requests per second of the executor, and the slow-down of a training step.
+
+    python benchmarks/bench_executor.py
+
+A null server in a process of its own answers every request at once with the same 32 tokens. First row: the real
+executor, client, workflow (8 samples a prompt, tokenised and decoded, a reward function for each) as fast as they go,
+in requests per second and per second of this process's CPU time, which does not depend on what else the machine does.
+Second: one training step of a real engine with and without `--rate` requests per second beside it, in turns; the
+slow-down is the median over pairs. The executor's own share of a core at that rate stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import orjson
+import uvloop
+from rollout_server import commit, cpu_name
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "configs/models/count_tiny"
+SAMPLES, REPLY_TOKENS = 8, 32
+TRAINED_TOKENS = 16_384
+
+
+class NullServer(asyncio.Protocol):
+    """HTTP/1.1 with nothing behind it: one prepared answer per path."""
+
+    def __init__(self) -> None:
+        tokens = [2 + number % 40 for number in range(REPLY_TOKENS)]
+        meta = {"finish_reason": {"type": "length", "length": REPLY_TOKENS}, "completion_tokens": REPLY_TOKENS}
+        meta |= {"weight_versions": [{"version": "0", "start": 0, "end": REPLY_TOKENS}]}
+        meta |= {"output_token_logprobs": [[-3.5, token, None] for token in tokens]}
+        info = {"version": "0.5.23", "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 48}
+        answers = {b"/generate": {"text": "", "meta_info": meta}, b"/server_info": info}
+        self.answers = {path: response(orjson.dumps(answer)) for path, answer in answers.items()}
+        self.other = response(b"{}")
+        self.buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            head = self.buffer[:end].lower()
+            size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+            if len(self.buffer) < end + 4 + size:
+                return
+            self.buffer = self.buffer[end + 4 + size :]
+            self.transport.write(self.answers.get(head.split(b" ", 2)[1], self.other))
+
+
+def response(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def serve() -> None:
+    server = await asyncio.get_running_loop().create_server(NullServer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+
+class Rollout:
+    """The rollout side of a trainer, with everything but a model behind it."""
+
+    def __init__(self, port: int) -> None:
+        from transformers import AutoTokenizer
+
+        from megatron_rl.config import GenerationConfig, RolloutConfig
+        from megatron_rl.rollout.rewards import exact_match
+        from megatron_rl.rollout.sglang import RemoteSGLangEngine
+        from megatron_rl.rollout.tasks import count_ones
+        from megatron_rl.rollout.workflows import RLVRWorkflow
+
+        gconfig = GenerationConfig(n_samples=SAMPLES, max_new_tokens=REPLY_TOKENS)
+        self.workflow = RLVRWorkflow(exact_match, gconfig, AutoTokenizer.from_pretrained(MODEL))
+        self.prompts = count_ones()
+        self.engine = RemoteSGLangEngine(RolloutConfig(max_concurrent_episodes=32), seed=1)
+        self.engine.initialize(f"http://127.0.0.1:{port}")
+
+    def send(self, requests: int) -> None:
+        prompts = [self.prompts[number % len(self.prompts)] for number in range(requests // SAMPLES)]
+        assert len(self.engine.rollout_batch(prompts, self.workflow)) == requests
+
+
+def throughput(rollout: Rollout, rounds: int) -> tuple[float, float]:
+    """Requests per second of time, and per second of CPU time: medians over rounds."""
+    rates = []
+    for _ in range(rounds):
+        begin, begin_cpu, requests = time.perf_counter(), time.process_time(), 2048
+        rollout.send(requests)
+        rates.append((requests / (time.perf_counter() - begin), requests / (time.process_time() - begin_cpu)))
+    return statistics.median(rate for rate, _ in rates[1:]), statistics.median(rate for _, rate in rates[1:])
+
+
+def make_step():
+    """Return a function that takes one training step of a real engine."""
+    import torch
+
+    from megatron_rl import parallel
+    from megatron_rl.algo.loss import PolicyLoss
+    from megatron_rl.api import LogprobLoss
+    from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+    from megatron_rl.engine.megatron_engine import MegatronEngine
+    from megatron_rl.types import FinetuneSpec, TrajectoryBatch
+
+    groups = parallel.start(ParallelConfig(), seed=1)
+    config = EngineConfig(model=ModelConfig(path=str(MODEL), init="random"), tokens_per_microbatch=TRAINED_TOKENS)
+    engine = MegatronEngine(config, groups=groups)
+    engine.initialize(None, FinetuneSpec(total_updates=10**6))
+    length, count = 64, TRAINED_TOKENS // 64
+    ids = torch.arange(TRAINED_TOKENS) % 46 + 2
+    mask = torch.arange(TRAINED_TOKENS) % length >= 16
+    tokens = {"input_ids": ids, "loss_mask": mask, "versions": torch.zeros_like(ids)}
+    tokens |= {key: torch.full((len(ids),), -3.5) for key in ("logprobs", "proximal_logprobs")}
+    tokens["advantages"] = torch.ones(len(ids))
+    batch = TrajectoryBatch(tokens, {"group": torch.arange(count)}, torch.arange(0, len(ids) + 1, length))
+    loss = LogprobLoss(PolicyLoss(AlgorithmConfig()))
+    return lambda: engine.train_batch(batch, loss)
+
+
+def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, float, float]:
+    """Median seconds of a step alone, its median slow-down beside `rate` requests/s, and these requests' cores."""
+    is_on, stop = threading.Event(), threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            if is_on.wait(0.1):
+                begin = time.monotonic()
+                rollout.send(SAMPLES)
+                time.sleep(max(0.0, SAMPLES / rate - (time.monotonic() - begin)))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    alone, ratios = [], []
+    for number in range(pairs + 1):
+        seconds = {}
+        for beside in (False, True) if number % 2 else (True, False):
+            (is_on.set if beside else is_on.clear)()
+            time.sleep(0.1)
+            begin = time.perf_counter()
+            for _ in range(3):
+                step()
+            seconds[beside] = (time.perf_counter() - begin) / 3
+        alone.append(seconds[False])
+        ratios.append(seconds[True] / seconds[False])
+    is_on.set()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    time.sleep(5.0)
+    cores = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
+    stop.set()
+    sender.join()
+    return statistics.median(alone[1:]), statistics.median(ratios[1:]) - 1, cores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--rates", type=float, nargs="+", default=[20.0, 100.0], help="requests/s beside the step")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return uvloop.run(serve())
+    load = os.getloadavg()[0]
+    server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        rollout = Rollout(int(server.stdout.readline()))
+        per_s, per_cpu_s = throughput(rollout, args.rounds)
+        print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {load:.1f}")
+        print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
+        print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
+        step = make_step()
+        for rate in args.rates:
+            seconds, slower, cores = slow_down(rollout, step, rate, args.pairs)
+            print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
+            print(f"which take {cores:.1%} of a core", flush=True)
+        rollout.engine.destroy()
+    finally:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What a checkpoint costs a run: seconds that training stands still, how slow it is meanwhile, and the way back.
+
+    python benchmarks/bench_recovery.py     # one GPU: bf16, Llama-3.2-1B's sizes; no GPU: float32, SmolLM2-135M's
+
+A step is forward, backward and AdamW of 64 short trajectories; medians. `standstill` is what training waits for because
+of a checkpoint; the first one in the background also gets its memory, so a later one is shown too. `step` is a training
+step while it is written, beside one with nothing else going on; `there after` counts from the beginning to its
+appearance. The plain writer puts as many bytes into one file and fsyncs it: what the disk allows. Resuming compares
+every file with its checksum first; a run does that once and then loads without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_train_step import SHAPES, WORKLOADS, make_batch, write_model_folder
+from rollout_server import commit, cpu_name
+
+from megatron_rl import platform
+from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.api import LogprobLoss
+from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.types import FinetuneSpec
+
+BLOCK_BYTES = 16 * 1024 * 1024
+
+
+def seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    if platform.has_cuda():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def in_background(engine, step: Callable[[], object], path: Path) -> tuple[float, list[float], float]:
+    """Return the standstill, the steps meanwhile, and the seconds until the checkpoint was there."""
+    began = time.perf_counter()
+    standstill, steps, is_there = seconds(lambda: engine.save_async(path)), [], False
+    while not is_there:
+        steps.append(seconds(step))
+        looked = time.perf_counter()
+        is_there = engine.finish_saves(wait=False)
+        standstill += time.perf_counter() - looked
+    return standstill, steps, time.perf_counter() - began
+
+
+def write_plainly(path: Path, size: int) -> None:
+    block = os.urandom(BLOCK_BYTES)
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, BLOCK_BYTES):
+            file.write(block[: size - start])
+        os.fsync(file.fileno())
+
+
+def main() -> None:
+    on_gpu = platform.has_cuda()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b" if on_gpu else "135m")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training process")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("."), help="where the file system to measure is")
+    args = parser.parse_args()
+    from megatron_rl.engine.megatron_engine import MegatronEngine
+
+    torch.set_num_threads(args.threads)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix=".bench-recovery-", dir=args.folder) as name:
+        folder, path = Path(name), Path(name) / "checkpoint"
+        write_model_folder(SHAPES[args.shape], folder)
+        model = ModelConfig(path=name, init="random", dtype="bfloat16" if on_gpu else "float32")
+        engine = MegatronEngine(EngineConfig(model=model, optimizer=OptimizerConfig(lr=1e-6)))
+        engine.initialize(None, FinetuneSpec(total_updates=1000))
+        batch = make_batch(WORKLOADS["demo"], SHAPES[args.shape]["vocab_size"])
+        loss = LogprobLoss(PolicyLoss(AlgorithmConfig()))
+
+        def step() -> None:
+            engine.train().train_batch(batch, loss)
+
+        step()
+        alone = statistics.median(seconds(step) for _ in range(args.steps))
+        background = [in_background(engine, step, path) for _ in range(2)]
+        waiting = seconds(lambda: engine.save(path, with_optimizer=True))
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        plain = seconds(lambda: write_plainly(folder / "plain", size))
+        checked, unchecked = (
+            seconds(lambda is_checked=is_checked: engine.load(path, with_optimizer=True, is_checked=is_checked))
+            for is_checked in (False, True)
+        )
+    device = torch.cuda.get_device_name() if on_gpu else f"{args.threads} of {os.cpu_count()} cores of {cpu_name()}"
+    print(
+        f"{args.shape}, {size / 1e6:,.0f} MB, {device}, torch {torch.__version__}, commit {commit()}, "
+        f"load before {load:.1f}\n\n"
+        f"{'checkpoint':<28}{'standstill s':>14}{'step s':>9}{'beside alone':>14}{'there after s':>15}"
+    )
+    print(f"{'none':<28}{'':>14}{alone:>9.2f}{1.0:>14.2f}")
+    print(f"{'training waits':<28}{waiting:>14.2f}{'':>23}{waiting:>15.1f}")
+    for which, (standstill, steps, there) in zip(("first", "later"), background, strict=True):
+        beside = statistics.median(steps)
+        row = f"{standstill:>14.2f}{beside:>9.2f}{beside / alone:>14.2f}{there:>15.1f}"
+        print(f"{f'in the background, {which}':<28}{row}")
+    print(f"{'plain writer':<28}{'':>37}{plain:>15.1f}\n")
+    print(f"resume: {checked:.1f} s with all checksums, {unchecked:.1f} s without")
+
+
+if __name__ == "__main__":
+    main()

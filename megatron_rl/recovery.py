@@ -1,0 +1,304 @@
+"""What a run continues from after any death: its checkpoints, and the books of its rollouts.
+
+A checkpoint, `run.folder/checkpoints/step-N`, holds an engine's checkpoint per trained model, run.json (what the loop
+itself remembers) and, last, the manifest. It is written aside and appears under its name when it is whole; older ones
+go only after that, and none that is damaged goes at all. All ranks call every method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine import manifest
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout import journal
+from megatron_rl.rollout.events import RolloutEvents
+from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
+from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.weights.hf_files import recover_folder, replace_folder
+
+FOLDER, RUN_STATE = "checkpoints", "run.json"
+AUTO = "auto"
+"""Asks for the newest good checkpoint of the run's own folder, or a fresh start where there is none."""
+
+
+class RunCheckpoints:
+    """Writes, finds and thins out the checkpoints of one run, one at a time and in the background."""
+
+    def __init__(self, run_folder: str | Path, *, keep: int, groups: ParallelGroups) -> None:
+        self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
+        self.engines: dict[str, MegatronEngine] = {}
+        self.aside: Path | None = None
+        self.step = 0
+        """What is being written, and after which step."""
+        self.newest = 0
+        """Step of the newest one that this process has written or resumed."""
+        self.passed_over: list[str] = []
+        """Damaged checkpoints that `choose` met, each with its fault."""
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def start(
+        self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any], *, in_background: bool = True
+    ) -> None:
+        """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
+        self.finish(wait=True)
+        # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
+        unique = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
+        dist.broadcast_object_list(unique, src=0, group=self.groups.control)
+        aside = self.folder / unique[0]
+
+        def make_room() -> None:
+            for abandoned in self.folder.glob(".step-*.partial"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            aside.mkdir(parents=True)
+            (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
+
+        self._on_main(make_room, step)
+        self.engines = engines
+        try:
+            for name, engine in engines.items():
+                engine.save_async(aside / name, beside=engines.values(), in_background=in_background)
+        except CheckpointError:
+            self._abandon()
+            raise
+        self.aside, self.step = aside, step
+
+    def finish(self, *, wait: bool) -> bool:
+        """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
+
+        CheckpointError on all ranks where it could not be written; earlier ones are all there then.
+        """
+        if self.aside is None:
+            return True
+        try:
+            # Of all engines, also after one that is not done: each call is a collective.
+            is_done = all([engine.finish_saves(wait=wait) for engine in self.engines.values()])
+        except CheckpointError:
+            self._abandon()
+            raise
+        if not is_done:
+            return False
+        aside, self.aside = self.aside, None
+
+        def publish() -> None:
+            manifest.write(aside)
+            replace_folder(aside, self.folder / f"step-{self.step}")
+            for old in sorted(self._steps())[: -self.keep]:
+                shutil.rmtree(self.folder / f"step-{old}")
+
+        self._on_main(publish, self.step)
+        self.newest = self.step
+        return True
+
+    def _abandon(self) -> None:
+        """One engine could not be written: wait for the writers of the others, whose part is of no use."""
+        self.aside = None
+        for engine in self.engines.values():
+            with contextlib.suppress(CheckpointError):
+                engine.finish_saves(wait=True)
+
+    def _on_main(self, act: Callable[[], None], step: int) -> None:
+        fault = self.groups.on_main(act)
+        if fault:
+            raise CheckpointError(
+                f"checkpoint {str(self.folder / f'step-{step}')!r}: {fault}; earlier ones are untouched. See that the "
+                f"disk has space and that run.folder can be written."
+            )
+
+    @property
+    def oldest(self) -> int:
+        """Step of the oldest checkpoint that could be resumed, for the main rank; 0 where there is none."""
+        return min(self._steps(), default=0)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def choose(self, resume: str) -> Path | None:
+        """Return the checkpoint to continue from, every file of it compared with its sums, or None for a fresh start.
+
+        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Steps of this run that come after the chosen
+        one are set aside under other names, as are damaged ones that `auto` passes over. ValueError for a folder that
+        is no checkpoint, or for a fresh start in the folder of a run that could be continued; RuntimeError where
+        what there is is damaged.
+        """
+        names: list[Any] = [None]
+        if self.groups.is_main:
+            for old in self.folder.glob(".step-*.old"):  # killed while it replaced a checkpoint of the same step
+                recover_folder(self.folder / old.name.removeprefix(".").removesuffix(".old"))
+            names = [sorted(self._steps(), reverse=True)]
+        dist.broadcast_object_list(names, src=0, group=self.groups.control)
+        steps: list[int] = names[0]
+        if resume == AUTO:
+            return self._newest_good(steps)
+        is_another_runs = bool(resume) and Path(resume).resolve().parent != self.folder.resolve()
+        if steps and (not resume or is_another_runs):
+            raise ValueError(
+                f"run.folder = {str(self.folder.parent)!r}: has checkpoints of a run, up to step {steps[0]}; "
+                f"--resume {AUTO} continues it. For a new run name another folder, or move {self.folder} away."
+            )
+        if not resume:
+            return None
+        chosen = self._checked(Path(resume))
+        for step in steps:
+            if step > read_state(chosen)["step"]:
+                self._set_aside(step, "superseded")
+        return chosen
+
+    def _newest_good(self, steps: list[int]) -> Path | None:
+        damaged: dict[int, str] = {}
+        for step in steps:
+            path = self.folder / f"step-{step}"
+            faults = manifest.faults_for_all(path, self.groups)
+            if not faults:
+                for other in damaged:
+                    self._set_aside(other, "damaged")
+                self.passed_over = [f"checkpoint step-{other}: {fault}" for other, fault in damaged.items()]
+                return path
+            damaged[step] = faults[0]
+        if damaged:
+            named = "; ".join(f"step-{step}: {fault}" for step, fault in damaged.items())
+            raise RuntimeError(
+                f"--resume {AUTO}: every checkpoint in {str(self.folder)!r} is damaged ({named}). All are left as they "
+                f"are; restore one from a copy, or start again in another run.folder."
+            )
+        return None
+
+    def _checked(self, path: Path) -> Path:
+        if not (path / RUN_STATE).is_file():
+            raise ValueError(
+                f"--resume {str(path)!r}: has no {RUN_STATE}, so it is no checkpoint of a run; give run.folder/"
+                f"{FOLDER}/step-N, or {AUTO}."
+            )
+        for fault in manifest.faults_for_all(path, self.groups):
+            raise RuntimeError(f"--resume {str(path)!r}: {fault}; give an earlier checkpoint, or {AUTO}.")
+        return path
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        """Rename a checkpoint so that it is neither found nor thinned out."""
+
+        def rename() -> None:
+            path = self.folder / f"step-{step}"
+            names = (path.with_name(f"{path.name}.{reason}{number or ''}") for number in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+
+        self._on_main(rename, step)
+
+    def _steps(self) -> list[int]:
+        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*"))
+        return [int(match[1]) for match in found if match]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps."""
+    state: dict[str, Any] = json.loads((path / RUN_STATE).read_text())
+    return state
+
+
+class RolloutBooks:
+    """A data head's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes.
+
+    resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
+    The other ranks keep no books, but call along.
+    """
+
+    def __init__(
+        self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
+    ) -> None:
+        self.prompts, self.groups, self.options = prompts, groups, config.rollout
+        self.folder = Path(config.run.folder) / journal.FOLDER
+        life = [journal.next_life(self.folder)]
+        dist.broadcast_object_list(life, src=0, group=groups.control)
+        self.ledger = PromptLedger(prompts, rank=groups.data.rank, size=groups.data.size)
+        self.journal: RolloutJournal | None = None
+        self.replay: Replay | None = None
+        if resumed:
+            self._take_prompts_from(resumed)
+        self.note_step()
+        if not groups.is_data_head or config.run.checkpoint_every_steps == 0:
+            return
+        state = resumed or {"step": 0, "version": 0}
+        stamp = {"life": life[0], "version": state["version"], "fingerprint": fingerprint(config)}
+        self.journal = RolloutJournal(self.folder, head=groups.data.rank, first_step=state["step"], **stamp)
+        if resumed is not None:
+            self.replay = Replay(self.folder, max_staleness=self.options.max_staleness, **stamp)
+
+    def _take_prompts_from(self, state: dict[str, Any]) -> None:
+        if state["ledgers"] and self.options.takes_prompts_in_order:
+            raise ValueError(
+                f"rollout.max_staleness = {self.options.max_staleness}: the checkpoint's run samples prompts ahead or "
+                f"replaces them, and one that takes them in order would leave out those under way; resume it with its "
+                f"own max_staleness, max_uniform_resamples and oversample."
+            )
+        self.prompts.load_state_dict(state["prompts"])
+        in_order = [{"open": [], "next": self.prompts.number, "size": 1}]
+        self.ledger.load_state_dicts(state["ledgers"] or in_order)
+
+    @property
+    def events(self) -> list[RolloutEvents]:
+        return [self.ledger, *([self.journal] if self.journal is not None else [])]
+
+    @property
+    def faults(self) -> list[str]:
+        """What of earlier processes' journals cannot be read."""
+        return self.replay.faults if self.replay is not None else []
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups of earlier processes this one has trained or is about to, in all."""
+        return {"rollout/replayed_groups": self.replay.replayed} if self.replay is not None else {}
+
+    def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
+        return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
+
+    def note_step(self) -> None:
+        """A step begins or has ended: this is the place that `state_dict` tells of."""
+        self._noted = self.prompts.state_dict(), self.ledger.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the prompts, the same on all ranks.
+
+        The ledgers of all data heads; none of a run that takes its prompts in order.
+        """
+        prompts, ledger = self._noted
+        if self.options.takes_prompts_in_order:
+            return {"prompts": prompts, "ledgers": []}
+        states: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(states, ledger if self.groups.is_data_head else None, group=self.groups.control)
+        return {"prompts": prompts, "ledgers": [state for state in states if state is not None]}
+
+    def turn_the_page(self, oldest_checkpoint: int) -> None:
+        """Begin new journal files with a checkpoint, and drop those that none which is left can need."""
+        if self.journal is not None:
+            self.journal.begin_file()
+        if self.groups.is_main:
+            journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """Sum up every setting that a group depends on which is sampled at a given version of the same run."""
+    parts = {"model": config.model, "generation": config.generation, "data": config.data}
+    parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
+    settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+    rollout, seed = config.rollout, config.run.seed
+    settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

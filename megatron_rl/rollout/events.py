@@ -1,0 +1,66 @@
+"""What becomes of each training prompt, told to whoever keeps books: a journal, a ledger, the list of dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.types import TrajectoryBatch
+
+
+@dataclass(kw_only=True, eq=False)
+class Episode:
+    """One prompt on its way. `number` orders the episodes of one kind by submission."""
+
+    number: int
+    data: dict[str, Any]
+    """The prompt as it came, with `prompt_index` and `epoch` where an iterator made it, and its `sample_key`."""
+    workflow: RolloutWorkflow
+    queued_s: float = field(default_factory=time.monotonic)
+    is_training: bool = True
+    is_late: bool = False
+    """A step was full before it had ended."""
+    outcome: asyncio.Future[Outcome] | None = None
+    """Where somebody waits for this very episode."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How an episode ended: `group` if accepted, `error` if failed, neither if rejected."""
+
+    group: TrajectoryBatch | None = None
+    error: BaseException | None = None
+
+
+class RolloutEvents:
+    """Override what you need. Evaluations are not reported.
+
+    Calls come on the rollout's event loop, one at a time and in the order of what happened: queued, started, then
+    accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again. What a method raises ends
+    the run: books that cannot be kept are no books.
+    """
+
+    def queued(self, episode: Episode) -> None:
+        """A new prompt waits for its turn."""
+
+    def started(self, episode: Episode) -> None:
+        """Its episode runs."""
+
+    def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
+        """The episode gave a group, which waits to be trained."""
+
+    def requeued(self, episode: Episode, why: str) -> None:
+        """Its group, or its episode, was dropped: the prompt waits for its turn again, before new ones."""
+
+    def consumed(self, episodes: Sequence[Episode], version: int) -> None:
+        """The trainer, at this policy version, takes the groups of these episodes as one batch, in this order."""
+
+    def rejected(self, episode: Episode, why: str) -> None:
+        """The workflow or a filter wants no group of this prompt; that was its last event."""
+
+    def dead_lettered(self, episode: Episode, error: BaseException) -> None:
+        """Every attempt failed, the last one with `error`; that was the prompt's last event."""

@@ -1,0 +1,78 @@
+"""Groups of trajectories: made from what workflows return, aged, and joined into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.types import Trajectory, TrajectoryBatch
+
+
+def as_group(result: Any) -> TrajectoryBatch | None:
+    """Turn what a workflow returned into a batch of one group; None for a rejected prompt."""
+    if result is None or isinstance(result, TrajectoryBatch):
+        return result
+    if isinstance(result, list):
+        strangers = [type(entry).__name__ for entry in result if not isinstance(entry, Trajectory)]
+        if strangers:
+            raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
+        return TrajectoryBatch.from_trajectories([result]) if result else None
+    if isinstance(result, (Mapping, TensorDict)):
+        batch = TrajectoryBatch.from_padded(result)
+        batch.sequences["group"].zero_()
+        return batch
+    raise TypeError(
+        f"arun_episode returned {type(result).__name__}; must return a list of Trajectory, a padded TensorDict or None."
+    )
+
+
+def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
+    """Join batches of one group each; `group` numbers them from 0 in the given order."""
+    first = groups[0]
+    for number, group in enumerate(groups):
+        if group.tokens.keys() != first.tokens.keys() or group.sequences.keys() != first.sequences.keys():
+            raise RuntimeError(
+                f"group {number} has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, group 0 "
+                f"{sorted(first.tokens)} and {sorted(first.sequences)}; every episode must return the same ones."
+            )
+        group.sequences["group"].fill_(number)
+    return TrajectoryBatch.cat(groups)
+
+
+def trained_versions(group: TrajectoryBatch) -> Tensor:
+    """Return the policy versions of the trained tokens that have one, int64."""
+    versions: Tensor = group["versions"]
+    return versions[group["loss_mask"] & (versions >= 0)]
+
+
+def is_uniform(group: TrajectoryBatch) -> bool:
+    """True where all trajectories have the same reward, so that none is better than another."""
+    rewards: Tensor = group["rewards"]
+    if "rewards" in group.tokens:  # one per token: a trajectory's is the sum
+        rewards = torch.stack([part.sum() for part in rewards.split(group.lengths.tolist())])
+    return bool((rewards == rewards[0]).all())
+
+
+def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
+    """Clear the loss mask of tokens that an older version sampled; return how many there were."""
+    versions, mask = group["versions"], group["loss_mask"]
+    old = mask & (versions >= 0) & (versions < oldest_allowed)
+    group.tokens["loss_mask"] = mask & ~old
+    return int(old.sum())
+
+
+def refuse_older(group: TrajectoryBatch | None, version: int) -> None:
+    """Raise RuntimeError for tokens from before `version`, which was published before the episode began.
+
+    They would be sampled again and again: no later try is younger.
+    """
+    versions = trained_versions(group) if group is not None else ()
+    if len(versions) and (oldest := int(versions.min())) < version:
+        raise RuntimeError(
+            f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "
+            f"server did not get the weights, or the workflow writes versions of its own."
+        )

@@ -1,0 +1,292 @@
+"""The rollout journal: every group that was sampled, so that a killed run's successor need not sample it again.
+
+Append-only files, one per data head and stretch between two checkpoints; each process writes files of its own and never
+touches those of earlier ones. A record is there as soon as it is written, whatever happens to the process; it is on the
+disk (for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and left as
+it is, and its prompts are sampled again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.rollout.events import Episode, RolloutEvents
+from megatron_rl.rollout.groups import trained_versions
+from megatron_rl.types import TrajectoryBatch
+
+FOLDER, SUFFIX = "journal", ".journal"
+_HEAD = struct.Struct("<4scQI")
+"""Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
+_MAGIC, _GROUP, _EVENT = b"mrlj", b"G", b"E"
+_METADATA_BYTES = struct.Struct("<Q")
+"""What a safetensors blob begins with: the length of its JSON header."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One record as read back. `event` has its `event` name; a group's payload stays in the file."""
+
+    event: dict[str, Any]
+    path: Path
+    start: int
+    size: int
+
+    def group(self) -> TrajectoryBatch:
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            tensors = load_tensors(file.read(self.size))
+        parts: dict[str, dict[str, Any]] = {"tokens": {}, "sequences": {}}
+        for name, tensor in tensors.items():
+            where, _, key = name.partition(".")
+            if key:
+                parts[where][key] = tensor
+        return TrajectoryBatch(parts["tokens"], parts["sequences"], tensors["cu_seqlens"])
+
+
+class RolloutJournal(RolloutEvents):
+    """Writes one data head's journal. Evaluation and prompts without a place in the data set are left out.
+
+    life: number of the process among those of the run. fingerprint: of all settings that a sampled group depends on.
+    RuntimeError, which ends the run, where a record cannot be written: it could not be resumed as promised.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, life: int, head: int, first_step: int, version: int, fingerprint: str
+    ) -> None:
+        self.folder, self.life, self.head, self.step = Path(folder), life, head, first_step
+        self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
+        self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
+        self._file, self._files = -1, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.begin_file()
+
+    def begin_file(self) -> None:
+        """Bring the records so far to the disk and continue in a new file, as with every checkpoint."""
+        with self._lock:
+            if self._file >= 0:
+                os.fsync(self._file)
+                os.close(self._file)
+            self._files += 1
+            self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
+            try:
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            except OSError as error:
+                raise self._failure(error) from error
+            self._write_event("opened", self.opening | {"step": self.step, "head": self.head})
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._file)
+            self._file = -1
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
+        if not is_indexed(episode.data):
+            return
+        tensors = {f"tokens.{key}": tensor.contiguous() for key, tensor in group.tokens.items()}
+        tensors |= {f"sequences.{key}": tensor.contiguous() for key, tensor in group.sequences.items()}
+        versions = trained_versions(group)
+        about = {"event": "accepted", "prompt": place_of(episode.data), "key": episode.data["sample_key"]}
+        about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
+        blob = save_tensors(tensors | {"cu_seqlens": group.cu_seqlens}, metadata={"record": json.dumps(about)})
+        with self._lock:
+            self._write(_GROUP, blob)
+
+    def requeued(self, episode: Episode, why: str) -> None:
+        self._note("requeued", [episode], why=why)
+
+    def consumed(self, episodes: Sequence[Episode], version: int) -> None:
+        if self._note("consumed", episodes, step=self.step, version=version):
+            self.step += 1
+
+    def rejected(self, episode: Episode, why: str) -> None:
+        self._note("rejected", [episode], why=why)
+
+    def dead_lettered(self, episode: Episode, error: BaseException) -> None:
+        self._note("dead_lettered", [episode], why=f"{type(error).__name__}: {error}")
+
+    def _note(self, event: str, episodes: Sequence[Episode], **rest: Any) -> bool:
+        prompts = [place_of(episode.data) for episode in episodes if is_indexed(episode.data)]
+        if prompts:
+            with self._lock:
+                self._write_event(event, {"prompts": prompts} | rest)
+        return bool(prompts)
+
+    def _write_event(self, event: str, content: dict[str, Any]) -> None:
+        self._write(_EVENT, json.dumps({"event": event} | content).encode())
+
+    def _write(self, kind: bytes, payload: bytes) -> None:
+        record = _HEAD.pack(_MAGIC, kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
+        try:
+            written = os.write(self._file, record)
+        except OSError as error:
+            raise self._failure(error) from error
+        if written < len(record):
+            raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
+
+    def _failure(self, fault: object) -> RuntimeError:
+        return RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+
+
+def is_indexed(data: dict[str, Any]) -> bool:
+    return "prompt_index" in data and "epoch" in data
+
+
+def place_of(data: dict[str, Any]) -> list[int]:
+    """`[epoch, prompt_index]`: what names a prompt in all books."""
+    return [data["epoch"], data["prompt_index"]]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path) -> tuple[list[Record], str]:
+    """Return the records of one file up to the first that is not whole, and what is wrong with that one ('' if none).
+
+    Every payload is compared with its checksum.
+    """
+    records: list[Record] = []
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        while (at := file.tell()) < size:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return records, f"{path.name} ends in the middle of a record, {size - at:,} bytes of it are left"
+            magic, kind, length, crc = _HEAD.unpack(head)
+            if magic != _MAGIC or kind not in (_GROUP, _EVENT):
+                return records, f"{path.name} is damaged from byte {at:,} on ({size - at:,} bytes are not read)"
+            payload = file.read(length) if length <= size - file.tell() else b""
+            if len(payload) < length:
+                return records, f"{path.name} ends in the middle of a record, {size - at:,} bytes of it are left"
+            if zlib.crc32(payload, zlib.crc32(kind)) != crc:
+                return records, f"{path.name} is damaged from byte {at:,} on ({size - at:,} bytes are not read)"
+            event = json.loads(payload) if kind == _EVENT else _about(payload)
+            records.append(Record(event=event, path=path, start=at + _HEAD.size, size=length))
+    return records, ""
+
+
+def _about(blob: bytes) -> dict[str, Any]:
+    (length,) = _METADATA_BYTES.unpack_from(blob)
+    header = json.loads(blob[_METADATA_BYTES.size : _METADATA_BYTES.size + length])
+    about: dict[str, Any] = json.loads(header["__metadata__"]["record"])
+    return about
+
+
+def next_life(folder: str | Path) -> int:
+    """Return a number that no process of the run has had."""
+    return max((_life_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
+
+
+def _life_of(path: Path) -> int:
+    return int(path.name.split("-")[0])
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def drop_files_before(folder: str | Path, step: int) -> None:
+    """Delete the files, of all heads and lives, that end before `step`. A head's newest one stays."""
+    of_head: dict[str, list[Path]] = {}
+    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
+        of_head.setdefault(path.stem.split("-")[3], []).append(path)
+    for files in of_head.values():
+        for path, following in zip(files, files[1:], strict=False):
+            if _step_of(following) <= step:
+                path.unlink()
+
+
+@dataclass(kw_only=True)
+class Sampled:
+    """A group of an earlier process. `branch` is the version up to which its policy and this run's were the same."""
+
+    record: Record
+    branch: int
+
+
+class Replay:
+    """The groups of a run's earlier processes that one which resumes at `version` may still train.
+
+    A token counts as sampled by the last version that its policy and this run have in common: at a version that was
+    lost with its process, it is as old as the checkpoint. Neither that age nor the distance of the lost version from
+    the checkpoint may exceed `max_staleness`; a synchronous run so takes the groups of the step it was killed in only.
+    """
+
+    def __init__(self, folder: str | Path, *, life: int, version: int, max_staleness: int, fingerprint: str) -> None:
+        self.max_staleness = max_staleness
+        self.faults: list[str] = []
+        """What could not be read, file by file."""
+        self.replayed = 0
+        self._sampled: dict[str, Sampled] = {}
+        branches: dict[int, int] = {life: version}
+        for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
+            records, fault = read_file(path)
+            if fault:
+                self.faults.append(fault)
+            if _life_of(path) >= life or not records:
+                continue
+            opened = records[0].event
+            branches.setdefault(opened["life"], opened["version"])
+            if opened["fingerprint"] != fingerprint:
+                continue
+            branch = min(start for other, start in branches.items() if other > opened["life"])
+            for record in reversed(records):
+                if record.event["event"] == "accepted":
+                    self._sampled.setdefault(record.event["key"], Sampled(record=record, branch=branch))
+
+    def __len__(self) -> int:
+        return len(self._sampled)
+
+    def take(self, key: str, version: int) -> TrajectoryBatch | None:
+        """Return the group sampled under `key`, once, if it is young enough for a trainer at `version`."""
+        sampled = self._sampled.pop(key, None)
+        if sampled is None or not sampled.record.event["versions"]:
+            return None
+        oldest, newest = sampled.record.event["versions"]
+        age = version - min(oldest, sampled.branch)
+        if not 0 <= age <= self.max_staleness or newest - sampled.branch > self.max_staleness:
+            return None
+        group = sampled.record.group()
+        group.tokens["versions"] = group["versions"].clamp(max=sampled.branch)
+        self.replayed += 1
+        return group
+
+
+class ReplayingWorkflow(RolloutWorkflow):
+    """Another workflow, whose episodes end at once where an earlier process has finished them."""
+
+    def __init__(self, workflow: RolloutWorkflow, replay: Replay) -> None:
+        self.workflow, self.replay = workflow, replay
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        group = self.replay.take(data["sample_key"], engine.get_version())
+        return group if group is not None else await self.workflow.arun_episode(engine, data)
+
+
+def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:
+    """Yield (step, prompts) of every batch that the run's present weights were trained on, from all lives and heads.
+
+    A batch of a step that a later process repeated is not among them.
+    """
+    lives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
+        events = [record.event for record in read_file(path)[0]]
+        if events:
+            _, batches = lives.setdefault(events[0]["life"], (events[0]["first_step"], []))
+            batches += [event for event in events if event["event"] == "consumed"]
+    for life, (_, batches) in sorted(lives.items()):
+        end = min((first for other, (first, _) in lives.items() if other > life), default=None)
+        yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)

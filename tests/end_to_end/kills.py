@@ -1,0 +1,232 @@
+"""Kills trainers with SIGKILL again and again, resumes them, and does the books: `make soak` prints the table.
+
+A run's processes are forked from this one, which has imported everything, and share one rollout server: a life begins
+in a second. A trial is one run of 12 steps with several kills, after which three questions are asked. Was every prompt
+trained once (lost, twice)? Are the steps and their losses those of a run that nobody killed (synchronous runs)?
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ranks import fork
+from training_runs import COUNT, ROOT, steps_of
+
+from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.rollout.journal import FOLDER as JOURNAL
+from megatron_rl.rollout.journal import consumed_by_step
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.tasks import count_ones
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.train import train
+
+STEPS, PROMPTS = 12, 8
+SMALL = (
+    *(f"run.steps={STEPS}", f"batch.prompts_per_step={PROMPTS}", "generation.n_samples=4", "data.evaluation="),
+    # All checkpoints and with them all journals stay: the books are done at the end.
+    *("run.checkpoint_every_steps=2", "run.keep_checkpoints=100", "run.save_at_end=false"),
+)
+MODES = {
+    "synchronous": (),
+    "asynchronous": ("batch.updates_per_step=1", "rollout.max_staleness=2", "correction.weight=mask"),
+}
+PLACES = ("in a checkpoint", "in a step", "in a checkpoint", "in a step", "at the start")
+"""Where the kills of a run fall, in turn."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What became of one run."""
+
+    mode: str
+    kills: list[str]
+    resumed: list[int]
+    lost: int
+    twice: int
+    is_same: bool | None
+    """Losses equal those of the uninterrupted run; None where they need not."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.lost == 0 and self.twice == 0 and self.is_same is not False
+
+
+def one_server(folder: Path) -> Supervisor:
+    model = ROOT / "configs" / "models" / "count_tiny"
+    return Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True)
+
+
+def experiment(overrides: tuple[str, ...]) -> None:
+    os.chdir(ROOT)
+    train(load_config(COUNT, list(overrides)), resume="auto")
+
+
+def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path) -> list[int]:
+    """Start `run(overrides)` on every rank of a world; return the pids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    places = [shared | {"MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+    def rank(place: dict[str, str]) -> None:
+        os.environ |= place
+        run(overrides)
+
+    return [fork(rank, place, output) for place in places]
+
+
+def run_to_the_end(folder: Path, overrides: tuple[str, ...]) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(fork(experiment, overrides, folder / "output.txt"), 0)[1])
+    assert code == 0, (folder / "output.txt").read_text()
+
+
+def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
+    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the warm start."""
+    folder.mkdir(parents=True)
+    overrides = (f"run.folder={folder}", *settings, *SMALL, *MODES[mode])
+    places, resumed = [], []
+    for place in PLACES[:kills]:
+        pid = fork(experiment, overrides, folder / "output.txt")
+        is_alive = wait_for(place, folder, pid, chance)
+        if is_alive:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if not is_alive:
+            break
+        places.append(place)
+        resumed.append(newest_checkpoint(folder))
+    run_to_the_end(folder, overrides)
+    lost, twice = do_the_books(folder)
+    return Trial(mode=mode, kills=places, resumed=resumed, lost=lost, twice=twice, is_same=None)
+
+
+def wait_for(place: str, folder: Path, pid: int, chance: random.Random) -> bool:
+    """Wait until it is time to kill; False if the run ended before."""
+    begun = time.monotonic()
+    before, seen, skipped = partial_checkpoints(folder), set(), chance.randrange(3)
+    steps = len(logged(folder)) + chance.randrange(1, 5)
+    at_start_s = chance.uniform(0.05, 1.0)
+    while time.monotonic() < begun + 120:
+        if has_ended(pid):
+            return False
+        if place == "at the start" and time.monotonic() > begun + at_start_s:
+            return True
+        if place == "in a step" and len(logged(folder)) >= steps:
+            time.sleep(chance.uniform(0.0, 0.15))
+            return not has_ended(pid)
+        seen |= partial_checkpoints(folder) - before
+        if place == "in a checkpoint" and len(seen) > skipped:
+            time.sleep(chance.choice([0.0, chance.uniform(0.0, 0.12)]))
+            return not has_ended(pid)
+        time.sleep(0.001)
+    raise AssertionError((folder / "output.txt").read_text())
+
+
+def has_ended(pid: int) -> bool:
+    """True for a child that is gone; leaves it for waitpid."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def partial_checkpoints(folder: Path) -> set[str]:
+    try:
+        return {name for name in os.listdir(folder / "checkpoints") if name.endswith(".partial")}
+    except FileNotFoundError:
+        return set()
+
+
+def newest_checkpoint(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")), default=0)
+
+
+def logged(folder: Path) -> list[str]:
+    try:
+        return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"kind": "step"' in line]
+    except FileNotFoundError:
+        return []
+
+
+def do_the_books(folder: Path) -> tuple[int, int]:
+    """Return how many prompts were lost and how many trained more than once."""
+    batches = list(consumed_by_step(folder / JOURNAL))
+    trained = [tuple(prompt) for _, prompts in batches for prompt in prompts]
+    assert {step for step, _ in batches} == set(range(STEPS)), f"batches of the steps {[step for step, _ in batches]}"
+    state = json.loads((folder / "checkpoints" / f"step-{STEPS}" / "run.json").read_text())
+    prompts = PromptIterator(count_ones("train"), seed=1)
+    place_of = lambda n: (prompts.at(n)["epoch"], prompts.at(n)["prompt_index"])  # noqa: E731
+    ledgers = state["ledgers"] or [{"open": [], "next": state["prompts"]["number"], "size": 1}]
+    (ledger,) = ledgers
+    handed_out = {place_of(number) for number in range(ledger["next"])}
+    still_open = {place_of(number) for number in ledger["open"]}
+    lost = handed_out - set(trained) - still_open
+    twice = len(trained) - len(set(trained)) + len(set(trained) & still_open)
+    return len(lost), twice
+
+
+def losses(folder: Path) -> list[tuple]:
+    keys = ("step", "reward/mean", "policy/loss", "policy/grad_norm", "policy/first_loss")
+    return [tuple(step[key] for key in keys) for step in steps_of(folder)]
+
+
+def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
+    """Kill runs at `points` points in all, half of them asynchronous ones, at most 5 times each."""
+    chance = random.Random(seed)
+    with one_server(folder / "servers") as server:
+        settings = (f"rollout.servers=[{server.urls[0]}]", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
+        (folder / "whole").mkdir()
+        run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings, *SMALL))
+        expected = losses(folder / "whole")
+        for mode, wanted in zip(MODES, (points - points // 2, points // 2), strict=True):
+            done, number = 0, itertools.count()
+            while done < wanted:
+                target = folder / f"{mode}-{next(number)}"
+                result = trial(target, mode, min(len(PLACES), wanted - done), settings, chance)
+                if mode == "synchronous":
+                    result.is_same = losses(target) == expected
+                done += len(result.kills)
+                yield result
+
+
+def row(trial: Trial) -> str:
+    places = ", ".join(f"{place} (-> {step})" for place, step in zip(trial.kills, trial.resumed, strict=True))
+    same = {True: "yes", False: "NO", None: "-"}[trial.is_same]
+    return f"{trial.mode:14}{len(trial.kills):>6}{trial.lost:>6}{trial.twice:>7}  {same:10}  {places}"
+
+
+def main() -> None:
+    from rollout_server import commit, cpu_name
+
+    parser = argparse.ArgumentParser(description="Kill, resume, and count what was lost.")
+    parser.add_argument("--points", type=int, default=50, help="kills in all, half of them of asynchronous runs")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(f"{STEPS} steps, a checkpoint every 2; {cpu_name()}, commit {commit()}\n")
+    print(f"{'run':14}{'kills':>6}{'lost':>6}{'twice':>7}  {'same loss':10}  killed (-> step that it resumed after)")
+    results: list[Trial] = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, contextlib.suppress(KeyboardInterrupt):
+        for result in soak(Path(folder), args.points, args.seed):
+            results.append(result)
+            print(row(result), flush=True)
+    kills, lost, twice = (
+        sum(column) for column in zip(*((len(r.kills), r.lost, r.twice) for r in results), strict=True)
+    )
+    print(f"\n{kills} kills: {lost} prompts or groups lost, {twice} trained twice")
+    sys.exit(0 if all(result.is_good for result in results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A resumed run is the run that was never interrupted: losses, log and samples, in the same layout bit by bit."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from training_runs import COUNT, ROOT, evaluations_of, steps_of
+
+from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.engine import manifest
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.train import train
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+SAME_RUN = (
+    *("run.steps=6", "run.checkpoint_every_steps=2", "run.keep_checkpoints=3", "optimizer.eps=1e-4"),
+    *("batch.prompts_per_step=8", "generation.n_samples=4"),
+)
+FROM_SERVERS = ("mismatch/", "rollout/")
+"""What a server reports depends in its last bits on the requests that it happened to compute together, and what a
+journal has is not generated again."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server outlives all these runs, which start in a second each then."""
+    model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
+    with Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True) as servers:
+        yield f"rollout.servers=[{servers.urls[0]}]"
+
+
+def experiment(config, overrides, resume):
+    os.chdir(ROOT)
+    train(load_config(config, list(overrides)), resume=resume)
+
+
+def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
+    run_ranks(ranks, experiment, config, (server, f"run.folder={folder}", *overrides), resume)
+
+
+@pytest.fixture(scope="module")
+def warm(server, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    overrides = (f"warm_start.folder={folder}/warm", "warm_start.updates=15", *SAME_RUN)
+    run(folder / "whole", server, *overrides)
+    return folder / "whole", overrides
+
+
+def cut_after(step, whole, target):
+    """A copy of a run's folder as it was when its process died some time after checkpoint `step`."""
+    shutil.copytree(whole, target)
+    for path in (target / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return target
+
+
+def log_of(folder):
+    """The log without times, and the samples."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        {k: v for k, v in line.items() if not (k.startswith(("time/", *FROM_SERVERS)) or k.endswith("_s"))}
+        for line in lines
+    ]
+    return kept, (folder / "samples.jsonl").read_text()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(warm, server, tmp_path):
+    whole, overrides = warm
+    folder = cut_after(2, whole, tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"kind": "step", "step": 6, "torn')
+    run(folder, server, *overrides, resume="auto")
+    assert log_of(folder) == log_of(whole)
+    assert [step["step"] for step in steps_of(folder)] == list(range(STEPS))
+    ages = [line["elapsed_s"] for line in steps_of(folder)]
+    assert ages == sorted(ages)
+    assert (folder / "final" / "model.safetensors").read_bytes() == (whole / "final" / "model.safetensors").read_bytes()
+
+
+def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
+    whole, overrides = warm
+    folder = cut_after(4, whole, tmp_path / "run")
+    run(folder, server, *overrides, "parallel.tensor=2", resume="auto", ranks=2)
+    for ours, expected in zip(steps_of(folder), steps_of(whole), strict=True):
+        assert ours["reward/mean"] == expected["reward/mean"]
+        for key in ("policy/loss", "policy/grad_norm"):
+            assert ours[key] == pytest.approx(expected[key], abs=1e-5, rel=1e-5)
+    assert evaluations_of(folder)[-1]["accuracy"] == evaluations_of(whole)[-1]["accuracy"]
+
+
+def test_critic_reference_and_warm_start_are_resumed_too(server, tmp_path):
+    # The warm start is kept nowhere but in the run itself.
+    overrides = ("warm_start.folder=", "warm_start.updates=5", "run.steps=4", "run.checkpoint_every_steps=2")
+    overrides += ("algo.kl_coefficient=0.1", "critic.warmup_steps=1", "algo.kl_estimator=k3", "run.save_at_end=false")
+    run(tmp_path / "whole", server, *overrides, config="configs/count_ppo_critic.yaml")
+    folder = cut_after(2, tmp_path / "whole", tmp_path / "run")
+    run(folder, server, *overrides, config="configs/count_ppo_critic.yaml", resume="auto")
+    assert log_of(folder) == log_of(tmp_path / "whole")
+    assert steps_of(folder)[-1]["policy/reference_kl"] > 0
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server, tmp_path, capfd):
+    whole, overrides = warm
+    folder = cut_after(4, whole, tmp_path / "run")
+    flip_a_bit(folder / "checkpoints" / "step-4" / "policy" / "__0_0.distcp")
+    run(folder, server, *overrides, resume="auto")
+    said = capfd.readouterr().out
+    assert "step-4: the content of policy/__0_0.distcp is not what was written" in said
+    assert f"resumed after step 2 from {folder}/checkpoints/step-2" in said
+    assert log_of(folder) == log_of(whole)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        *("step-2", "step-4", "step-4.damaged", "step-6"),
+    ]
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
+    whole, overrides = warm
+    folder = tmp_path / "run"
+    run(folder, server, *overrides, "run.save_at_end=false", "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
+    said = capfd.readouterr().out
+    for step in (4, 6):
+        warning = next(line for line in said.splitlines() if "WARNING" in line and f"step-{step}" in line)
+        for part in ("a writer failed", "that the disk has space", "GB are free", "Training goes on"):
+            assert part in warning, warning
+    names = sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
+    assert names == ["step-2"] and log_of(folder) == log_of(whole)
+    run(folder, server, *overrides, resume="auto")
+    assert "resumed after step 2" in capfd.readouterr().out
+    assert log_of(folder) == log_of(whole)
+
+
+def refused(folder, server, overrides, resume, error, *parts):
+    with pytest.raises(AssertionError) as raised:
+        run(folder, server, *overrides, resume=resume)
+    for part in (error, *parts):
+        assert part in str(raised.value), part
+
+
+def test_a_run_without_any_good_checkpoint_stops_and_deletes_nothing(warm, server, tmp_path):
+    whole, overrides = warm
+    folder = cut_after(4, whole, tmp_path / "run")
+    (folder / "checkpoints" / "step-2" / "run.json").write_text("{}")
+    (folder / "checkpoints" / "step-4" / manifest.NAME).write_text("{")
+    parts = ("every checkpoint", "step-4: manifest.json is not readable", "step-2: run.json has 2 bytes")
+    for _ in range(2):  # nor does the second attempt take what is left for a fresh start
+        refused(folder, server, overrides, "auto", "RuntimeError", *parts)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-2", "step-4"}
+    assert len(steps_of(folder)) == STEPS, "the log is as it was"
+
+
+def test_wrong_requests_are_refused_with_the_way_out(warm, server, tmp_path):
+    whole, overrides = warm
+    refused(whole, server, overrides, "", "ValueError", f"run.folder = '{whole}'", "--resume auto continues it")
+    refused(tmp_path, server, overrides, str(tmp_path / "none"), "ValueError", "no run.json", "step-N, or auto")
+    changed = (*overrides, "run.seed=2")
+    refused(cut_after(4, whole, tmp_path / "run"), server, changed, "auto", "ValueError", "seed = 1, this run 2")
+    changed = (*overrides, "optimizer.lr=1e-3")
+    refused(tmp_path / "run", server, changed, "auto", "ValueError", "optimizer.lr = 0.001", "has 0.0005")
+
+
+def test_a_run_goes_on_from_a_named_checkpoint_and_for_longer(warm, server, tmp_path):
+    whole, overrides = warm
+    shutil.copytree(whole, tmp_path / "run")
+    folder = tmp_path / "run"
+    run(folder, server, *overrides, "run.steps=8", resume=f"{folder}/checkpoints/step-4")
+    assert [step["step"] for step in steps_of(folder)] == list(range(8))
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {"step-4", "step-6", "step-6.superseded", "step-8"}
+    assert [s["policy/loss"] for s in steps_of(folder)[:STEPS]] == [s["policy/loss"] for s in steps_of(whole)]

@@ -1,0 +1,31 @@
+"""Workflows to which something happens in the third step, of 8 prompts each."""
+
+import asyncio
+import os
+import resource
+
+from megatron_rl.rollout.workflows import RLVRWorkflow
+
+
+class StuckInTheThirdStep(RLVRWorkflow):
+    """Answers 16 prompts and then never again, unless TEST_NOT_STUCK is set."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
+            await asyncio.sleep(1000)
+        self.answered += 1
+        return await super().arun_episode(engine, data)
+
+
+class DiskFullFromTheThirdStepOn(RLVRWorkflow):
+    """Lets the process write small files only: the log, but no checkpoint."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered >= 16:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        self.answered += "prompt_index" in data
+        return await super().arun_episode(engine, data)

@@ -1,0 +1,101 @@
+"""The checkpoints of a run as a whole: all engines or nothing, the newest few, and nothing that is damaged goes."""
+
+import shutil
+
+import pytest
+from ranks import run_ranks
+
+from megatron_rl import parallel
+from megatron_rl.config import ParallelConfig
+from megatron_rl.engine import manifest
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.recovery import RunCheckpoints, read_state
+
+
+class Engine:
+    """Writes a file as its checkpoint, at once or when asked to wait; fails where it is told to."""
+
+    def __init__(self, fails=()):
+        self.fails, self.path, self.is_slow = list(fails), None, False
+
+    def save_async(self, path, *, beside, in_background):
+        assert self.path is None, "the one before is done"
+        self.path = path
+
+    def finish_saves(self, *, wait=True):
+        if self.path is None:
+            return True
+        if self.is_slow and not wait:
+            return False
+        path, self.path = self.path, None
+        if self.fails and self.fails.pop(0):
+            raise CheckpointError("disk full")
+        path.mkdir(parents=True)
+        (path / "weights").write_text(f"of {path.parent.name}")
+        manifest.write(path)
+        return True
+
+
+def start(folder, keep=2):
+    return RunCheckpoints(folder, keep=keep, groups=parallel.start(ParallelConfig(), seed=1))
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
+
+
+def write(checkpoints, step, engines):
+    checkpoints.start(step, engines, {"version": step})
+    assert checkpoints.finish(wait=True)
+
+
+def one_engine_fails(folder):
+    checkpoints = start(folder)
+    policy, critic = Engine(fails=[False, True, False]), Engine()
+    engines = {"policy": policy, "critic": critic}
+    write(checkpoints, 1, engines)
+    critic.is_slow = True
+    checkpoints.start(2, engines, {})
+    with pytest.raises(CheckpointError, match="disk full"):
+        checkpoints.finish(wait=False)
+    assert critic.path is None, "nothing is left in work"
+    assert checkpoints.finish(wait=False) and names(folder) == ["step-1"] and checkpoints.newest == 1
+    write(checkpoints, 3, engines)
+    return names(folder)
+
+
+def test_a_checkpoint_appears_with_all_engines_or_not_at_all(tmp_path):
+    assert run_ranks(1, one_engine_fails, tmp_path)[0] == ["step-1", "step-3"]
+    assert read_state(tmp_path / "checkpoints" / "step-3") == {"step": 3, "version": 3}
+
+
+def many(folder):
+    checkpoints = start(folder)
+    for step in (1, 2):
+        write(checkpoints, step, {"policy": Engine()})
+    (folder / "checkpoints" / "step-2" / "policy" / "weights").write_text("other")
+    chosen = checkpoints.choose("auto")
+    assert chosen.name == "step-1" and "policy/weights has 5 bytes" in checkpoints.passed_over[0]
+    for step in (2, 3, 4):
+        write(checkpoints, step, {"policy": Engine()})
+    return names(folder)
+
+
+def test_the_newest_stay_and_a_damaged_one_is_never_deleted(tmp_path):
+    assert run_ranks(1, many, tmp_path)[0] == ["step-2.damaged", "step-3", "step-4"]
+
+
+def choose(folder, resume):
+    return str(start(folder).choose(resume))
+
+
+def test_what_a_kill_between_two_renames_left_is_found(tmp_path):
+    run_ranks(1, write_one, tmp_path)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-1").rename(folder / ".step-1.old")
+    shutil.copytree(folder / ".step-1.old", folder / ".step-2.abc.partial")
+    assert run_ranks(1, choose, tmp_path, "auto") == [str(folder / "step-1")]
+
+
+def write_one(folder):
+    write(start(folder), 1, {"policy": Engine()})

@@ -1,0 +1,306 @@
+"""The journal and the ledger: what a kill leaves is read back, and no prompt is lost or trained twice."""
+
+import asyncio
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.rollout.events import Episode
+from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.rollout.journal import (
+    Replay,
+    ReplayingWorkflow,
+    RolloutJournal,
+    consumed_by_step,
+    drop_files_before,
+    next_life,
+    read_file,
+)
+from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.tally import Tally
+from megatron_rl.types import Trajectory, TrajectoryBatch
+
+
+def episode(index, epoch=0, **data):
+    data = {"prompt_index": index, "epoch": epoch, "sample_key": f"prompt {epoch}/{index}"} | data
+    return Episode(number=index, data=data, workflow=None)
+
+
+def group(index, versions=(0,)):
+    trajectories = [
+        Trajectory(
+            input_ids=torch.tensor([index, 5, 6]),
+            loss_mask=torch.tensor([False, True, True]),
+            logprobs=torch.tensor([0.0, -0.1, -1e-30]),
+            versions=torch.tensor([-1, version, version]),
+            reward=index + 0.1,
+            tokens={"expert": torch.tensor([1, 2, index], dtype=torch.int32)},
+            sequence={"greedy_reward": 0.25},
+        )
+        for version in versions
+    ]
+    return TrajectoryBatch.from_trajectories([trajectories])
+
+
+def start(folder, *, life=1, first_step=0, version=0, fingerprint="f", head=0):
+    stamp = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
+    return RolloutJournal(folder, life=life, head=head, **stamp)
+
+
+def replay(folder, *, life=2, version=0, max_staleness=4, fingerprint="f"):
+    return Replay(folder, life=life, version=version, max_staleness=max_staleness, fingerprint=fingerprint)
+
+
+def assert_same(found, expected):
+    for part in ("tokens", "sequences"):
+        ours, theirs = getattr(found, part), getattr(expected, part)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+    assert torch.equal(found.cu_seqlens, expected.cu_seqlens)
+
+
+def test_a_group_is_read_back_bit_by_bit(tmp_path):
+    journal = start(tmp_path)
+    journal.accepted(episode(3), group(3, versions=(0, 1)))
+    journal.accepted(Episode(number=0, data={"sample_key": "held out"}, workflow=None), group(4))
+    found = replay(tmp_path, version=1)
+    assert len(found) == 1, "what has no place in the data set is not kept"
+    assert_same(found.take("prompt 0/3", version=1), group(3, versions=(0, 1)))
+    assert found.take("prompt 0/3", version=1) is None, "once"
+
+
+@pytest.fixture
+def three_groups(tmp_path):
+    journal = start(tmp_path / "journal")
+    for index in range(3):
+        journal.accepted(episode(index), group(index))
+    journal.consumed([episode(0), episode(2)], version=0)
+    journal.close()
+    return journal.path
+
+
+def test_a_file_cut_anywhere_gives_the_whole_records_before_the_cut_and_says_so(three_groups):
+    data, (whole, fault) = three_groups.read_bytes(), read_file(three_groups)
+    assert fault == "" and [r.event["event"] for r in whole] == ["opened", *["accepted"] * 3, "consumed"]
+    ends = [record.start + record.size for record in whole]
+    near_ends = {end + n for end in ends for n in range(-3, 27)}  # every byte of the next record's head
+    for length in sorted({n for n in near_ends if n < len(data)} | set(range(0, len(data), 13))):
+        three_groups.write_bytes(data[:length])
+        records, fault = read_file(three_groups)
+        assert len(records) == sum(end <= length for end in ends)
+        assert (fault == "") == (length in [0, *ends])
+        assert fault == "" or f"{three_groups.name} ends in the middle of a record" in fault
+        assert three_groups.stat().st_size == length, "reading changes nothing"
+
+
+def test_a_flipped_bit_anywhere_is_found_and_what_is_before_it_is_read(three_groups):
+    data, (whole, _) = three_groups.read_bytes(), read_file(three_groups)
+    ends = [record.start + record.size for record in whole]
+    heads = {end + n for end in ends for n in range(-3, 27)}
+    for at in sorted({n for n in heads if n < len(data)} | set(range(0, len(data), 13))):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        three_groups.write_bytes(damaged)
+        records, fault = read_file(three_groups)
+        assert len(records) == sum(end <= at for end in ends)
+        assert three_groups.name in fault and ("damaged from byte" in fault or "middle of a record" in fault)
+
+
+def test_damage_is_named_and_left_as_it_is_and_the_rest_is_used(three_groups):
+    data = bytearray(three_groups.read_bytes())
+    data[read_file(three_groups)[0][2].start + 9] ^= 1
+    three_groups.write_bytes(data)
+    found = replay(three_groups.parent)
+    (fault,) = found.faults
+    assert "damaged from byte" in fault and "are not read" in fault
+    assert found.take("prompt 0/0", 0) is not None and found.take("prompt 0/1", 0) is None
+    assert three_groups.read_bytes() == bytes(data)
+
+
+def test_only_groups_young_enough_are_replayed(tmp_path):
+    journal = start(tmp_path)
+    for index, versions in enumerate([(2, 3), (3, 5), (5, 5), (7, 9)]):
+        journal.accepted(episode(index), group(index, versions))
+    # Resumed at version 4: what was sampled later comes from versions that this run never had.
+    found = [replay(tmp_path, version=4, max_staleness=2).take(f"prompt 0/{n}", version=4) for n in range(4)]
+    assert [batch is not None for batch in found] == [True, True, True, False]
+    assert found[1]["versions"].tolist() == [-1, 3, 3, -1, 4, 4], "5 is as old as the checkpoint"
+    later = [replay(tmp_path, version=4, max_staleness=2).take(f"prompt 0/{n}", version=5) for n in range(3)]
+    assert [batch is not None for batch in later] == [False, True, True]
+    exact = [replay(tmp_path, version=5, max_staleness=0).take(f"prompt 0/{n}", version=5) for n in range(4)]
+    assert [batch is not None for batch in exact] == [False, False, True, False], "a synchronous run's own step only"
+    assert len(replay(tmp_path, version=4, fingerprint="another reward")) == 0
+
+
+def test_versions_that_several_lives_had_are_told_apart(tmp_path):
+    start(tmp_path, life=1).accepted(episode(0), group(0, versions=(6,)))
+    start(tmp_path, life=2, first_step=4, version=4).accepted(episode(1), group(1, versions=(6,)))
+    found = replay(tmp_path, life=3, version=6, max_staleness=1)
+    assert found.take("prompt 0/1", 6)["versions"].tolist() == [-1, 6, 6], "life 3 goes on from it"
+    assert found.take("prompt 0/0", 6) is None, "life 1's version 6 is another: theirs had only 4 in common"
+
+
+def test_of_a_prompt_sampled_twice_the_later_group_counts(tmp_path):
+    journal = start(tmp_path)
+    for reward in (1, 2):
+        journal.accepted(episode(0), group(reward))
+        journal.requeued(episode(0), "too old")
+    assert replay(tmp_path).take("prompt 0/0", 0)["input_ids"].tolist()[0] == 2
+
+
+def test_old_files_go_and_the_others_stay(tmp_path):
+    journal = start(tmp_path)
+    for step in range(3):
+        journal.accepted(episode(step), group(step))
+        journal.consumed([episode(step)], version=step)
+        journal.begin_file()
+    drop_files_before(tmp_path, step=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        f"000001-0000000{n}-00000{n + 1}-0000.journal" for n in (2, 3)
+    ]
+    assert next_life(tmp_path) == 2 and next_life(tmp_path / "none") == 1
+
+
+def test_a_journal_that_cannot_be_written_stops_the_run_by_name(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+    monkeypatch.setattr("os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(RuntimeError, match="rollout journal .*0000.journal: .*No space left.*resume"):
+        journal.accepted(episode(0), group(0))
+
+
+def test_the_books_name_what_each_step_of_the_surviving_run_trained(tmp_path):
+    first = start(tmp_path)
+    for step in range(4):
+        first.consumed([episode(step), episode(10 + step)], version=step)
+    second = start(tmp_path, life=2, first_step=2, version=2)
+    second.consumed([episode(13), episode(3)], version=2)
+    assert list(consumed_by_step(tmp_path)) == [(0, [[0, 0], [0, 10]]), (1, [[0, 1], [0, 11]]), (2, [[0, 13], [0, 3]])]
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+def ledgers(count, size):
+    prompts = PromptIterator([{"prompt": "p"}] * count, seed=3)
+    return [PromptLedger(prompts, rank=rank, size=size) for rank in range(size)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_number_of_heads_hands_out_every_prompt_once_over_any_resumptions(data):
+    count, done, handed = 7, [], set()
+    heads = ledgers(count, data.draw(st.integers(1, 3)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        under_way = []
+        for _ in range(data.draw(st.integers(0, 20))):
+            head = data.draw(st.sampled_from(heads))
+            if under_way and data.draw(st.booleans()):
+                owner, prompt = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
+                owner.consumed([episode(prompt["prompt_index"], prompt["epoch"])], version=0)
+                done.append((prompt["epoch"], prompt["prompt_index"]))
+            else:
+                prompt = next(head)
+                handed.add((prompt["epoch"], prompt["prompt_index"]))
+                under_way.append((head, prompt))
+        states = [head.state_dict() for head in heads]
+        heads = ledgers(count, data.draw(st.integers(1, 3)))
+        for head in heads:
+            head.load_state_dicts(states)
+    assert len(set(done)) == len(done), "none is handed out again after it was trained"
+    again = set()
+    while not handed <= again | set(done):
+        for head in heads:
+            for _ in range(len(handed) + 3):
+                prompt = next(head)
+                place = prompt["epoch"], prompt["prompt_index"]
+                assert place not in again and place not in done
+                again.add(place)
+
+
+# -- kills, simulated --------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    version = 0
+
+    def get_version(self):
+        return self.version
+
+
+class Sampling(RolloutWorkflow):
+    """Takes random time and counts how often each prompt was really sampled."""
+
+    def __init__(self, chance):
+        self.chance, self.sampled = chance, []
+
+    async def arun_episode(self, engine, data):
+        version = engine.get_version()
+        await asyncio.sleep(self.chance.random() * 0.004)
+        self.sampled.append(data["sample_key"])
+        return group(data["prompt_index"], versions=(version,))
+
+
+def live(folder, life, saved, workflow, steps, chance):
+    """Run from the saved state until the end or a random kill; return the newest saved state and the books."""
+    prompts = PromptIterator([{"prompt": "p"}] * 11, seed=1)
+    ledger, engine, thread = PromptLedger(prompts, rank=0, size=1), Engine(), EventLoopThread("test")
+    if saved["ledgers"]:
+        ledger.load_state_dicts(saved["ledgers"])
+    engine.version = saved["step"]
+    journal = start(folder, life=life, first_step=saved["step"], version=saved["step"])
+    found = replay(folder, life=life, version=saved["step"], max_staleness=2)
+    config = RolloutConfig(max_staleness=2, max_concurrent_episodes=6)
+    executor = RolloutExecutor(engine, config, Tally(), [ledger, journal])
+    dies_at = saved["step"] + chance.random() * 6
+    for step in range(saved["step"], steps):
+        batch = thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, found), 3))
+        if step + 1 > dies_at:
+            try:
+                batch.result(timeout=(dies_at - step) * 0.004)  # a kill while the batch is being collected
+            except TimeoutError:
+                pass
+            break
+        assert int((engine.version - batch.result()["versions"].clamp(min=0)).max()) <= engine.version
+        engine.version = step + 1
+        if (step + 1) % 3 == 0 or step + 1 == steps:
+            journal.begin_file()
+            saved = {"step": step + 1, "ledgers": [ledger.state_dict()]}
+    thread.stop()
+    journal.close()
+    return saved, ledger, found
+
+
+def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(tmp_path):
+    kills = replayed = 0
+    for seed in range(6):
+        folder, chance = tmp_path / str(seed), random.Random(seed)
+        workflow, steps = Sampling(chance), 14
+        saved = {"step": 0, "ledgers": []}
+        for life in itertools.count(1):
+            saved, ledger, found = live(folder, life, saved, workflow, steps, chance)
+            replayed += found.replayed
+            if saved["step"] == steps:
+                break
+            kills += 1
+            torn = max(folder.glob("*.journal"))
+            torn.write_bytes(torn.read_bytes()[: -chance.randrange(3)] or b"")
+        batches = sorted(consumed_by_step(folder))
+        assert [step for step, _ in batches] == list(range(steps)), "every step trained one batch"
+        trained = [tuple(prompt) for _, prompts in batches for prompt in prompts]
+        assert len(trained) == 3 * steps == len(set(trained)), "none twice"
+        state = ledger.state_dict()
+        places = [divmod(number, 11) for number in range(state["next"])]
+        order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
+        everything = {(epoch, order.at(epoch * 11 + position)["prompt_index"]) for epoch, position in places}
+        left_open = {(n // 11, order.at(n)["prompt_index"]) for n in state["open"]}
+        assert set(trained) | left_open == everything and not set(trained) & left_open, "none lost"
+    assert kills > 6 and replayed > kills
