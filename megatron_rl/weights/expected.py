@@ -1,4 +1,10 @@
-"""Checksums of the weights that are being published, taken in the same way as the servers that will hold them do."""
+"""Checksums of the weights that are being published, taken in the same way as the servers that will hold them do.
+
+Compared are: with the embedded server every tensor; with real SGLang on a CPU (0.5.21 and later, one rank) every tensor
+that it keeps under its HF name or as rows of one (q, k and v; gate and up), which leaves out the experts of mixtures.
+SGLang on a GPU hashes with a kernel of its own, and with several ranks each hashes its part: there the version alone is
+compared, and the publisher says so.
+"""
 
 from __future__ import annotations
 
