@@ -76,7 +76,11 @@ class Activations:
 
     def _runs(self, chunk: list[int]) -> list[Run]:
         """The layers of a model chunk, one by one or as they are recomputed together."""
-        options, whole = self.megatron, [self.layer(number) for number in chunk]
+        options, alike = self.megatron, {}
+        for number in chunk:
+            kind = self.arch.has_mixture(number)
+            alike[kind] = alike[kind] if kind in alike else self.layer(number)
+        whole = [alike[self.arch.has_mixture(number)] for number in chunk]
         if options.get("recompute_granularity") != "full":
             return [Run(kept, 0.0) for kept in whole]
         count, is_block = options.get("recompute_num_layers") or 1, options.get("recompute_method") == "block"

@@ -7,7 +7,6 @@ and weights over the replicas. Each model counts at its fullest pipeline stage.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from megatron_rl.config import EngineConfig, TrainConfig
@@ -15,8 +14,7 @@ from megatron_rl.plan.activations import Activations
 from megatron_rl.plan.batch import BatchPlan, PromptTokens
 from megatron_rl.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
 from megatron_rl.weights.architecture import Architecture, read_architecture
-from megatron_rl.weights.layout import Shares, parameters, parameters_of_stage
-from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.layout import Shares, largest_tensor, parameters, parameters_of_stage
 
 HEAD_CHUNK = 2048
 """Rows of which `lm_head_loss` holds the logits at one time."""
@@ -36,7 +34,7 @@ class Model:
         return 2 if self.engine.model.dtype == "bfloat16" else 4
 
 
-def models(config: TrainConfig) -> list[Model]:
+def models_of(config: TrainConfig) -> list[Model]:
     """The policy, and where the experiment has them its reference, critic and reward model. Reads their config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor)]
@@ -159,8 +157,8 @@ def _of_stage(
 
 def publication_bytes(model: Model) -> float:
     """Two buckets on the trainer's first rank: one being gathered, one being sent."""
-    sizes = [model.itemsize * math.prod(shape) for shape in hf_shapes(model.arch).values()]
-    return 2.0 * max(min(model.engine.bucket_bytes, sum(sizes)), max(sizes))
+    bucket = min(model.engine.bucket_bytes, model.itemsize * parameters(model.arch))
+    return 2.0 * max(bucket, model.itemsize * largest_tensor(model.arch))
 
 
 @dataclass(frozen=True)
@@ -172,35 +170,29 @@ class TrainerMemory:
     available: float
 
     @property
-    def parts(self) -> dict[str, float]:
-        """What is there at the fullest moment, by part; it sums to `peak`."""
-        policy = self.by_model["policy"]
-        fullest = max(self.by_model.values(), key=self._working)
-        there = [fullest] if self.offload else list(self.by_model.values())
-        named = {id(memory): name for name, memory in self.by_model.items()}
-        parts: dict[str, float] = {}
-        for memory in there:
-            name = named[id(memory)]
-            if memory is policy:
-                parts |= memory.states
-            elif len(memory.states) == 1:
-                parts[name] = memory.kept
-            else:
-                parts |= {f"{name}: {part}": size for part, size in memory.states.items()}
-        prefix = "" if fullest is policy else f"{named[id(fullest)]}: "
-        moment = fullest.update
-        if sum(moment.values()) < fullest.passing:
-            most = max(fullest.moments, key=lambda name: fullest.moments[name])
-            moment = {most: fullest.moments[most]}
-        parts |= {prefix + part: size for part, size in moment.items()}
-        parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
-        return parts | {"reserved": float(RESERVED_BYTES)}
+    def fullest_moment(self) -> str:
+        """What happens when most memory is taken, e.g. `update` or `critic: optimizer step`."""
+        name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
+        memory = self.by_model[name]
+        at = {"update": sum(memory.update.values())} | memory.moments
+        moment = max(at, key=lambda moment: at[moment])
+        return moment if name == "policy" else f"{name}: {moment}"
 
     @property
-    def other_moments(self) -> dict[str, float]:
-        """What the policy needs at other moments of a step, in place of activations and head."""
-        policy = self.by_model["policy"]
-        return {name: size for name, size in policy.moments.items() if name != "backward pass"}
+    def parts(self) -> dict[str, float]:
+        """What is there at the fullest moment, by part; it sums to `peak`."""
+        owner, _, moment = self.fullest_moment.rpartition(": ")
+        owner = owner or "policy"
+        parts: dict[str, float] = {}
+        for name, memory in self.by_model.items():
+            prefix = "" if name == "policy" else f"{name}: "
+            if name == owner or not self.offload:
+                parts |= {prefix + part: size for part, size in memory.states.items()}
+            if name == owner:
+                passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
+                parts |= {prefix + part: size for part, size in passing.items()}
+        parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
+        return parts | {"reserved": float(RESERVED_BYTES)}
 
     def _working(self, memory: ModelMemory) -> float:
         return memory.passing + (memory.kept if self.offload else 0.0)
@@ -220,10 +212,10 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int, device: Device
+    models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int, device: Device
 ) -> TrainerMemory:
     """Return the memory of the fullest GPU among `world_size` trainer ranks."""
-    by_model = {model.name: memory_of(model, config, batch, tokens, world_size) for model in models(config)}
+    by_model = {model.name: memory_of(model, config, batch, tokens, world_size) for model in models}
     return TrainerMemory(by_model, config.run.offload, device.memory)
 
 
@@ -274,16 +266,18 @@ def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> floa
     return float(arch.layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
 
 
-def server_memory(config: TrainConfig, batch: BatchPlan, device: Device) -> ServerMemory:
-    """Return the memory of one server with the policy."""
-    (policy, *_), gpus = models(config), server_gpus(config)
+def server_memory(
+    policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
+) -> ServerMemory:
+    """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
+    gpus = server_gpus(config)
     share = float(server_option(config, "--mem-fraction-static") or SERVER_MEMORY_SHARE)
     weights = policy.itemsize * parameters(policy.arch) / gpus
     return ServerMemory(
         gpus=gpus,
         weights=weights,
         kv_per_token=kv_bytes_per_token(policy.arch, policy.itemsize, gpus),
-        kv_room=max(0.0, share * device.memory - weights),
+        kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
         longest_sequence=batch.longest_sequence,
         available=device.memory,
     )

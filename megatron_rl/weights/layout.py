@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config import ParallelConfig
@@ -77,9 +76,20 @@ class Shares:
 
 def parameters_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> Shares:
     """How many parameters each rank of a pipeline stage holds: the same on all of them."""
-    shares = Shares()
-    for rule in _rules_of_stage(arch, parallel, stage):
-        shares += _share(rule, arch, parallel)
+    embedding, final_norm, output = edges(arch)
+    rules = [embedding] if stage == 0 else []
+    if stage == parallel.pipeline - 1:
+        rules.append(final_norm)
+        if not arch.tied or parallel.pipeline > 1:  # a last stage keeps its own copy of a tied embedding
+            rules.append(output)
+    shares = _shares(rules, arch, parallel)
+    alike: dict[bool, Shares] = {}
+    for number in (number for chunk in layers_of_stage(arch, parallel, stage) for number in chunk):
+        kind = arch.has_mixture(number)
+        if kind not in alike:
+            rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer
+            alike[kind] = _shares(rules, arch, parallel)
+        shares += alike[kind]
     return shares
 
 
@@ -88,25 +98,24 @@ def parameters(arch: Architecture) -> int:
     return parameters_of_stage(arch, ParallelConfig(), 0).total
 
 
-def _rules_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> Iterator[Rule]:
-    embedding, final_norm, output = edges(arch)
-    if stage == 0:
-        yield embedding
-    for chunk in layers_of_stage(arch, parallel, stage):
-        for number in chunk:
-            yield from (rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS)  # that is a buffer
-    if stage == parallel.pipeline - 1:
-        yield final_norm
-        if not arch.tied or parallel.pipeline > 1:  # a last stage keeps its own copy of a tied embedding
-            yield output
-
-
-def _share(rule: Rule, arch: Architecture, parallel: ParallelConfig) -> Shares:
+def largest_tensor(arch: Architecture) -> int:
+    """Elements of the largest of the model's HF tensors."""
     words = sizes(arch)
+    firsts = {arch.has_mixture(number): number for number in range(arch.layers)}.values()
+    rules = [*edges(arch), *(rule for number in firsts for rule in layer_rules(arch, number))]
+    return max(math.prod(words[word] for word in dims.split()) for rule in rules for dims in rule.hf.values())
+
+
+def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
+    words, shares = sizes(arch), Shares()
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
-    whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())
-    is_cut = rule.layout.split_dim is not None
-    if "{}" not in rule.megatron:
-        return Shares(dense=whole // parallel.tensor if is_cut else whole)
-    assert arch.mixture is not None
-    return Shares(expert=whole // parallel.expert_tensor * (arch.mixture.experts // parallel.expert))
+    for rule in rules:
+        whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())
+        is_cut = rule.layout.split_dim is not None
+        if "{}" not in rule.megatron:
+            shares += Shares(dense=whole // parallel.tensor if is_cut else whole)
+        else:
+            assert arch.mixture is not None
+            experts = arch.mixture.experts // parallel.expert
+            shares += Shares(expert=experts * (whole // parallel.expert_tensor if is_cut else whole))
+    return shares
