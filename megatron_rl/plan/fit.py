@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_rl.config import TrainConfig
@@ -23,7 +24,9 @@ from megatron_rl.plan.memory import (
 from megatron_rl.plan.throughput import Split, time_split
 from megatron_rl.weights.layout import check_layout
 
-MOST_SPLITS = 64
+MOST_DOUBLINGS = 5
+"""Of the nodes, in search of a plan that fits."""
+MOST_SPLITS = 32
 """Looked at: of more GPUs, splits that many evenly spaced."""
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -50,9 +53,24 @@ class Plan:
     batch: BatchPlan
     trainer: TrainerMemory
     server: ServerMemory
-    split: Split
+    servers: int
+    trainer_gpus: int
     shares_gpus: bool
     """Servers are on the trainers' GPUs, where there are too few for both."""
+
+    @cached_property
+    def split(self) -> Split:
+        return time_split(
+            self.models,
+            self.config,
+            self.batch,
+            self.tokens,
+            self.server,
+            self.cluster.device,
+            servers=self.servers,
+            trainer_gpus=self.trainer_gpus,
+            takes_turns=self.shares_gpus,
+        )
 
     @property
     def fits(self) -> bool:
@@ -114,8 +132,6 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
         trainer = trainer_memory(models, config, batch, tokens, count, cluster.device)
         beside = trainer.peak if shares_gpus else 0.0
         server = server_memory(models[0], config, batch, cluster.device, beside)
-        options: dict[str, Any] = {"servers": servers, "trainer_gpus": count, "takes_turns": shares_gpus}
-        split = time_split(models, config, batch, tokens, server, cluster.device, **options)
         found += 1
         yield Plan(
             config=config,
@@ -125,7 +141,8 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
             batch=batch,
             trainer=trainer,
             server=server,
-            split=split,
+            servers=servers,
+            trainer_gpus=count,
             shares_gpus=shares_gpus,
         )
     if not found and refused is not None:
@@ -156,7 +173,8 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
             f"{server.kv_per_token * server.longest_sequence / GIB:.1f} GiB"
         )
     if nearest is None:
-        return f"does not fit: {why}. Nothing near it fits either: give more GPUs, or larger ones."
+        most = 2 ** (MOST_DOUBLINGS - 1)
+        return f"does not fit: {why}. Nothing near it fits either, nor on {most} times the nodes; take larger GPUs."
     return f"does not fit: {why}. Nearest that fits: {' '.join(nearest[0])}"
 
 
@@ -164,9 +182,21 @@ def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) ->
     """Return the fewest `key=value` overrides with which the experiment fits, and its plan; None where there are none.
 
     Of as many overrides those with the fastest step. Tensor and pipeline axis, tokens of a microbatch, the distributed
-    optimizer, recomputation and a server's GPUs are tried.
+    optimizer, recomputation and a server's GPUs are tried; where none of them helps, more nodes.
     """
-    options, may_share = _options(config, tokens, cluster), best_plan(config, tokens, cluster).shares_gpus
+    for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
+        found = _nearest(config, tokens, replace(cluster, nodes=nodes))
+        if found is not None:
+            words, plan = found
+            return ([f"--nodes={nodes}"] if nodes > cluster.nodes else []) + words, plan
+    return None
+
+
+def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+    plan = best_plan(config, tokens, cluster)
+    if plan.fits:
+        return [], plan
+    options = _options(config, tokens, cluster)
     for count in range(1, len(options) + 1):
         found = []
         for keys in itertools.combinations(options, count):
@@ -176,7 +206,7 @@ def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) ->
                     plan = best_plan(_changed(config, changes), tokens, cluster)
                 except ValueError:  # a layout that divides neither the model nor the GPUs
                     continue
-                if plan.fits and (may_share or not plan.shares_gpus):
+                if plan.fits and (cluster.gpus == 1 or not plan.shares_gpus):
                     found.append((plan.split.step_s, _overrides(config, changes), plan))
         if found:
             _, overrides, plan = min(found, key=lambda entry: entry[0])

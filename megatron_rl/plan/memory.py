@@ -8,6 +8,7 @@ and weights over the replicas. Each model counts at its fullest pipeline stage.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.plan.activations import Activations
@@ -32,6 +33,10 @@ class Model:
     @property
     def itemsize(self) -> int:
         return 2 if self.engine.model.dtype == "bfloat16" else 4
+
+    @cached_property
+    def parameters(self) -> int:
+        return parameters(self.arch)
 
 
 def models_of(config: TrainConfig) -> list[Model]:
@@ -157,7 +162,7 @@ def _of_stage(
 
 def publication_bytes(model: Model) -> float:
     """Two buckets on the trainer's first rank: one being gathered, one being sent."""
-    bucket = min(model.engine.bucket_bytes, model.itemsize * parameters(model.arch))
+    bucket = min(model.engine.bucket_bytes, model.itemsize * model.parameters)
     return 2.0 * max(bucket, model.itemsize * largest_tensor(model.arch))
 
 
@@ -272,7 +277,7 @@ def server_memory(
     """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
     gpus = server_gpus(config)
     share = float(server_option(config, "--mem-fraction-static") or SERVER_MEMORY_SHARE)
-    weights = policy.itemsize * parameters(policy.arch) / gpus
+    weights = policy.itemsize * policy.parameters / gpus
     return ServerMemory(
         gpus=gpus,
         weights=weights,

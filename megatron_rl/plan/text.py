@@ -8,9 +8,8 @@ from typing import Any
 
 from megatron_rl.plan.devices import GIB, assumptions
 from megatron_rl.plan.fit import Plan
-from megatron_rl.weights.layout import parameters
 
-NOT_MEASURED = "Times follow from data sheets and the shares below; no run on a GPU has checked them."
+NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
 LOCAL_LAYERS = "Activations are those of megatron.core's local layers; Transformer Engine's take less."
 
 
@@ -18,7 +17,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     """Counts, bytes and seconds under the names that the code has for them."""
     split, server, batch = plan.split, plan.server, dataclasses.asdict(plan.batch)
     return {
-        "model": {"path": plan.config.model.path, "parameters": parameters(plan.models[0].arch)},
+        "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
         "cluster": dataclasses.asdict(plan.cluster),
         "prompts": dataclasses.asdict(plan.tokens),
         "batch": batch,
@@ -71,7 +70,7 @@ def _experiment(plan: Plan) -> dict[str, str]:
     config, cluster, split = plan.config, plan.cluster, plan.split
     layout, arch = config.parallel, plan.models[0].arch
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
-    model = f"{config.model.path}, {arch.family}, {_count(parameters(arch))} parameters, {config.model.dtype}"
+    model = f"{config.model.path}, {arch.family}, {_count(plan.models[0].parameters)} parameters, {config.model.dtype}"
     replicas = f"{plan.batch.replicas} replica{'s' * (plan.batch.replicas > 1)}"
     trainer = " x ".join([replicas, *(f"{name} {size}" for name, size in axes.items() if size > 1)])
     where = (
@@ -131,14 +130,16 @@ def _trainer(plan: Plan) -> dict[str, str]:
 def _server(plan: Plan) -> dict[str, str]:
     server, split, wanted = plan.server, plan.split, plan.batch.replies_running
     room = server.replies * split.servers
-    fits = f"{server.replies:,} replies of full length a server, {room:,} in all"
-    if room < wanted:
-        fits += f"; {wanted:,} are asked for at a time, so some wait or share a prompt's keys"
+    fits = (
+        f"{server.replies:,} replies of full length a server, {room:,} in all; up to {wanted:,} are asked for at once"
+    )
     rows = {
         "weights": _size(server.weights),
         "keys and values": f"{_size(server.kv_room)}, {_size(server.kv_per_token).strip()} a token",
         "room": fits,
     }
+    if room < wanted:
+        rows["not all fit"] = "some replies wait, unless they end early or share a prompt's keys"
     if plan.shares_gpus:
         share = (server.weights + server.kv_room) / server.available
         rows["beside trainers"] = f"rollout.server_args=[--mem-fraction-static,{share:.2f}] leaves them their part"

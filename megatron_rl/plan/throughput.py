@@ -13,8 +13,6 @@ from megatron_rl.plan import devices
 from megatron_rl.plan.batch import BatchPlan, PromptTokens
 from megatron_rl.plan.devices import Device
 from megatron_rl.plan.memory import Model, ServerMemory
-from megatron_rl.weights.architecture import Architecture
-from megatron_rl.weights.layout import parameters
 
 MOMENTS = 16
 """At which a decoding batch is looked at while its replies end one by one."""
@@ -52,10 +50,11 @@ class Split:
         return 1 - self.update_s / self.step_s
 
 
-def matrix_parameters(arch: Architecture) -> float:
+def matrix_parameters(model: Model) -> float:
     """Parameters that one token is multiplied with, without embedding and head: of experts those that it is sent to."""
+    arch = model.arch
     outside = arch.hidden * arch.vocab * (1 if arch.tied or arch.head == "value" else 2)
-    total = parameters(arch) - outside
+    total = model.parameters - outside
     if arch.mixture is not None:
         mixture = arch.mixture
         idle = sum(mixture.layers) * (mixture.experts - mixture.per_token) * 3 * mixture.ffn * arch.hidden
@@ -63,15 +62,16 @@ def matrix_parameters(arch: Architecture) -> float:
     return float(total)
 
 
-def forward_flops(arch: Architecture, rows: float, labels: float, keys: float) -> float:
+def forward_flops(model: Model, rows: float, labels: float, keys: float) -> float:
     """Products and sums of a forward pass: `rows` through the layers, of `keys` keys each on average, `labels` through
     the head. A window bounds the keys of its layers."""
+    arch = model.arch
     width = arch.head_dim + (arch.latent.plain_dim if arch.latent else 0)
     value = arch.latent.value_dim if arch.latent else arch.head_dim
     seen = sum(min(keys, window or keys) for window in arch.windows)
     attention = 2 * arch.heads * (width + value) * seen
     head = 2 * arch.hidden * (arch.vocab if arch.head == "policy" else 1)
-    return rows * (2 * matrix_parameters(arch) + attention) + labels * head
+    return rows * (2 * matrix_parameters(model) + attention) + labels * head
 
 
 def passes(model: Model, config: TrainConfig) -> float:
@@ -95,7 +95,7 @@ def update_seconds(
     total = 0.0
     for model in models:
         parallel = model.engine.parallel
-        flops = passes(model, config) * forward_flops(model.arch, rows, labels, (tokens.mean + reply) / 2)
+        flops = passes(model, config) * forward_flops(model, rows, labels, (tokens.mean + reply) / 2)
         rate = gpus * device.flops(model.engine.model.dtype) * devices.TRAINING_EFFICIENCY
         microbatches = max(1.0, rows / (batch.updates * batch.replicas * config.batch.tokens_per_microbatch))
         bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)
@@ -115,17 +115,16 @@ class Decoder:
 
     def seconds(self, replies: float, sequence_tokens: float) -> float:
         """replies: in the batch; sequence_tokens: that each of them has so far."""
-        arch = self.model.arch
         weights = self.model.itemsize * self._weights_read(replies) / self.gpus
         read = weights + replies * sequence_tokens * self.kv_per_token
-        flops = forward_flops(arch, replies, replies, sequence_tokens) / self.gpus
+        flops = forward_flops(self.model, replies, replies, sequence_tokens) / self.gpus
         peak = self.device.flops(self.model.engine.model.dtype)
         memory_s = read / (self.device.bandwidth * devices.DECODE_BANDWIDTH)
         return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + devices.DECODE_OVERHEAD_S
 
     def _weights_read(self, replies: float) -> float:
         """Parameters of which some reply has need: with few replies not all experts."""
-        arch, total = self.model.arch, float(parameters(self.model.arch))
+        arch, total = self.model.arch, float(self.model.parameters)
         if not arch.tied:
             total -= arch.hidden * arch.vocab  # of the embedding a row is read
         if arch.mixture is None:
@@ -145,12 +144,12 @@ def rollout_seconds(
     model: Model, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, servers: int, memory: ServerMemory,
     device: Device,
 ) -> float:  # fmt: skip
-    """Seconds that `servers` servers need for a step's replies. Raises nothing: a server takes one reply at least."""
+    """Seconds that `servers` servers need for a step's replies."""
     decoder = Decoder(model, memory.gpus, device, memory.kv_per_token)
     longest = config.generation.max_new_tokens
     mean = devices.MEAN_REPLY * longest
     own = batch.requests / servers
-    prefill = forward_flops(model.arch, batch.prompts / servers * tokens.mean, 0, tokens.mean / 2)
+    prefill = forward_flops(model, batch.prompts / servers * tokens.mean, 0, tokens.mean / 2)
     rate = memory.gpus * device.flops(model.engine.model.dtype) * devices.PREFILL_EFFICIENCY
     prefill_s = prefill / rate
     together = max(1.0, min(max(1, memory.replies), batch.replies_running / servers))
@@ -162,7 +161,7 @@ def rollout_seconds(
 
 
 def publish_seconds(model: Model) -> float:
-    return model.itemsize * parameters(model.arch) / devices.PUBLICATION_BANDWIDTH
+    return model.itemsize * model.parameters / devices.PUBLICATION_BANDWIDTH
 
 
 def time_split(
