@@ -76,7 +76,8 @@ class Activations:
 
     def _runs(self, chunk: list[int]) -> list[Run]:
         """The layers of a model chunk, one by one or as they are recomputed together."""
-        options, alike = self.megatron, {}
+        options = self.megatron
+        alike: dict[bool, float] = {}
         for number in chunk:
             kind = self.arch.has_mixture(number)
             alike[kind] = alike[kind] if kind in alike else self.layer(number)

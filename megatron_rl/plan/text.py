@@ -113,7 +113,7 @@ def _step(plan: Plan) -> dict[str, str]:
 
 def _trainer(plan: Plan) -> dict[str, str]:
     trainer, policy = plan.trainer, plan.trainer.by_model["policy"]
-    rows = {}
+    rows: dict[str, str] = {}
     for name, memory in trainer.by_model.items():
         prefix = "" if memory is policy else f"{name}: "
         rows |= {prefix + part: _size(size) for part, size in (memory.states | memory.update).items()}
