@@ -444,6 +444,31 @@ def test_group_that_comes_too_late_is_sampled_again(with_late_group):
     assert executor.tally.take()["rollout/episodes_stale"] == 1
 
 
+def test_prompt_with_long_replies_is_waited_for_the_second_time(make):
+    """It takes longer than the two steps that the bound allows, whenever it is begun."""
+    book, hold = Book(), [asyncio.Event(), asyncio.Event()]
+
+    class Long(Dated):
+        async def arun_episode(self, engine, data):
+            first = engine.get_version()
+            if data["n"] == 0:
+                await hold[book.of(0).count("started") - 1].wait()
+            return [trajectory(data["n"], version=first)]
+
+    executor, source = make(max_staleness=1, events=[book]), ({"n": n} for n in itertools.count())
+    for version in range(2):
+        executor.engine.version = version
+        executor.prepare_batch(source, Long(), 2)
+    executor.engine.version = 2
+    executor.thread.loop.call_soon_threadsafe(hold[0].set)
+    time.sleep(0.05)
+    executor.prepare_batch(source, Long(), 2)
+    assert book.of(0)[-2:] == ["requeued", "started"]  # at version 2
+    executor.engine.version = 3
+    threading.Timer(0.2, executor.thread.loop.call_soon_threadsafe, [hold[1].set]).start()
+    assert 0 in executor.prepare_batch(source, Long(), 2)["rewards"], "at version 4 it would be too old again"
+
+
 def test_tokens_that_are_too_old_can_be_masked_instead(with_late_group):
     executor, workflow, book, source = with_late_group("mask")
     batch = executor.prepare_batch(source, workflow, 2)
