@@ -131,7 +131,8 @@ class Decoder:
             return total
         mixture = arch.mixture
         experts = sum(mixture.layers) * mixture.experts * 3 * mixture.ffn * arch.hidden
-        return total - experts * (1 - mixture.per_token / mixture.experts) ** replies
+        untouched: float = (1 - mixture.per_token / mixture.experts) ** replies
+        return total - experts * untouched
 
     def drain_seconds(self, replies: float, prompt: float, longest: int) -> float:
         """Of a batch that starts together and ends one by one, evenly, until the longest reply is done."""
