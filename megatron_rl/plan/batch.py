@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.config import TrainConfig
@@ -81,7 +82,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         )
     trajectories, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
     evaluations = evaluation_count(config) if tokens.held_out else 0
-    groups = (config.rollout.max_staleness + 1) * prompts
+    groups = (config.rollout.max_staleness + 1) * prompts + surplus_groups(config, replicas)
     running = min(replicas * config.rollout.max_concurrent_episodes, groups)
     copies = 1 if batch.share_prompts else samples
     per_replica = Bounds(
@@ -108,6 +109,13 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         all_requests=steps * requests + evaluations * tokens.held_out,
         epochs=steps * prompts / tokens.count,
     )
+
+
+def surplus_groups(config: TrainConfig, replicas: int) -> int:
+    """Groups that are started beyond those that a step takes (rollout.oversample), over the heads of all replicas."""
+    prompts = config.batch.prompts_per_step
+    shares = [(rank + 1) * prompts // replicas - rank * prompts // replicas for rank in range(replicas)]
+    return sum(math.ceil(share * config.rollout.oversample) - share for share in shares)
 
 
 def evaluation_count(config: TrainConfig) -> int:

@@ -161,9 +161,9 @@ def _of_stage(
 
 
 def publication_bytes(model: Model) -> float:
-    """Two buckets on the trainer's first rank: one being gathered, one being sent."""
+    """Two buckets on the trainer's first rank, one being filled and one being sent, and two tensors for them."""
     bucket = min(model.engine.bucket_bytes, model.itemsize * model.parameters)
-    return 2.0 * max(bucket, model.itemsize * largest_tensor(model.arch))
+    return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch))
 
 
 @dataclass(frozen=True)

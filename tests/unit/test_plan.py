@@ -89,6 +89,16 @@ def test_groups_in_flight_are_what_the_gates_admit(staleness, concurrent):
     assert plan.episodes_running == sum(gate.capacity(0) for gate in gates)
 
 
+def test_oversampled_groups_are_what_the_gates_admit():
+    config = experiment(batch=BatchConfig(prompts_per_step=9), rollout=RolloutConfig(oversample=1.5))
+    gates = []
+    for prompts, surplus in ((4, 2), (5, 3)):
+        gates.append(AdmissionGate(100, 0))
+        gates[-1].begin_step(prompts, 0, waiting=0, surplus=surplus)
+    plan = plan_batch(config, PromptTokens.of([5]), replicas=2)
+    assert plan.groups_in_flight == sum(gate.room(0) for gate in gates) == 14
+
+
 def random_share(rng, prompts, replies, longest_prompt, longest_reply):
     """A replica's trajectories: whole groups, some of whose replies are equal or empty."""
     ids, lengths, groups = [], [], []
