@@ -1,9 +1,9 @@
 """What a training pass keeps for its backward pass, tensor by tensor.
 
 Holds for upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
-tests/megatron/test_plan.py. Transformer Engine's layers keep less: of a norm neither its result beside the input of the
-matrix behind it, nor its input in float32. On CUDA bfloat16 attention is the variable-length kernel; float32 there
-is for checks, and may keep all scores. Routed tokens are taken to spread evenly over the experts.
+tests/megatron/test_plan_memory.py. Transformer Engine's layers keep less: of a norm neither its result beside the input
+of the matrix behind it, nor its input in float32. On CUDA bfloat16 attention is the variable-length kernel;
+float32 there is for checks, and may keep all scores. Routed tokens are taken to spread evenly over the experts.
 """
 
 from __future__ import annotations

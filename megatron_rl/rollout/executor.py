@@ -79,13 +79,6 @@ class RolloutExecutor:
         self._enqueue(data, workflow)
         self._start()
 
-    async def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
-        """Take a group that an earlier process finished and nobody consumed; `workflow` is for its prompt's requeueing.
-
-        Before the first batch. Not reported as accepted: whoever has it knows.
-        """
-        self._finished.append(Finished.of(self._new_episode(data, workflow), group))
-
     async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
         """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
 

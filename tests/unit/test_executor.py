@@ -21,7 +21,7 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.types import Trajectory
 
 
 class VersionOnly:
@@ -369,19 +369,6 @@ def test_every_call_after_that_says_so(make):
         executor.prepare_batch(iter(prompts(0)), Scripted(one), 1)
     with pytest.raises(RuntimeError, match="no space left on device"):
         executor.rollout_batch(prompts(1), Scripted(one))
-
-
-def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make):
-    book = Book()
-    executor, workflow = make(events=[book], max_staleness=1), Scripted(one, delay_s=0.01)
-    executor.engine.version = 5
-    executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
-    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
-    assert batch["rewards"].tolist()[0] == 40
-    assert [line for line in book.lines if line[0] == "started"] == [
-        ("started", n) for n in range(3)
-    ]  # (1 + 1) * 2 - 1
-    assert book.of(40) == []
 
 
 class Dated(RolloutWorkflow):

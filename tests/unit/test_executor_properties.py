@@ -291,34 +291,6 @@ def test_end_of_the_world_wakes_who_waits_and_ends_every_episode(world, seconds)
     simulate(run())
 
 
-@worlds_examples
-@given(worlds())
-def test_restored_groups_are_trained_or_sampled_again_once(world):
-    servers, ledger, consumed = Servers(world), Ledger(world.most_present), []
-    servers.version = len(world.steps)
-    executor = executor_of(world, servers, ledger)
-    source = ({"n": n} for n in itertools.count(len(world.episodes)))
-
-    async def resume():
-        for n, (tokens, _) in enumerate(world.episodes[: ledger.most_present]):
-            ledger.last[n] = "accepted"
-            versions = torch.tensor([-1, max(0, servers.version - len(tokens))])
-            mask = torch.tensor([False, True])
-            fields = {"input_ids": torch.tensor([n, n]), "loss_mask": mask, "logprobs": torch.zeros(2)}
-            pair = [Trajectory(**fields, versions=versions, reward=float(reply)) for reply in range(2)]
-            await executor.restore({"n": n}, servers, TrajectoryBatch.from_trajectories([pair]))
-        for _ in world.steps:
-            batch = await executor.prepare_batch(source, servers, world.groups)
-            consumed.extend(check_batch(batch, world, servers, ledger))
-            servers.version += 1
-
-    try:
-        simulate(resume())
-    except RuntimeError as error:
-        assert is_excuse(error), error
-    assert len(consumed) == len(set(consumed)) == ledger.count("consumed")
-
-
 def test_simulated_loop_finds_a_deadlock():
     with pytest.raises(Deadlock):
         simulate(asyncio.Event().wait())
