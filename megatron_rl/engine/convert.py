@@ -94,7 +94,8 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
             dtype = whole.dtype if isinstance(parameter, torch.nn.Parameter) else torch.float32
             parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)
     writer = CheckpointWriter(groups)
-    writer.start(target, scratch.state_of(chunks, groups), model_folder=source, head=arch.head)
+    state = scratch.state_of(chunks, groups)
+    writer.start(target, state, model_folder=source, head=arch.head, training=[], in_background=False)
     writer.finish(wait=True)
 
 
