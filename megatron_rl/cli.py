@@ -1,4 +1,4 @@
-"""The command `megatron-rl`: serve | convert | report."""
+"""The command `megatron-rl`: plan | serve | convert | report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("megatron-rl", description="Tools around training; training is megatron_rl.train.")
     commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
+    plan.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
+    plan.add_argument("--nodes", type=_at_least_1, default=1)
+    plan.add_argument("--gpus-per-node", type=_at_least_1, default=8)
+    plan.add_argument("--device", choices=["a100", "h100", "h200", "b200"], default="h100")
+    plan.add_argument("--json", action="store_true", help="for machines")
     commands.add_parser(
         "serve", help="the embedded rollout server: megatron-rl serve MODEL --port 30000", add_help=False
     )
@@ -31,17 +38,31 @@ def main(argv: list[str] | None = None) -> None:
 
         serve(rest)
         return
+    if args.command == "plan":  # argparse leaves what comes behind an option to us
+        args.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if args.command == "convert":
             print(_convert(args.source, args.target))
+        elif args.command == "plan":
+            from megatron_rl.plan.command import plan_text
+
+            options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
+            print(plan_text(args.config, args.overrides, **options, as_json=args.json))
         else:
             from megatron_rl.telemetry.report import write_report
 
             print(write_report(args.run))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"megatron-rl {args.command}: {error}")
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 1")
+    return int(text)
 
 
 def _convert(source: str, target: Path) -> str:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
@@ -43,6 +43,7 @@ from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.rollout.import_path import resolve
 from megatron_rl.rollout.prompts import PromptIterator, load_prompts
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
 from megatron_rl.rollout.workflows.scoring import prompt_ids
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.sft import warm_start
@@ -87,12 +88,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
                 f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
                 f"0; give a sequence classification model with one label."
             )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"model.path = {config.model.path!r}: no usable tokenizer there ({error}); copy the model's."
-        ) from error
+    tokenizer = load_tokenizer(config.model.path)
     resolve(config.rollout.reward, key="rollout.reward")
     make_workflow(config, tokenizer, config.generation)
     train = load_prompts(config.data.train, config.data.train_args, key="data.train")
@@ -100,8 +96,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
     if config.data.evaluation:
         held_out = load_prompts(config.data.evaluation, config.data.evaluation_args, key="data.evaluation")
     for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
-        for number, prompt in enumerate(prompts, start=1):
-            refuse_too_long(key, number, len(prompt_ids(tokenizer, prompt)), config.generation, arch)
+        prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
     return tokenizer, train, held_out
 
 
@@ -116,18 +111,6 @@ def check_value_model(key: str, engine: EngineConfig, policy: Architecture, mega
         raise ValueError(
             f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
             f"the policy's tokens, so give a model with the same tokenizer."
-        )
-
-
-def refuse_too_long(
-    key: str, number: int, prompt_tokens: int, generation: GenerationConfig, arch: Architecture
-) -> None:
-    """Raise ValueError where a prompt and its longest reply do not fit into the model's context."""
-    if prompt_tokens + generation.max_new_tokens > arch.max_positions:
-        raise ValueError(
-            f"{key}, prompt {number}: has {prompt_tokens} tokens, and with generation.max_new_tokens = "
-            f"{generation.max_new_tokens} more than the model's context of {arch.max_positions}; shorten it or lower "
-            f"the other."
         )
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install real SGLang beside a virtual environment on a machine without CUDA, for the tests in tests/servers.
 # Usage: scripts/install_sglang_cpu.sh PYTHON        e.g. .venv/bin/python; needs torch 2.13.0 and transformers there
-# About half a minute the first time, a second when everything is there.
+# About a minute the first time, a second when everything is there. An older version comes along, for the protocol
+# without weight sessions: only the package itself, which runs on the other one's dependencies.
 set -euo pipefail
 
 python=${1:?usage: scripts/install_sglang_cpu.sh PYTHON}
@@ -9,9 +10,10 @@ requirements=$(cd "$(dirname "$0")/.." && pwd)/requirements
 # A folder that only SGLang's own processes have on their path: its torchvision is a CUDA build, and in the environment
 # itself it would break every import of a transformers model.
 target=$("$python" -c 'import sys; print(sys.prefix)')/share/sglang-cpu
+older=$target-0.5.19
 
 is_installed() {
-  PYTHONPATH=$target "$python" - "$requirements"/sglang-cpu*.txt <<'EOF'
+  PYTHONPATH=$1 "$python" - "${@:2}" <<'EOF'
 import importlib.metadata as metadata, sys
 for path in sys.argv[1:]:
     for line in open(path):
@@ -21,7 +23,8 @@ for path in sys.argv[1:]:
 EOF
 }
 
-if is_installed 2>/dev/null; then
+if is_installed "$target" "$requirements"/sglang-cpu*.txt 2>/dev/null \
+  && is_installed "$older" "$requirements/sglang-older.txt" 2>/dev/null; then
   echo "sglang is installed in $target"
   exit 0
 fi
@@ -33,5 +36,6 @@ trap 'rm -f "$constraints"' EXIT
 
 set -x
 "$python" -m pip install --quiet --quiet -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
-rm -rf "$target"
+rm -rf "$target" "$older"
 "$python" -m pip install --quiet --quiet --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
+"$python" -m pip install --quiet --quiet --no-deps --target "$older" -r "$requirements/sglang-older.txt"

@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": EVERYTHING,
     "experiment": EVERYTHING,
     "recovery": EVERYTHING,
+    "plan": {"config", "rollout", "weights"},
     "sft": EVERYTHING,
     "train": EVERYTHING,
 }
@@ -70,6 +71,7 @@ NEVER: dict[str, set[str]] = {
     "launch": {"torch", "megatron"},
     "telemetry": {"torch"},
     "algo": {"torch.distributed", "megatron"},
+    "plan": {"torch", "megatron"},
 }
 
 
@@ -148,9 +150,10 @@ def test_report_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "module", ["megatron_rl.serving.server", "megatron_rl.rollout.sglang", "megatron_rl.algo.actor"]
+    "module",
+    ["megatron_rl.serving.server", "megatron_rl.rollout.sglang", "megatron_rl.algo.actor", "megatron_rl.plan.command"],
 )
-def test_servers_clients_and_algorithms_do_not_load_megatron(module):
+def test_servers_clients_algorithms_and_plans_do_not_load_megatron(module):
     assert not imported_by(f"import {module}")[0] & {"megatron", "a process group"}
 
 

@@ -138,16 +138,7 @@ def config_class(arch: Architecture) -> type[TransformerConfig]:
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """The fields of TransformerConfig that dense Llama-like decoders leave alone.
-
-    Raises ValueError where the layout and the model do not fit together.
-    """
-    is_special = arch.mixture is not None or arch.latent is not None
-    if is_special and parallel.tensor > 1 and not parallel.sequence_parallel:
-        raise ValueError(
-            f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
-            f"key out."
-        )
+    """The fields of TransformerConfig that dense Llama-like decoders leave alone."""
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.family == "gemma3":
         options |= dict(activation_func=functools.partial(F.gelu, approximate="tanh"), softmax_scale=arch.softmax_scale)
@@ -157,16 +148,7 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
 def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     mixture = arch.mixture
     if mixture is None:
-        for key in ("expert", "expert_tensor"):
-            if getattr(parallel, key) > 1:
-                raise ValueError(
-                    f"parallel.{key} = {getattr(parallel, key)}: {arch.family} has no experts to share; leave it out."
-                )
         return {}
-    if mixture.experts % parallel.expert:
-        raise ValueError(
-            f"parallel.expert = {parallel.expert}: does not divide the model's {mixture.experts} experts; lower it."
-        )
     return dict(
         num_moe_experts=mixture.experts,
         moe_ffn_hidden_size=mixture.ffn,

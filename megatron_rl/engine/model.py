@@ -33,6 +33,7 @@ from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.reshard import rules_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,11 +94,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     Needs no process group. ValueError where the parts do not fit together.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
-    if arch.layers % (parallel.pipeline * chunks):
-        raise ValueError(
-            f"parallel: pipeline({parallel.pipeline}) x virtual_pipeline({chunks}) does not divide the model's "
-            f"{arch.layers} layers; lower one of the two."
-        )
+    check_layout(arch, parallel)
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
     if uses_transformer_engine and not has_transformer_engine_layers(arch):
         if config.model.transformer_impl != "auto":

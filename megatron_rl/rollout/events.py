@@ -22,8 +22,10 @@ class Episode:
     workflow: RolloutWorkflow
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True
-    is_late: bool = False
-    """A step was full before it had ended."""
+    requeues: int = 0
+    """Above 0 a batch waits for it rather than pass it over again."""
+    version: int = 0
+    """Policy version when it was started."""
     outcome: asyncio.Future[Outcome] | None = None
     """Where somebody waits for this very episode."""
 

@@ -79,13 +79,6 @@ class RolloutExecutor:
         self._enqueue(data, workflow)
         self._start()
 
-    async def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
-        """Take a group that an earlier process finished and nobody consumed; `workflow` is for its prompt's requeueing.
-
-        Before the first batch. Not reported as accepted: whoever has it knows.
-        """
-        self._finished.append(Finished.of(self._new_episode(data, workflow), group))
-
     async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
         """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
 
@@ -219,20 +212,28 @@ class RolloutExecutor:
                 self._requeue_stale()
                 refill()
                 self._start()
-                # A prompt that an earlier step did not wait for is not passed over twice.
-                if len(self._finished) >= count and not any(e.is_late for e in self._running.values()):
+                if len(self._finished) >= count and not self._is_due():
                     break
                 self._raise_if_hopeless(count)
                 self._progress.clear()
                 await self._progress.wait()
         finally:
             self._failed, self._rejected, self._first_error = 0, 0, None
-        # The oldest first, or they might be too old for the next batch; of one age in the order of finishing.
-        self._finished.sort(key=lambda finished: (not finished.episode.is_late, finished.versions.start))
+        # First those that were too late for another batch, then the oldest, which might be too old for the next one; of
+        # one age in the order of finishing.
+        self._finished.sort(key=lambda finished: (-finished.episode.requeues, finished.versions.start))
         taken, self._finished = self._finished[:count], self._finished[count:]
         if in_order:
             taken.sort(key=lambda finished: finished.episode.number)
         return self._consume(taken)
+
+    def _is_due(self) -> bool:
+        """Whether a prompt that was requeued before is running and would come too late for any other batch.
+
+        It is waited for: else prompts with long replies would be sampled again and again and never trained.
+        """
+        oldest_allowed = self._engine.get_version() + 1 - self._config.max_staleness
+        return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
 
     def _raise_if_hopeless(self, count: int) -> None:
         """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
@@ -272,18 +273,16 @@ class RolloutExecutor:
 
     def _recall(self) -> None:
         """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
-        recalled = [(task, episode) for task, episode in self._running.items() if episode.outcome is None]
-        for task, episode in recalled:
-            del self._running[task]  # whatever it still returns is nobody's
-            task.cancel()
-            episode.is_late = True
+        recalled = [task for task, episode in self._running.items() if episode.outcome is None]
+        for task in recalled:
+            task.cancel()  # and whatever it still returns is nobody's
             self._gate.finish(accepted=False)
-        self._requeue([episode for _, episode in recalled], "the step was full")
+        self._requeue([self._running.pop(task) for task in recalled], "the step was full")
 
     def _requeue(self, episodes: list[Episode], why: str) -> None:
         """Put them, in this order, before the rest of the queue."""
         for episode in reversed(episodes):
-            episode.queued_s = time.monotonic()
+            episode.queued_s, episode.requeues = time.monotonic(), episode.requeues + 1
             self._queue.appendleft(episode)
         for episode in episodes:
             for events in self._events:
@@ -326,6 +325,7 @@ class RolloutExecutor:
 
     def _launch(self, episode: Episode) -> None:
         self._gate.start(is_admitted=episode.outcome is None)
+        episode.version = self._engine.get_version()
         for events in self._observers(episode):
             events.started(episode)
         task = asyncio.get_running_loop().create_task(self._fly(episode))

@@ -22,6 +22,8 @@ from megatron_rl.config import GenerationConfig
 
 SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
+RETRACTED_FLUSH_SINCE = (0, 5, 21)
+"""Before, requests that wait keep the cache from being flushed, and so do those that a pause has put back (0.5.19)."""
 CPU_CHECKSUMS_SINCE = (0, 5, 21)
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
@@ -257,9 +259,11 @@ class ServerClient:
         """Stop generating until `resume`; `flush` drops all keys and values, those of running requests too.
 
         mode: `abort` ends running requests, `retract` puts them back into the queue, `in_place` freezes them with their
-        keys, which cannot be flushed. Servers before 0.5.6 know only abort.
+        keys, which cannot be flushed. Servers before 0.5.6 know only abort; before 0.5.21 a flush needs it.
         """
         assert self.info is not None
+        if flush and self.info.version < RETRACTED_FLUSH_SINCE:
+            mode = "abort"
         body = {"mode": mode} if self.info.has_pause_modes else {}
         await self.command("/pause_generation", body, timeout_s=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s

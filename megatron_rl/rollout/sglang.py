@@ -245,10 +245,6 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         self._running_thread().run(self._executor.submit(data, workflow))
 
-    def restore(self, data: dict[str, Any], workflow: RolloutWorkflow, group: TrajectoryBatch) -> None:
-        """Take a group that an earlier process finished and nobody consumed. Before the first batch."""
-        self._running_thread().run(self._executor.restore(data, workflow, group))
-
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
         return self._running_thread().run(self._executor.wait(count, timeout_s))
 

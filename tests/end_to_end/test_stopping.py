@@ -29,7 +29,7 @@ def settings(tmp_path_factory):
 
 
 def wait_until_logged(folder, steps, alive):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not (folder / "metrics.jsonl").exists() or len(steps_of(folder)) < steps:
         assert alive() and time.monotonic() < deadline
         time.sleep(0.02)
@@ -82,7 +82,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     folder = tmp_path / "run"
     folder.mkdir()
     overrides = (f"run.folder={folder}", *settings, "rollout.workflow=third_step:StuckInTheThirdStep")
-    overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=4")
+    overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=8")
     if staleness:
         overrides += ("batch.updates_per_step=1",)
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
@@ -91,7 +91,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     os.kill(pid, signal.SIGTERM)
     told = time.monotonic()
     assert ended(pid) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()
-    assert time.monotonic() - told < 4
+    assert time.monotonic() - told < 8
     assert newest_checkpoint(folder) == 2
     os.environ["TEST_NOT_STUCK"] = "1"
     try:

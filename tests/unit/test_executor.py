@@ -21,7 +21,7 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.types import Trajectory
 
 
 class VersionOnly:
@@ -371,19 +371,6 @@ def test_every_call_after_that_says_so(make):
         executor.rollout_batch(prompts(1), Scripted(one))
 
 
-def test_restored_group_is_trained_before_new_ones_and_counts_for_admission(make):
-    book = Book()
-    executor, workflow = make(events=[book], max_staleness=1), Scripted(one, delay_s=0.01)
-    executor.engine.version = 5
-    executor.restore({"n": 40}, workflow, TrajectoryBatch.from_trajectories([[trajectory(40, version=5)]]))
-    batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
-    assert batch["rewards"].tolist()[0] == 40
-    assert [line for line in book.lines if line[0] == "started"] == [
-        ("started", n) for n in range(3)
-    ]  # (1 + 1) * 2 - 1
-    assert book.of(40) == []
-
-
 class Dated(RolloutWorkflow):
     """A trajectory of two trained tokens: of the version when the episode began, and of that when it ended.
 
@@ -442,6 +429,31 @@ def test_group_that_comes_too_late_is_sampled_again(with_late_group):
     assert book.of(0) == ["queued", "started", "accepted", "requeued", "started", "accepted"]  # and consumed
     assert [started for started in workflow.started if started[0] == 0] == [(0, 0), (0, 2)]
     assert executor.tally.take()["rollout/episodes_stale"] == 1
+
+
+def test_prompt_with_long_replies_is_waited_for_the_second_time(make):
+    """It takes longer than the two steps that the bound allows, whenever it is begun."""
+    book, hold = Book(), [asyncio.Event(), asyncio.Event()]
+
+    class Long(Dated):
+        async def arun_episode(self, engine, data):
+            first = engine.get_version()
+            if data["n"] == 0:
+                await hold[book.of(0).count("started") - 1].wait()
+            return [trajectory(data["n"], version=first)]
+
+    executor, source = make(max_staleness=1, events=[book]), ({"n": n} for n in itertools.count())
+    for version in range(2):
+        executor.engine.version = version
+        executor.prepare_batch(source, Long(), 2)
+    executor.engine.version = 2
+    executor.thread.loop.call_soon_threadsafe(hold[0].set)
+    time.sleep(0.05)
+    executor.prepare_batch(source, Long(), 2)
+    assert book.of(0)[-2:] == ["requeued", "started"]  # at version 2
+    executor.engine.version = 3
+    threading.Timer(0.2, executor.thread.loop.call_soon_threadsafe, [hold[1].set]).start()
+    assert 0 in executor.prepare_batch(source, Long(), 2)["rewards"], "at version 4 it would be too old again"
 
 
 def test_tokens_that_are_too_old_can_be_masked_instead(with_late_group):

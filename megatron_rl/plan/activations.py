@@ -1,0 +1,184 @@
+"""What a training pass keeps for its backward pass, tensor by tensor.
+
+Holds for upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
+tests/megatron/test_plan_memory.py. Transformer Engine's layers keep less: of a norm neither its result beside the input
+of the matrix behind it, nor its input in float32. On CUDA bfloat16 attention is the variable-length kernel;
+float32 there is for checks, and may keep all scores. Routed tokens are taken to spread evenly over the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config import EngineConfig
+from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.layout import layers_of_stage
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes per row of layers that are kept or formed again together."""
+
+    kept: float
+    formed_again: float
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one microbatch of a training pass keeps on a rank."""
+
+    arch: Architecture
+    config: EngineConfig
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """The experiment's `megatron:` section, for its recomputation options."""
+    uses_kernel: bool = True
+    """Attention by the variable-length kernel of CUDA, or else by SDPA over pieces of one shape."""
+    keys_per_row: float = 1.0
+    """Keys that attention reads per computed row: more than 1 where replies share a prompt's rows."""
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.config.model.dtype == "bfloat16" else 4
+
+    @property
+    def own(self) -> float:
+        """The share of the rows that norms see on this rank: under sequence parallelism not all."""
+        parallel = self.config.parallel
+        return 1 / parallel.tensor if parallel.sequence_parallel else 1.0
+
+    def of_stage(self, stage: int, rows: int, microbatches: int) -> tuple[float, float]:
+        """Bytes at the two fullest moments of a pipeline stage, all microbatches in flight there counted.
+
+        Before the last forward pass's backward pass, when the head's memory comes on top; and during it, where it forms
+        activations again. rows: of one microbatch on one context rank.
+        """
+        parallel = self.config.parallel
+        chunks = [self._runs(chunk) for chunk in layers_of_stage(self.arch, parallel, stage)]
+        rotation = 2 * 4 * self.arch.head_dim if self.itemsize == 4 else 0  # cosines and sines, once for all layers
+        kept = [sum(run.kept for run in runs) + rotation for runs in chunks]
+        flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
+        before = (flying - 1) * sum(kept) / len(kept)
+        last = self.norm(self.arch.hidden) if stage == parallel.pipeline - 1 else 0.0
+        backward = 0.0
+        for runs in chunks:
+            for number, run in enumerate(runs):  # the runs behind it are done with
+                backward = max(backward, sum(r.kept for r in runs[: number + 1]) + run.formed_again + rotation)
+        return rows * (before + max(kept) + last), rows * (before + backward)
+
+    def between_stages(self, stage: int, rows: int, microbatches: int) -> float:
+        """Bytes that the schedule itself keeps: of each pass in flight what came from a stage and goes to the next."""
+        parallel = self.config.parallel
+        if parallel.pipeline == 1:
+            return 0.0
+        flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
+        return 2 * flying * rows * self.itemsize * self.own * self.arch.hidden
+
+    def _runs(self, chunk: list[int]) -> list[Run]:
+        """The layers of a model chunk, one by one or as they are recomputed together."""
+        options = self.megatron
+        alike: dict[bool, float] = {}
+        for number in chunk:
+            kind = self.arch.has_mixture(number)
+            alike[kind] = alike[kind] if kind in alike else self.layer(number)
+        whole = [alike[self.arch.has_mixture(number)] for number in chunk]
+        if options.get("recompute_granularity") != "full":
+            return [Run(kept, 0.0) for kept in whole]
+        count, is_block = options.get("recompute_num_layers") or 1, options.get("recompute_method") == "block"
+        first = self.itemsize * self.own * self.arch.hidden
+        again = first if self.itemsize == 4 else 0.0  # in float32 the first norm keeps the run's input itself
+        if is_block:
+            return [Run(first, w - again) if n < count else Run(w, 0.0) for n, w in enumerate(whole)]
+        return [Run(first, sum(whole[n : n + count]) - again) for n in range(0, len(whole), count)]
+
+    def layer(self, number: int) -> float:
+        """Bytes per row of a layer (counted over the whole model) that is not recomputed."""
+        attention = self._latent_attention() if self.arch.latent else self._attention()
+        feed_forward = self._mixture() if self.arch.has_mixture(number) else self._dense(self.arch.ffn)
+        after = 2 * self.norm(self.arch.hidden) if self.arch.family == "gemma3" else 0.0
+        inputs = 2 * (self.norm(self.arch.hidden) + self.itemsize * self.own * self.arch.hidden)
+        return inputs + attention + feed_forward + after
+
+    def norm(self, width: int, *, count: float = 1.0, share: float | None = None, keeps_input: bool = True) -> float:
+        """A norm of `count` parts of `width`: its input in float32, its result before the weight, and its scale."""
+        result = 4 if self.arch.norm_offset else self.itemsize
+        share = self.own if share is None else share
+        return share * count * ((4 * width if keeps_input else 0) + result * width + 4)
+
+    def _recomputes_attention(self) -> bool:
+        modules = self.megatron.get("recompute_modules") or ["core_attn"]
+        return self.megatron.get("recompute_granularity") == "selective" and "core_attn" in modules
+
+    def _attention(self) -> float:
+        arch, b = self.arch, self.itemsize
+        tensor = self.config.parallel.tensor
+        heads, kv_heads = arch.heads / tensor, max(1, arch.kv_heads // tensor)
+        query, key = heads * arch.head_dim, kv_heads * arch.head_dim
+        projected = (query + 2 * key) * b  # of which values, and in float32 keys to be normed, are a part
+        if arch.kv_heads < tensor:  # upstream gathers the whole before each rank takes its part
+            projected = (arch.heads + 2 * arch.kv_heads) * arch.head_dim * b
+        norms = 0.0
+        if arch.qk_norm:
+            norms += self.norm(arch.head_dim, count=heads, share=1.0)
+            norms += self.norm(arch.head_dim, count=kv_heads, share=1.0, keeps_input=b == 2)
+        if self._recomputes_attention():
+            return norms + query * b + (key * b if arch.qk_norm else 0) + projected + query * b
+        return norms + self._core(query, key, key, query, projected, heads)
+
+    def _latent_attention(self) -> float:
+        arch, b = self.arch, self.itemsize
+        latent = arch.latent
+        assert latent is not None
+        heads = arch.heads / self.config.parallel.tensor
+        width = latent.plain_dim + arch.head_dim
+        kept = self.norm(latent.kv_rank, keeps_input=False) + b * self.own * latent.kv_rank
+        kept += self.own * (4 * latent.kv_rank if b == 2 else b * (latent.kv_rank + arch.head_dim))
+        if latent.query_rank:
+            kept += self.norm(latent.query_rank) + b * self.own * latent.query_rank
+        query, projected = heads * width, heads * (latent.plain_dim + latent.value_dim) * b
+        if self._recomputes_attention():
+            return kept + 2 * query * b + projected + heads * latent.value_dim * b
+        value = heads * latent.value_dim
+        return kept + self._core(query, query, value, value, projected, heads)
+
+    def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
+        """Attention itself, and its result, which the matrix behind it keeps. Widths in elements per row.
+
+        projected: bytes of the matrix's output that the values are a part of.
+        """
+        b = self.itemsize
+        rotation = 4 * b * self.arch.head_dim if b == 2 else 0  # cosines and sines rounded, for queries and for keys
+        fixed = 4 * heads + rotation + b * (query + result)
+        keys = self.keys_per_row * self.config.parallel.context
+        if not self.uses_kernel:
+            return fixed + (keys * b * (key + value) + b * result if keys > 1 else b * key + projected)
+        # The kernel wants keys and values for each query head, and values as wide as keys.
+        padded = b * query if result != query else 0
+        is_copied = keys > 1 or key != query or value != query
+        return fixed + padded + (2 * keys * b * query if is_copied else b * key + projected)
+
+    def _dense(self, width: int) -> float:
+        """A gated feed-forward part behind its input: gate and up, the gate's activation, up again, their product."""
+        is_fused = bool(self.megatron.get("bias_activation_fusion"))
+        return (3 if is_fused else 5) * self.itemsize * width / self.config.parallel.tensor
+
+    def _mixture(self) -> float:
+        """The routed rows come together once; each expert's product is kept before and after the router's weight."""
+        mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
+        assert mixture is not None
+        routed = mixture.per_token * self.own * parallel.expert_tensor
+        experts = routed * (b * self.arch.hidden + 6 * b * mixture.ffn / parallel.expert_tensor + 4)
+        scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
+        return experts + scores + self._dense(mixture.shared_ffn or 0)
+
+
+def chunks_in_flight(stage: int, stages: int, chunks: int, microbatches: int) -> int:
+    """Return how many forward passes of a model chunk a stage has done, at most, before their backward passes.
+
+    Upstream's schedules: 1F1B warms up with a pass per later stage; interleaved, with two per later stage and a round
+    of microbatches for each further chunk.
+    """
+    if stages == 1:
+        return 1
+    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    return min(warm_up + 1, microbatches * chunks)

@@ -1,0 +1,44 @@
+"""`megatron-rl plan`: reads an experiment and its data, plans it and says what came out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.plan.batch import PromptTokens
+from megatron_rl.plan.devices import DEVICES
+from megatron_rl.plan.fit import Cluster, best_plan, nearest_plan, refusal
+from megatron_rl.plan.text import as_dict, as_text
+from megatron_rl.rollout.prompts import load_prompts
+from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
+from megatron_rl.weights.architecture import read_architecture
+
+
+def plan_text(
+    path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, device: str, as_json: bool = False
+) -> str:
+    """Return the plan of an experiment as a text or as JSON.
+
+    ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
+    """
+    config = load_config(path, overrides)
+    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device])
+    tokens = measure_prompts(config)
+    plan = best_plan(config, tokens, cluster)
+    if not plan.fits:
+        raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster)))
+    return json.dumps(as_dict(plan), indent=2) if as_json else as_text(plan)
+
+
+def measure_prompts(config: TrainConfig) -> PromptTokens:
+    """Tokenise the experiment's prompts. ValueError where one and its longest reply exceed the model's context."""
+    context = read_architecture(config.model.path).max_positions
+    tokenizer, data = load_tokenizer(config.model.path), config.data
+    train = load_prompts(data.train, data.train_args, key="data.train")
+    lengths = prompt_lengths("data.train", train, tokenizer, config.generation, context=context)
+    held_out = []
+    if data.evaluation:
+        prompts = load_prompts(data.evaluation, data.evaluation_args, key="data.evaluation")
+        held_out = prompt_lengths("data.evaluation", prompts, tokenizer, config.generation, context=context)
+    return PromptTokens.of(lengths, held_out=len(held_out))

@@ -1,0 +1,68 @@
+"""What a GPU has and how much of it is taken to be usable: every number that is not derived, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as its data sheet has it: dense products, no sparsity."""
+
+    name: str
+    memory: float
+    """Bytes that nvidia-smi reports."""
+    bandwidth: float
+    """Bytes a second."""
+    bfloat16_flops: float
+    float32_flops: float
+    """Without TF32, which torch leaves off."""
+
+    def flops(self, dtype: str) -> float:
+        return self.bfloat16_flops if dtype == "bfloat16" else self.float32_flops
+
+
+DEVICES = {
+    "a100": Device("A100 SXM 80 GB", 80.0 * GIB, 2.04e12, 312e12, 19.5e12),
+    "h100": Device("H100 SXM 80 GB", 79.6 * GIB, 3.35e12, 989e12, 67e12),
+    "h200": Device("H200 SXM 141 GB", 140.4 * GIB, 4.8e12, 989e12, 67e12),
+    "b200": Device("B200 SXM 180 GB", 179.0 * GIB, 7.7e12, 2250e12, 75e12),
+}
+
+# Assumptions. None is measured on the machine that will run: their effect on a plan is what `assumptions` prints.
+RESERVED_BYTES = 3 * GIB
+"""Context of CUDA, buffers of NCCL and workspaces of cuBLAS."""
+FRAGMENTATION = 0.05
+"""Memory that torch's allocator holds and cannot use, over what tensors take."""
+SERVER_MEMORY_SHARE = 0.85
+"""Share of a server GPU for weights and KV cache, where server_args has no --mem-fraction-static."""
+TRAINING_EFFICIENCY = 0.4
+"""Share of the peak products per second in forward and backward passes."""
+PREFILL_EFFICIENCY = 0.4
+DECODE_BANDWIDTH = 0.6
+"""Share of the peak bytes per second that decoding reads."""
+DECODE_EFFICIENCY = 0.4
+DECODE_OVERHEAD_S = 2e-3
+"""Of each token of a server's batch: launches, sampling, scheduling."""
+PUBLICATION_BANDWIDTH = 20e9
+"""Bytes a second from the trainer to all servers."""
+MEAN_REPLY = 0.5
+"""Mean reply over generation.max_new_tokens; lengths spread evenly from 0 to the most."""
+
+
+def assumptions() -> dict[str, str]:
+    """What a reader should know the figures to rest on."""
+    return {
+        "peaks": "NVIDIA's data sheets, dense",
+        "reserved memory": f"{RESERVED_BYTES / GIB:g} GiB a GPU",
+        "fragmentation": f"{FRAGMENTATION:.0%}",
+        "server memory": f"{SERVER_MEMORY_SHARE:.0%} for weights and KV cache",
+        "training": f"{TRAINING_EFFICIENCY:.0%} of peak",
+        "prefill": f"{PREFILL_EFFICIENCY:.0%} of peak",
+        "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_EFFICIENCY:.0%} of peak, "
+        f"{DECODE_OVERHEAD_S * 1e3:g} ms a token",
+        "publication": f"{PUBLICATION_BANDWIDTH / 1e9:g} GB/s",
+        "mean reply": f"{MEAN_REPLY:g} of max_new_tokens, lengths spread evenly",
+    }

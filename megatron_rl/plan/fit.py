@@ -1,0 +1,279 @@
+"""Chooses the split of the GPUs, says whether it fits, and if not which nearest experiment does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.plan.batch import BatchPlan, PromptTokens, plan_batch
+from megatron_rl.plan.devices import GIB, Device
+from megatron_rl.plan.memory import (
+    Model,
+    ServerMemory,
+    TrainerMemory,
+    models_of,
+    server_gpus,
+    server_memory,
+    trainer_memory,
+)
+from megatron_rl.plan.throughput import Split, time_split
+from megatron_rl.weights.layout import check_layout
+
+MOST_DOUBLINGS = 5
+"""Of the nodes, in search of a plan that fits."""
+MOST_SPLITS = 32
+"""Looked at: of more GPUs, splits that many evenly spaced."""
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    nodes: int
+    gpus_per_node: int
+    device: Device
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will be on one split of the GPUs."""
+
+    config: TrainConfig
+    cluster: Cluster
+    tokens: PromptTokens
+    models: list[Model]
+    batch: BatchPlan
+    trainer: TrainerMemory
+    server: ServerMemory
+    servers: int
+    trainer_gpus: int
+    shares_gpus: bool
+    """Servers are on the trainers' GPUs, where there are too few for both."""
+
+    @cached_property
+    def split(self) -> Split:
+        return time_split(
+            self.models,
+            self.config,
+            self.batch,
+            self.tokens,
+            self.server,
+            self.cluster.device,
+            servers=self.servers,
+            trainer_gpus=self.trainer_gpus,
+            takes_turns=self.shares_gpus,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.trainer.fits and self.server.fits
+
+
+def check_models(models: list[Model], config: TrainConfig) -> None:
+    """Raise ValueError where a model does not divide as its layout wants."""
+    for model in models:
+        check_layout(model.arch, model.engine.parallel)
+    for key in config.megatron:
+        if key in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split") or key.startswith(
+            ("num_layers_in_first_pipeline", "num_layers_in_last_pipeline", "account_for_loss_in_pipeline")
+        ):
+            raise ValueError(
+                f"megatron.{key} = {config.megatron[key]!r}: a plan counts the same layers on every pipeline stage; "
+                f"leave it out."
+            )
+
+
+def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:
+    """Return the plan of the fastest split that fits, or of the one with most room where none does.
+
+    ValueError where the layout divides no number of trainer ranks.
+    """
+    models = models_of(config)
+    check_models(models, config)
+    plans = list(_plans(models, config, tokens, cluster))
+    fitting = [plan for plan in plans if plan.fits]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.split.step_s)
+    return min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
+
+
+def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Iterator[Plan]:
+    gpus, each = cluster.gpus, server_gpus(config)
+    if each > cluster.gpus_per_node:
+        raise ValueError(
+            f"rollout.server_args: --tp {each}: a server is on one node, and a node has {cluster.gpus_per_node} GPUs; "
+            f"lower it."
+        )
+    external = len(config.rollout.servers)
+    unit = math.lcm(*(_ranks(model) for model in models))
+    counts = list(range(unit, (gpus if external else gpus - each) + 1, unit))
+    shares_gpus = not external and not counts
+    if not counts:
+        config.check_world_size(gpus)
+        counts = [gpus]
+    found = 0
+    refused: ValueError | None = None
+    for count in counts[:: -(-len(counts) // MOST_SPLITS)]:
+        servers = external or (gpus if shares_gpus else gpus - count) // each
+        parallel = config.parallel
+        try:
+            batch = plan_batch(config, tokens, count // (parallel.tensor * parallel.pipeline * parallel.context))
+        except ValueError as error:
+            refused = error
+            continue
+        trainer = trainer_memory(models, config, batch, tokens, count, cluster.device)
+        beside = trainer.peak if shares_gpus else 0.0
+        server = server_memory(models[0], config, batch, cluster.device, beside)
+        found += 1
+        yield Plan(
+            config=config,
+            cluster=cluster,
+            tokens=tokens,
+            models=models,
+            batch=batch,
+            trainer=trainer,
+            server=server,
+            servers=servers,
+            trainer_gpus=count,
+            shares_gpus=shares_gpus,
+        )
+    if not found and refused is not None:
+        raise refused
+
+
+def _ranks(model: Model) -> int:
+    """What the number of trainer ranks must divide by."""
+    layout = model.engine.parallel
+    dense = layout.tensor * layout.pipeline * layout.context
+    return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
+
+
+def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
+    """Why the plan cannot run, and what would."""
+    device = plan.cluster.device
+    if not plan.trainer.fits:
+        parts, largest = plan.trainer.parts, plan.trainer.largest
+        why = (
+            f"a trainer GPU needs {plan.trainer.peak / GIB:.1f} GiB of the {device.memory / GIB:.1f} GiB of a "
+            f"{device.name}; the largest part is {largest}, {parts[largest] / GIB:.1f} GiB"
+        )
+    else:
+        server = plan.server
+        why = (
+            f"a server has {server.kv_room / GIB:.1f} GiB for keys and values beside {server.weights / GIB:.1f} GiB of "
+            f"weights a GPU, and one reply of full length needs "
+            f"{server.kv_per_token * server.longest_sequence / GIB:.1f} GiB"
+        )
+    if nearest is None:
+        most = 2 ** (MOST_DOUBLINGS - 1)
+        return f"does not fit: {why}. Nothing near it fits either, nor on {most} times the nodes; take larger GPUs."
+    return f"does not fit: {why}. Nearest that fits: {' '.join(nearest[0])}"
+
+
+def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+    """Return the fewest `key=value` overrides with which the experiment fits, and its plan; None where there are none.
+
+    Of as many overrides those with the fastest step. Tensor and pipeline axis, tokens of a microbatch, the distributed
+    optimizer, recomputation and a server's GPUs are tried; where none of them helps, more nodes.
+    """
+    for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
+        found = _nearest(config, tokens, replace(cluster, nodes=nodes))
+        if found is not None:
+            words, plan = found
+            return ([f"--nodes={nodes}"] if nodes > cluster.nodes else []) + words, plan
+    return None
+
+
+def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+    plan = best_plan(config, tokens, cluster)
+    if plan.fits:
+        return [], plan
+    options = _options(config, tokens, cluster)
+    for count in range(1, len(options) + 1):
+        found = []
+        for keys in itertools.combinations(options, count):
+            for values in itertools.product(*(options[key] for key in keys)):
+                changes = dict(zip(keys, values, strict=True))
+                try:
+                    plan = best_plan(_changed(config, changes), tokens, cluster)
+                except ValueError:  # a layout that divides neither the model nor the GPUs
+                    continue
+                if plan.fits and (cluster.gpus == 1 or not plan.shares_gpus):
+                    found.append((plan.split.step_s, _overrides(config, changes), plan))
+        if found:
+            _, overrides, plan = min(found, key=lambda entry: entry[0])
+            return overrides, plan
+    return None
+
+
+def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dict[str, list[Any]]:
+    def powers(most: int, other_than: int) -> list[int]:
+        return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]
+
+    parallel, budget = config.parallel, config.batch.tokens_per_microbatch
+    longest = tokens.longest + config.generation.max_new_tokens
+    shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
+    options: dict[str, list[Any]] = {
+        "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
+        "parallel.pipeline": powers(cluster.gpus, parallel.pipeline),
+        "batch.tokens_per_microbatch": shorter,
+        "optimizer.distributed": [] if config.optimizer.distributed else [True],
+        "megatron": [] if config.megatron.get("recompute_granularity") == "full" else [RECOMPUTE],
+        "rollout.server_args": powers(cluster.gpus_per_node, server_gpus(config)),
+    }
+    return {key: values for key, values in options.items() if values}
+
+
+def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The experiment with some keys changed; a critic in the policy's layout moves with it."""
+    parallel, critic = config.parallel, config.critic
+    for key in ("tensor", "pipeline"):
+        if f"parallel.{key}" in changes:
+            parallel = replace(parallel, **{key: changes[f"parallel.{key}"]})
+    optimizer = replace(
+        config.optimizer, distributed="optimizer.distributed" in changes or config.optimizer.distributed
+    )
+    if config.has_critic:
+        optimizer_of_critic = replace(
+            critic.optimizer, distributed=critic.optimizer.distributed or optimizer.distributed
+        )
+        layout = parallel if critic.parallel == config.parallel else critic.parallel
+        critic = replace(critic, parallel=layout, optimizer=optimizer_of_critic)
+    rollout = config.rollout
+    if "rollout.server_args" in changes:
+        rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])
+    return replace(
+        config,
+        parallel=parallel,
+        optimizer=optimizer,
+        critic=critic,
+        rollout=rollout,
+        batch=replace(
+            config.batch,
+            tokens_per_microbatch=changes.get("batch.tokens_per_microbatch", config.batch.tokens_per_microbatch),
+        ),
+        megatron=config.megatron | changes.get("megatron", {}),
+    )
+
+
+def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
+    """The changes as a command line has them."""
+    words = []
+    for key, value in changes.items():
+        if key == "megatron":
+            words += [f"megatron.{name}={setting}" for name, setting in value.items()]
+        elif key == "rollout.server_args":
+            words.append(f"rollout.server_args=[{','.join([*config.rollout.server_args, '--tp', str(value)])}]")
+        else:
+            words.append(f"{key}={str(value).lower()}")
+            if config.has_critic and (key == "optimizer.distributed" or config.critic.parallel == config.parallel):
+                words += [f"critic.{words[-1]}"] if key.startswith(("parallel", "optimizer")) else []
+    return words

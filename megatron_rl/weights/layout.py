@@ -1,0 +1,121 @@
+"""Which of a model's parameters a rank of a layout holds, as arithmetic: nothing is built and no process is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.mapping import ROUTER_BIAS, Rule, edges, layer_rules, sizes
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ValueError where the model's sizes do not divide as the layout wants."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    if arch.layers % (stages * chunks):
+        raise ValueError(
+            f"parallel: pipeline({stages}) x virtual_pipeline({chunks}) does not divide the model's {arch.layers} "
+            f"layers; lower one of the two."
+        )
+    if (arch.mixture or arch.latent) and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
+            f"key out."
+        )
+    if arch.mixture is None:
+        for key in ("expert", "expert_tensor"):
+            if getattr(parallel, key) > 1:
+                raise ValueError(
+                    f"parallel.{key} = {getattr(parallel, key)}: {arch.family} has no experts to share; leave it out."
+                )
+    elif arch.mixture.experts % parallel.expert:
+        raise ValueError(
+            f"parallel.expert = {parallel.expert}: does not divide the model's {arch.mixture.experts} experts; lower "
+            f"it."
+        )
+    tensor = parallel.tensor
+    widths = {f"{arch.heads} attention heads": (arch.heads, tensor, "tensor")}
+    if arch.latent is None and arch.kv_heads < tensor:  # several ranks share a head
+        widths[f"ranks over {arch.kv_heads} key-value heads"] = (tensor, arch.kv_heads, "tensor")
+    elif arch.latent is None:
+        widths[f"{arch.kv_heads} key-value heads"] = (arch.kv_heads, tensor, "tensor")
+    if arch.mixture is None or not all(arch.mixture.layers):
+        widths[f"feed-forward width of {arch.ffn}"] = (arch.ffn, tensor, "tensor")
+    if arch.mixture is not None:
+        widths[f"expert width of {arch.mixture.ffn}"] = (arch.mixture.ffn, parallel.expert_tensor, "expert_tensor")
+    for name, (width, ranks, key) in widths.items():
+        if width % ranks:
+            raise ValueError(
+                f"parallel.{key} = {getattr(parallel, key)}: does not divide evenly with the model's {name}; choose "
+                f"another."
+            )
+
+
+def layers_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> list[list[int]]:
+    """Return the layers, counted over the whole model, of each model chunk of a pipeline stage."""
+    each = arch.layers // (parallel.pipeline * parallel.virtual_pipeline)
+    firsts = [(chunk * parallel.pipeline + stage) * each for chunk in range(parallel.virtual_pipeline)]
+    return [list(range(first, first + each)) for first in firsts]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Numbers of parameters. Experts have other replicas than the rest, over which an optimizer is divided."""
+
+    dense: int = 0
+    expert: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+    def __add__(self, other: Shares) -> Shares:
+        return Shares(self.dense + other.dense, self.expert + other.expert)
+
+
+def parameters_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> Shares:
+    """How many parameters each rank of a pipeline stage holds: the same on all of them."""
+    embedding, final_norm, output = edges(arch)
+    rules = [embedding] if stage == 0 else []
+    if stage == parallel.pipeline - 1:
+        rules.append(final_norm)
+        if not arch.tied or parallel.pipeline > 1:  # a last stage keeps its own copy of a tied embedding
+            rules.append(output)
+    shares = _shares(rules, arch, parallel)
+    alike: dict[bool, Shares] = {}
+    for number in (number for chunk in layers_of_stage(arch, parallel, stage) for number in chunk):
+        kind = arch.has_mixture(number)
+        if kind not in alike:
+            rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer
+            alike[kind] = _shares(rules, arch, parallel)
+        shares += alike[kind]
+    return shares
+
+
+def parameters(arch: Architecture) -> int:
+    """The parameters of the whole model."""
+    return parameters_of_stage(arch, ParallelConfig(), 0).total
+
+
+def largest_tensor(arch: Architecture) -> int:
+    """Elements of the largest of the model's HF tensors."""
+    words = sizes(arch)
+    firsts = {arch.has_mixture(number): number for number in range(arch.layers)}.values()
+    rules = [*edges(arch), *(rule for number in firsts for rule in layer_rules(arch, number))]
+    return max(math.prod(words[word] for word in dims.split()) for rule in rules for dims in rule.hf.values())
+
+
+def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
+    words, shares = sizes(arch), Shares()
+    words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
+    for rule in rules:
+        whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())
+        is_cut = rule.layout.split_dim is not None
+        if "{}" not in rule.megatron:
+            shares += Shares(dense=whole // parallel.tensor if is_cut else whole)
+        else:
+            assert arch.mixture is not None
+            experts = arch.mixture.experts // parallel.expert
+            shares += Shares(expert=experts * (whole // parallel.expert_tensor if is_cut else whole))
+    return shares
