@@ -158,7 +158,6 @@ class _Shipment:
 
     specs: list[TensorSpec]
     flat: Tensor
-    work: dist.Work
     loads: dict[str, Future[None]]
     deadline: float
 
@@ -176,6 +175,9 @@ class GroupPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.bucket_bytes, self.backend = bucket_bytes, backend
         self.group: dist.ProcessGroup | None = None
+        self._on_wire: dist.Work | None = None
+        """The broadcast under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
+        as it would in the frames of a traceback."""
         self._membership = -1
 
     def close(self) -> None:
@@ -203,6 +205,8 @@ class GroupPublisher(WeightPublisher):
             self._confirm(expected)
             receiver.finish_update(version)
         finally:
+            if self._on_wire is not None:  # an error came between, and what the servers will have of it is unknown
+                self._leave()
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
             self._resume(paused_at)
@@ -216,8 +220,8 @@ class GroupPublisher(WeightPublisher):
             group=self.group_name,
             version=self.last.version,
         )
-        work = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
-        return _Shipment(specs, flat, work, loads, deadline=time.monotonic() + self.timeout_s)
+        self._on_wire = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
+        return _Shipment(specs, flat, loads, deadline=time.monotonic() + self.timeout_s)
 
     def _complete(self, shipment: _Shipment) -> None:
         """Wait until every server has the bucket, without those that never will."""
@@ -240,13 +244,23 @@ class GroupPublisher(WeightPublisher):
             finished = [load for load in shipment.loads.values() if load.done()]
             if any(load.exception() for load in finished):
                 return False
-            if shipment.work.is_completed():
-                if not _succeeded(shipment.work):
+            if self._on_wire.is_completed():
+                if not self._is_sent():
                     return False
                 if len(finished) == len(shipment.loads):
+                    self._on_wire = None
                     return True
             time.sleep(POLL_S)
         return False
+
+    def _is_sent(self) -> bool:
+        """Whether the broadcast that is over went well."""
+        try:
+            self._on_wire.wait()
+        except RuntimeError as error:
+            logger.warning("weight publication: the broadcast broke: %s", str(error))
+            return False
+        return True
 
     def _join(self) -> None:
         """Form a group with the servers there are, if it is not theirs already; those that do not join are dropped."""
@@ -286,10 +300,11 @@ class GroupPublisher(WeightPublisher):
 
     def _leave(self) -> dict[str, Future[None]]:
         """Leave the group, here and on the servers; a broken one is left as well."""
-        left = [self.group]
-        self.group = None
+        left: list[Any] = [self.group, self._on_wire]
+        self.group = self._on_wire = None
         leave_update_group(left[0])
-        # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it.
+        # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it. A list is
+        # cleared from its end: the broadcast goes before its group.
         threading.Thread(target=left.clear, daemon=True).start()
         return self.receiver.leave_weight_group(name=self.group_name)
 
@@ -345,15 +360,6 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
     """What failed so far, and why."""
     done = {server: future for server, future in futures.items() if future.done() and not future.cancelled()}
     return {server: str(future.exception()) for server, future in done.items() if future.exception() is not None}
-
-
-def _succeeded(work: dist.Work) -> bool:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        logger.warning("weight publication: the broadcast broke: %s", error)
-        return False
-    return True
 
 
 # -- a disk

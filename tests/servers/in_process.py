@@ -112,11 +112,13 @@ class InProcessPublisher(GroupPublisher):
         pass
 
     def _leave(self):
+        self._on_wire = None
         return {}
 
     def _ship(self, specs, flat):
         loads = self.receiver.take(specs, flat, self.last.version)
-        return _Shipment(specs, flat, Arrived(), loads, deadline=time.monotonic() + self.timeout_s)
+        self._on_wire = Arrived()
+        return _Shipment(specs, flat, loads, deadline=time.monotonic() + self.timeout_s)
 
 
 def specs_of(tensors: dict[str, Tensor]) -> list[TensorSpec]:

@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
@@ -103,6 +105,11 @@ def test_wrong_bytes_on_the_way_are_named_and_no_server_serves_them(embedded_ser
         for url in embedded_servers:
             assert f"{url}: holds other weights than were sent: model.layers.1.mlp.up_proj.weight" in str(failed.value)
         assert engine.serving == [] and engine.get_version() != 4
+        # gloo aborts the process where a broadcast outlives its group, as one in this traceback would.
+        frames = [frame for frame, _ in traceback.walk_tb(failed.tb)]
+        local = [value for frame in frames for value in frame.f_locals.values()]
+        local += [field for value in local if isinstance(value, publish._Shipment) for field in vars(value).values()]
+        assert publisher._on_wire is None and not any(isinstance(value, dist.Work) for value in local)
     finally:
         publisher.close()
         restored = connect(embedded_servers)
