@@ -385,7 +385,7 @@ def test_update_before_0_5_21_has_no_session(scripted, connect):
         "/update_weights_from_distributed",
         "/continue_generation",
     ]
-    assert server.body_of("/pause_generation") == {"mode": "retract"}
+    assert server.body_of("/pause_generation") == {"mode": "abort"}, "a flush needs it there"
 
 
 def test_servers_before_0_5_6_have_no_pause_modes_and_other_names(scripted, connect):
