@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import socket
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from megatron_rl.rollout.server_client import CommandRefused, ServerClient, Serv
 SIGN_OF_LIFE_S = 5.0
 
 
-class ServerWeights:
+class ServerWeights(abc.ABC):
     """Implements WeightReceiver for the servers of `_fleet` that take part. The trainer's thread calls it."""
 
     config: RolloutConfig
@@ -129,8 +130,8 @@ class ServerWeights:
         self._fleet.finish_update(version)
         self.set_version(version)
 
-    def set_version(self, version: int) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None: ...
 
     # -- calls to every server
 
@@ -150,5 +151,5 @@ class ServerWeights:
         thread = self._running_thread()
         return {server.url: thread.submit(act(server)) for server in self._fleet.members.publishing}
 
-    def _running_thread(self) -> EventLoopThread:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _running_thread(self) -> EventLoopThread: ...
