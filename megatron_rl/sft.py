@@ -30,7 +30,7 @@ def supervised_batch(examples: list[tuple[list[int], list[int]]]) -> TrajectoryB
     return TrajectoryBatch(tokens, {"group": torch.arange(len(examples))}, lengths.cumsum(0))
 
 
-def warm_start(
+def train_on_answers(
     engine: TrainEngine,
     prompts: PromptIterator,
     encode: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         from megatron_rl.experiment import Experiment
 
         with Experiment(config, needs_servers=False) as experiment:
-            experiment.warm_start()
+            experiment.warm_start.run()
             target = Path(config.run.folder) / "warm_start"
             experiment.engine.save(target)
             experiment.say(f"wrote {target}")

@@ -19,34 +19,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from megatron_rl import parallel, platform
-
-platform.prepare()  # before anything that imports megatron.core
-
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
 )
+from torch import Tensor
 
-from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig  # noqa: E402
-from megatron_rl.engine.checkpoint import (  # noqa: E402
+from megatron_rl import parallel
+from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.checkpoint import (
     HF_FILES,
     CheckpointWriter,
     is_checkpoint,
     model_state,
     open_checkpoint,
 )
-from megatron_rl.engine.model import build_chunks, transformer_config  # noqa: E402
-from megatron_rl.parallel import ParallelGroups  # noqa: E402
-from megatron_rl.weights.architecture import Architecture, read_architecture  # noqa: E402
-from megatron_rl.weights.hf_files import HFFolder, write_hf_folder  # noqa: E402
-from megatron_rl.weights.mapping import hf_shapes  # noqa: E402
-from megatron_rl.weights.reshard import HFExport, rules_of  # noqa: E402
+from megatron_rl.engine.model import build_chunks, transformer_config
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.hf_files import HFFolder, write_hf_folder
+from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.reshard import HFExport, rules_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,38 +13,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from torch import Tensor
-
-from megatron_rl import parallel, platform
-
-platform.prepare()  # before anything that imports megatron.core
-
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.module import Float16Module
+from tensordict import TensorDict
+from torch import Tensor
 
-from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver  # noqa: E402
-from megatron_rl.batch import packing  # noqa: E402
-from megatron_rl.batch.exchange import pack_alike  # noqa: E402
-from megatron_rl.config import EngineConfig  # noqa: E402
-from megatron_rl.engine import checkpoint, schedule  # noqa: E402
-from megatron_rl.engine.context import sum_for_all  # noqa: E402
-from megatron_rl.engine.host_memory import left_out_of_forks  # noqa: E402
-from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard  # noqa: E402
-from megatron_rl.engine.offload import HostCopy, Turns, tensors_of  # noqa: E402
-from megatron_rl.engine.optimizer import build_optimizer, build_scheduler  # noqa: E402
-from megatron_rl.engine.packed_rows import PackedRows, row_multiple  # noqa: E402
-from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs, lm_head_loss  # noqa: E402
-from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch  # noqa: E402
-from megatron_rl.weights.architecture import read_architecture  # noqa: E402
-from megatron_rl.weights.hf_files import write_hf_folder  # noqa: E402
-from megatron_rl.weights.mapping import weight_source  # noqa: E402
-from megatron_rl.weights.publish import WeightPublisher, make_publisher  # noqa: E402
-from megatron_rl.weights.reshard import HFExport, load_shards  # noqa: E402
+from megatron_rl import parallel, platform
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
+from megatron_rl.batch import packing
+from megatron_rl.batch.exchange import pack_alike
+from megatron_rl.config import EngineConfig
+from megatron_rl.engine import checkpoint, schedule
+from megatron_rl.engine.context import sum_for_all
+from megatron_rl.engine.host_memory import left_out_of_forks
+from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
+from megatron_rl.engine.offload import HostCopy, Turns, tensors_of
+from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
+from megatron_rl.engine.packed_rows import PackedRows, row_multiple
+from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs, lm_head_loss
+from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.hf_files import write_hf_folder
+from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.publish import WeightPublisher, make_publisher
+from megatron_rl.weights.reshard import HFExport, load_shards
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:

@@ -9,10 +9,11 @@ import ranks  # noqa: F401  megatron.core is imported as the engine wants it
 import torch.distributed as dist
 from tiny import LAYOUTS, make_engine, make_model
 
-from megatron_rl import experiment, platform
+from megatron_rl import platform
 from megatron_rl.config import EngineConfig, ModelConfig, load_config
 from megatron_rl.engine import model, passthrough
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.experiment import check
 from megatron_rl.weights.architecture import read_architecture
 
 
@@ -102,7 +103,7 @@ def test_refusal_comes_before_a_process_group(folder):
 def test_check_of_an_experiment_refuses_it_too():
     config = load_config("configs/count_grpo.yaml", ["megatron.hidden_dropout=0.1"])
     with pytest.raises(ValueError, match="^megatron.hidden_dropout = 0.1: not to be set, the trainer's log-prob"):
-        experiment.check(config)
+        check(config)
 
 
 @pytest.mark.skipif(platform.has_cuda(), reason="needs a machine without CUDA")

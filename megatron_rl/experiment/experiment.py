@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config, checks them before anything is started, and holds them for the loop.
+"""Builds the parts of a run from its config, checked before anything is started, and holds them for the loop.
 
 The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all
 ranks.
@@ -7,12 +7,8 @@ ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
-import json
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -21,146 +17,47 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
-from megatron_rl.algo.loss import explained_variance
-from megatron_rl.api import NoServerLeft, RolloutWorkflow
+from megatron_rl.api import NoServerLeft
 from megatron_rl.batch import exchange
-from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
+from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.engine.model import transformer_config
 from megatron_rl.engine.offload import Turns
+from megatron_rl.experiment.checks import check
+from megatron_rl.experiment.evaluation import Evaluations, decode_samples
+from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismatch_metrics, policy_metrics
+from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
 from megatron_rl.rollout.dead_letters import DeadLetters
-from megatron_rl.rollout.groups import trained_versions
-from megatron_rl.rollout.import_path import resolve
-from megatron_rl.rollout.prompts import PromptIterator, load_prompts
+from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
-from megatron_rl.rollout.workflows.scoring import prompt_ids
 from megatron_rl.serving.supervisor import Supervisor
-from megatron_rl.sft import warm_start
 from megatron_rl.telemetry.report import write_report
-from megatron_rl.telemetry.run_log import RunLog, Sample
+from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
-from megatron_rl.weights.architecture import Architecture, read_architecture
-from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.architecture import read_architecture
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HELD_OUT = "held_out"
 SERVER_DIES_BEFORE_NOTICE_S = 1.0
 """Some schedulers send a notice to every process of a job, also to the servers."""
-WARM_START_SETTINGS = "warm_start.json"
 SERVER_LOOK_S = 0.2
 """How often a rank that waits for replies looks whether a server is left to give them."""
 PUBLICATION_ATTEMPTS = 3
 """How often a version may cost every server before the run ends."""
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
-
-
-def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
-
-    Returns the tokenizer, the training prompts and the held-out prompts.
-    """
-    arch = read_architecture(config.model.path).with_head("policy")
-    if config.model.init == "hf":
-        weight_source(config.model.path, arch)
-    transformer_config(arch, config.actor, config.megatron)
-    if config.has_critic:
-        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
-    if config.reward_model.path:
-        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
-        if read_architecture(config.reward_model.path).head != "value":
-            raise ValueError(
-                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
-                f"0; give a sequence classification model with one label."
-            )
-    tokenizer = load_tokenizer(config.model.path)
-    resolve(config.rollout.reward, key="rollout.reward")
-    make_workflow(config, tokenizer, config.generation)
-    train = load_prompts(config.data.train, config.data.train_args, key="data.train")
-    held_out = []
-    if config.data.evaluation:
-        held_out = load_prompts(config.data.evaluation, config.data.evaluation_args, key="data.evaluation")
-    for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
-        prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
-    return tokenizer, train, held_out
-
-
-def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
-    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
-    folder = engine.model.path
-    arch = read_architecture(folder).with_head("value")
-    if engine.model.init == "hf":
-        weight_source(folder, arch)
-    transformer_config(arch, engine, megatron)
-    if arch.vocab != policy.vocab:
-        raise ValueError(
-            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
-            f"the policy's tokens, so give a model with the same tokenizer."
-        )
-
-
-def make_workflow(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconfig: GenerationConfig
-) -> RolloutWorkflow:
-    """Build the configured workflow; ValueError where its constructor does not take the arguments."""
-    options = config.rollout
-    factory = resolve(options.workflow, key="rollout.workflow")
-    arguments = {"reward_fn": resolve(options.reward, key="rollout.reward"), "gconfig": gconfig, "tokenizer": tokenizer}
-    try:
-        inspect.signature(factory).bind(**arguments, **options.workflow_args)
-    except TypeError as error:
-        raise ValueError(
-            f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
-            f"is called "
-            f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
-        ) from error
-    return factory(**arguments, **options.workflow_args)
-
-
-def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """What the updates of a step, at least one, have in common whatever the model."""
-    weight = sum(s.weight for s in stats)
-    return {
-        "loss": sum(s.loss * s.weight for s in stats) / weight,
-        "first_loss": stats[0].loss,
-        "first_grad_norm": stats[0].grad_norm,
-        "grad_norm": max(s.grad_norm for s in stats),
-        "skipped_updates": sum(not s.applied for s in stats),
-        "lr": stats[-1].lr,
-    }
-
-
-def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = sum(s.weight for s in stats)
-    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
-    if "ratio_deviation" in metrics:
-        metrics["first_ratio_deviation"] = stats[0].mean("ratio_deviation")
-    return {f"policy/{key}": value for key, value in metrics.items()}
-
-
-def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = sum(s.weight for s in stats)
-    sums = {key: sum(s.sums[key] for s in stats) for key in stats[0].sums}
-    metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
-    metrics["mean_return"] = sums["returns"] / weight
-    if "clipped_values" in sums:
-        metrics["clipped_values"] = sums["clipped_values"] / weight
-    return {f"critic/{key}": value for key, value in metrics.items()}
 
 
 class Experiment:
@@ -173,8 +70,7 @@ class Experiment:
         self.supervisor: Supervisor | None = None
         self.rollout: RemoteSGLangEngine | None = None
         self.engine: MegatronEngine | None = None
-        self.held_out_scores: list[float] = []
-        self.evaluations: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
+        self.warm_start = WarmStart(self)
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-replies")
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -201,6 +97,7 @@ class Experiment:
         self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
+        self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
         self.notice = StopNotice(config.run.grace_s, on_half_time=self._leave_step, says_so=self.groups.is_main)
@@ -274,7 +171,7 @@ class Experiment:
         config = self.config
         options: dict[str, Any] = {"megatron": config.megatron, "turns": Turns() if config.run.offload else None}
         self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
-        self.engine.initialize(None, FinetuneSpec(total_updates=self._policy_updates))
+        self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
         reference = None
         if config.algo.kl_coefficient > 0:
             reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
@@ -311,7 +208,7 @@ class Experiment:
         return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
 
     @property
-    def _policy_updates(self) -> int:
+    def policy_updates(self) -> int:
         return (self.config.run.steps - self.config.critic.warmup_steps) * self.config.batch.updates_per_step
 
     def say(self, text: str) -> None:
@@ -325,7 +222,7 @@ class Experiment:
         if self.resumed_from:
             self._continue_from(self.resumed_from)
         else:
-            self.warm_start()
+            self.warm_start.run()
         self.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
@@ -336,9 +233,9 @@ class Experiment:
         with self.timers("resume"):
             for name, engine in self._trained.items():
                 engine.load(path / name, with_optimizer=True, is_checked=True)
-        self.held_out_scores = read_state(path)["held_out_scores"]
+        self.evaluations.scores = read_state(path)["held_out_scores"]
         if self.reference is not None and self.config.warm_start.updates > 0:
-            self._load_warm_start(self.reference)
+            self.warm_start.load(self.reference)
         for fault in self.checkpoints.passed_over:
             self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
         for fault in self.books.faults:
@@ -382,8 +279,8 @@ class Experiment:
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()
         self.books.turn_the_page(self.checkpoints.oldest)
-        state = {"version": self.engine.get_version(), "held_out_scores": self.held_out_scores}
-        state |= {"evaluating": [begun for begun, _ in self.evaluations]} | self.books.state_dict()
+        state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
+        state |= {"evaluating": self.evaluations.steps_under_way} | self.books.state_dict()
         self.checkpoints.start(step, self._trained, state, in_background=in_background)
 
     def _stop_after(self, step: int) -> None:
@@ -394,105 +291,6 @@ class Experiment:
             self.checkpoints.finish(wait=True)
         why = self.notice.signal_name or "another rank's notice"
         self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
-
-    def warm_start(self) -> None:
-        """Train on the prompts' answers where the config asks for it, then start RL's optimizer afresh."""
-        options = self.config.warm_start
-        if options.updates == 0:
-            return
-        if self._is_warm_start_kept():
-            self.engine.load(options.folder)
-            self.say(f"warm start: loaded {options.folder}, which an earlier run made with the same settings")
-        else:
-            self._train_warm_start()
-            if options.folder:
-                self.engine.save(options.folder)
-                if self.groups.is_main:
-                    (Path(options.folder) / WARM_START_SETTINGS).write_text(self._warm_start_settings())
-        self.engine.reset_optimizer(self._policy_updates)
-        self.engine.set_version(0)
-        if self.reference is not None:
-            self.reference.copy_weights(self.engine)
-        takes_over = self.critic is not None and not self.config.critic.model
-        is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
-        if not options.folder and (takes_over or is_needed_later):
-            self.engine.save(self._warm_start_folder)
-        if takes_over:
-            self.critic.engine.load(self._warm_start_folder)  # through files: the layouts may differ
-
-    @property
-    def _warm_start_folder(self) -> Path:
-        return Path(self.config.warm_start.folder or self.folder / "warm_start")
-
-    def _load_warm_start(self, engine: MegatronEngine) -> None:
-        """Load what the run's warm start had made; ValueError where it is not there any more."""
-        folder = self._warm_start_folder
-        if self.config.warm_start.folder and not self._is_warm_start_kept():
-            raise ValueError(
-                f"warm_start.folder = {str(folder)!r}: no longer holds the warm start of this run, which the resumed "
-                f"run's reference is; bring it back, or start a new run."
-            )
-        engine.load(folder)
-
-    def _train_warm_start(self) -> None:
-        options = self.config.warm_start
-        self.engine.reset_optimizer(options.updates, lr=options.lr)
-        prompts = PromptIterator(self.prompts.prompts, seed=self.config.run.seed, shuffle=True)
-
-        def share(batch: TrajectoryBatch, update: int) -> TrajectoryBatch:
-            return exchange.update_shares(batch, 1, self.groups, seed=update)[0]
-
-        stats: list[StepStats] = []
-        updates = warm_start(
-            self.engine,
-            prompts,
-            self.encode_example,
-            options,
-            share,
-            on_update=lambda _, update_stats: stats.append(update_stats),
-            sampled_reward=self._sampled_reward if self.needs_servers and self.held_out else None,
-        )
-        self.say(f"warm start: {updates} supervised updates, loss {stats[0].loss:.3f} -> {stats[-1].loss:.3f}")
-
-    def _warm_start_settings(self) -> str:
-        """Everything a warm start's result depends on but the layout, which changes no more than rounding."""
-        config = self.config
-        parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
-        parts |= {"optimizer": config.optimizer, "generation": config.generation}
-        settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
-        for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # RL's alone, or no matter
-            del settings["optimizer"][key]
-        settings["reward"] = config.rollout.reward
-        return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
-
-    def _is_warm_start_kept(self) -> bool:
-        kept = [False]
-        if self.groups.is_main and self.config.warm_start.folder:
-            path = Path(self.config.warm_start.folder) / WARM_START_SETTINGS
-            kept = [path.is_file() and path.read_text() == self._warm_start_settings()]
-        dist.broadcast_object_list(kept, src=0, group=self.groups.control)
-        return kept[0]
-
-    def encode_example(self, prompt: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Return the token ids of a prompt and of its answer with an end-of-sequence token."""
-        if "answer" not in prompt:
-            raise ValueError(
-                f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one."
-            )
-        answer = self.tokenizer(prompt["answer"], add_special_tokens=False)["input_ids"]
-        return prompt_ids(self.tokenizer, prompt), [*answer, self.tokenizer.eos_token_id]
-
-    def _sampled_reward(self) -> float:
-        """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
-        self.publish()
-        sampled: Future[TrajectoryBatch] | None = None
-        if self.groups.is_main:
-            workflow = make_workflow(self.config, self.tokenizer, self.config.generation.new(n_samples=2))
-            sampled = self.rollout.evaluate(self.held_out, workflow)
-        batch = self._wait_for(sampled)
-        reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
-        dist.broadcast_object_list(reward, src=0, group=self.groups.control)
-        return reward[0]
 
     def publish(self) -> None:
         """Bring the servers to the engine's weights and version: all that take part, at least one.
@@ -557,9 +355,9 @@ class Experiment:
 
     def _roll_out(self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch]) -> TrajectoryBatch | None:
         """Call this rank's rollout engine, where it has one, and return what that gives."""
-        return self._wait_for(None if self.rollout is None else self._waiting.submit(call, self.rollout))
+        return self.wait_for(None if self.rollout is None else self._waiting.submit(call, self.rollout))
 
-    def _wait_for(self, pending: Future[T] | None) -> T | None:
+    def wait_for(self, pending: Future[T] | None) -> T | None:
         """Return the result of `pending`, None on ranks that have nothing to wait for.
 
         Should every server be lost meanwhile, it goes on waiting while all ranks publish the weights once more, to
@@ -621,52 +419,16 @@ class Experiment:
             return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
 
     def evaluate(self, *, step: int) -> None:
-        """Answer the held-out prompts greedily where it is time to.
-
-        Before the first step, after the last, and between; an asynchronous run does not wait for those between, whose
-        replies may be of several versions then.
-        """
-        every, last = self.config.run.evaluate_every_steps, self.config.run.steps
-        is_due = step in (0, last) or (every > 0 and step % every == 0)
-        if not (self.held_out and is_due):
+        """Answer the held-out prompts greedily where it is time to, and log what is there."""
+        if not self.evaluations.is_due(step):
             return
-        waits = self.config.rollout.max_staleness == 0 or step in (0, last)
         with self.timers("evaluate"):
             if self.groups.is_main:
-                self.evaluations.append((step, self.rollout.evaluate(self.held_out, self.evaluation_workflow)))
-            if waits:
-                under_way = [result for _, result in self.evaluations]
-                self._wait_for(self._waiting.submit(wait, under_way) if self.groups.is_main else None)
-            self._log_evaluations()
-
-    def _log_evaluations(self) -> None:
-        """Log the evaluations that are done, in their order."""
-        while self.evaluations and self.evaluations[0][1].done():
-            step, result = self.evaluations.popleft()
-            batch = result.result()
-            rewards = batch["rewards"]
-            self.held_out_scores.append(float(rewards.mean()))
-            is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
-            name = "accuracy" if is_right_or_wrong else "reward/mean"
-            metrics = {name: float(rewards.mean()), "prompts": len(self.held_out)}
-            versions = trained_versions(batch)
-            if self.config.rollout.max_staleness > 0 and len(versions):
-                metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
-            samples = self.samples(batch, len(batch), self.held_out)
-            self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
-
-    def mismatch(self, shares: list[TrajectoryBatch], stats: list[StepStats]) -> dict[str, float]:
-        """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks."""
-        if not stats or stats[0].logprobs is None:
-            return {}
-        share, version = shares[0], self.engine.get_version() - sum(s.applied for s in stats)
-        columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
-        sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
-        if not self.groups.is_data_head:
-            sums, largest = sums.zero_(), largest.zero_()
-        dist.all_reduce(sums, group=self.groups.control)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.control)
-        return mismatch.metrics(sums, largest)
+                self.evaluations.begin(step, self.rollout.evaluate(self.held_out, self.evaluation_workflow))
+            if self.evaluations.are_waited_for(step):
+                under_way = self.evaluations.replies_under_way
+                self.wait_for(self._waiting.submit(wait, under_way) if self.groups.is_main else None)
+            self.evaluations.log_finished()
 
     def log(
         self,
@@ -680,49 +442,24 @@ class Experiment:
 
         RuntimeError where trainer and servers differ by more than correction.alarm.
         """
-        rewards = batch["rewards"]
-        groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
-        metrics: dict[str, Any] = {
-            "reward/mean": float(rewards.mean()),
-            "reward/groups_without_variance": float((groups == 0).float().mean()),
-            "policy/version": self.engine.get_version(),
-            "batch/trajectories": len(batch),
-            "batch/trained_tokens": sum(s.weight for s in stats or critic_stats),
-            "batch/sequence_tokens": float(batch.lengths.float().mean()),
+        version = self.engine.get_version()
+        metrics = batch_metrics(batch) | {
+            "policy/version": version,
+            "batch/trained_tokens": sum(stat.weight for stat in stats or critic_stats),
         }
-        if "model_rewards" in batch:
-            metrics["reward/model"] = float(batch["model_rewards"].mean())
         if stats:
             metrics |= policy_metrics(stats)
-        differences = self.mismatch(shares, stats)
+        differences = mismatch_metrics(shares, stats, version, self.groups)
         metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
-            self._log_evaluations()
+            self.evaluations.log_finished()
             metrics |= self.rollout.metrics() | self.books.metrics()
         metrics |= self.timers.snapshot()
-        self.log_file.log_step(step, metrics, self.samples(batch, SAMPLES_LOGGED))
+        samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
+        self.log_file.log_step(step, metrics, samples)
         mismatch.check_alarm(differences, self.config.correction.alarm)
-
-    def samples(self, batch: TrajectoryBatch, count: int, prompts: list[dict[str, Any]] | None = None) -> list[Sample]:
-        """Decode the first `count` trajectories; `prompts` gives the answers where one trajectory belongs to each."""
-        if not self.groups.is_main:
-            return []
-        bounds, result = batch.cu_seqlens.tolist(), []
-        for number in range(min(count, len(batch))):
-            ids, mask = (batch[key][bounds[number] : bounds[number + 1]] for key in ("input_ids", "loss_mask"))
-            group = int(batch["group"][number])
-            answer = prompts[group].get("answer", "") if prompts and len(prompts) > group else ""
-            result.append(
-                Sample(
-                    prompt=self.tokenizer.decode(ids[~mask]),
-                    reply=self.tokenizer.decode(ids[mask]),
-                    reward=float(batch["rewards"][number]),
-                    answer=str(answer),
-                )
-            )
-        return result
 
     def save(self, *, step: int) -> None:
         """Write HF weights where it is time to."""
@@ -742,7 +479,7 @@ class Experiment:
         self.log_file.close()
         if self.groups.is_main:
             report = write_report(self.folder)
-            if self.held_out_scores:
-                before, after = self.held_out_scores[0], self.held_out_scores[-1]
+            if self.evaluations.scores:
+                before, after = self.evaluations.scores[0], self.evaluations.scores[-1]
                 self.say(f"held-out accuracy {before:.2f} -> {after:.2f} after {self.config.run.steps} steps")
             self.say(f"report: {report}")

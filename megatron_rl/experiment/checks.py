@@ -1,0 +1,59 @@
+"""What can be checked of a run before a process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import EngineConfig, TrainConfig
+from megatron_rl.engine.model import transformer_config
+from megatron_rl.rollout.import_path import make_workflow, resolve
+from megatron_rl.rollout.prompts import load_prompts
+from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.mapping import weight_source
+
+
+def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
+
+    Returns the tokenizer, the training prompts and the held-out prompts.
+    """
+    arch = read_architecture(config.model.path).with_head("policy")
+    if config.model.init == "hf":
+        weight_source(config.model.path, arch)
+    transformer_config(arch, config.actor, config.megatron)
+    if config.has_critic:
+        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
+    if config.reward_model.path:
+        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
+        if read_architecture(config.reward_model.path).head != "value":
+            raise ValueError(
+                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
+                f"0; give a sequence classification model with one label."
+            )
+    tokenizer = load_tokenizer(config.model.path)
+    resolve(config.rollout.reward, key="rollout.reward")
+    make_workflow(config, tokenizer, config.generation)
+    train = load_prompts(config.data.train, config.data.train_args, key="data.train")
+    held_out = []
+    if config.data.evaluation:
+        held_out = load_prompts(config.data.evaluation, config.data.evaluation_args, key="data.evaluation")
+    for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
+        prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
+    return tokenizer, train, held_out
+
+
+def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
+    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
+    folder = engine.model.path
+    arch = read_architecture(folder).with_head("value")
+    if engine.model.init == "hf":
+        weight_source(folder, arch)
+    transformer_config(arch, engine, megatron)
+    if arch.vocab != policy.vocab:
+        raise ValueError(
+            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
+            f"the policy's tokens, so give a model with the same tokenizer."
+        )

@@ -1,0 +1,78 @@
+"""The numbers that one step leaves in metrics.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algo import mismatch
+from megatron_rl.algo.loss import explained_variance
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.types import StepStats, TrajectoryBatch
+
+
+def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    """What the updates of a step, at least one, have in common whatever the model."""
+    weight = sum(s.weight for s in stats)
+    return {
+        "loss": sum(s.loss * s.weight for s in stats) / weight,
+        "first_loss": stats[0].loss,
+        "first_grad_norm": stats[0].grad_norm,
+        "grad_norm": max(s.grad_norm for s in stats),
+        "skipped_updates": sum(not s.applied for s in stats),
+        "lr": stats[-1].lr,
+    }
+
+
+def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    weight = sum(s.weight for s in stats)
+    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
+    if "ratio_deviation" in metrics:
+        metrics["first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+    return {f"policy/{key}": value for key, value in metrics.items()}
+
+
+def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    weight = sum(s.weight for s in stats)
+    sums = {key: sum(s.sums[key] for s in stats) for key in stats[0].sums}
+    metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
+    metrics["mean_return"] = sums["returns"] / weight
+    if "clipped_values" in sums:
+        metrics["clipped_values"] = sums["clipped_values"] / weight
+    return {f"critic/{key}": value for key, value in metrics.items()}
+
+
+def batch_metrics(batch: TrajectoryBatch) -> dict[str, Any]:
+    """What the step's trajectories are like, whatever is trained on them."""
+    rewards = batch["rewards"]
+    groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
+    metrics: dict[str, Any] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/groups_without_variance": float((groups == 0).float().mean()),
+        "batch/trajectories": len(batch),
+        "batch/sequence_tokens": float(batch.lengths.float().mean()),
+    }
+    if "model_rewards" in batch:
+        metrics["reward/model"] = float(batch["model_rewards"].mean())
+    return metrics
+
+
+def mismatch_metrics(
+    shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
+) -> dict[str, float]:
+    """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
+
+    version: the policy's after the updates. All ranks call it.
+    """
+    if not stats or stats[0].logprobs is None:
+        return {}
+    share, version = shares[0], version - sum(s.applied for s in stats)
+    columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
+    sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
+    if not groups.is_data_head:
+        sums, largest = sums.zero_(), largest.zero_()
+    dist.all_reduce(sums, group=groups.control)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.control)
+    return mismatch.metrics(sums, largest)

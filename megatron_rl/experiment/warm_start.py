@@ -1,0 +1,131 @@
+"""Supervised training on the prompts' own answers before RL, kept in a folder for runs with the same settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_rl.batch import exchange
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.workflows.scoring import prompt_ids
+from megatron_rl.sft import train_on_answers
+from megatron_rl.types import StepStats, TrajectoryBatch
+
+if TYPE_CHECKING:
+    from megatron_rl.experiment.experiment import Experiment
+
+SETTINGS = "warm_start.json"
+
+
+class WarmStart:
+    """That of one experiment, whose engines it trains. All ranks call every method."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.x = experiment
+
+    def run(self) -> None:
+        """Train where the config asks for it, or load what an earlier run made, and start RL's optimizer afresh."""
+        x, options = self.x, self.x.config.warm_start
+        if options.updates == 0:
+            return
+        if self._is_kept():
+            x.engine.load(options.folder)
+            x.say(f"warm start: loaded {options.folder}, which an earlier run made with the same settings")
+        else:
+            self._train()
+            if options.folder:
+                x.engine.save(options.folder)
+                if x.groups.is_main:
+                    (Path(options.folder) / SETTINGS).write_text(self._settings())
+        x.engine.reset_optimizer(x.policy_updates)
+        x.engine.set_version(0)
+        if x.reference is not None:
+            x.reference.copy_weights(x.engine)
+        takes_over = x.critic is not None and not x.config.critic.model
+        is_needed_later = x.reference is not None and x.config.run.checkpoint_every_steps > 0
+        if not options.folder and (takes_over or is_needed_later):
+            x.engine.save(self._folder)
+        if takes_over:
+            x.critic.engine.load(self._folder)  # through files: the layouts may differ
+
+    def load(self, engine: MegatronEngine) -> None:
+        """Load what the run's warm start had made; ValueError where it is not there any more."""
+        if self.x.config.warm_start.folder and not self._is_kept():
+            raise ValueError(
+                f"warm_start.folder = {str(self._folder)!r}: no longer holds the warm start of this run, which the "
+                f"resumed run's reference is; bring it back, or start a new run."
+            )
+        engine.load(self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.x.config.warm_start.folder or self.x.folder / "warm_start")
+
+    def _train(self) -> None:
+        x, options = self.x, self.x.config.warm_start
+        x.engine.reset_optimizer(options.updates, lr=options.lr)
+        prompts = PromptIterator(x.prompts.prompts, seed=x.config.run.seed, shuffle=True)
+
+        def share(batch: TrajectoryBatch, update: int) -> TrajectoryBatch:
+            return exchange.update_shares(batch, 1, x.groups, seed=update)[0]
+
+        stats: list[StepStats] = []
+        updates = train_on_answers(
+            x.engine,
+            prompts,
+            self._encode,
+            options,
+            share,
+            on_update=lambda _, update_stats: stats.append(update_stats),
+            sampled_reward=self._sampled_reward if x.needs_servers and x.held_out else None,
+        )
+        x.say(f"warm start: {updates} supervised updates, loss {stats[0].loss:.3f} -> {stats[-1].loss:.3f}")
+
+    def _settings(self) -> str:
+        """Everything a warm start's result depends on but the layout, which changes no more than rounding."""
+        config = self.x.config
+        parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
+        parts |= {"optimizer": config.optimizer, "generation": config.generation}
+        settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+        for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # RL's alone, or no matter
+            del settings["optimizer"][key]
+        settings["reward"] = config.rollout.reward
+        return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
+
+    def _is_kept(self) -> bool:
+        kept = [False]
+        if self.x.groups.is_main and self.x.config.warm_start.folder:
+            path = Path(self.x.config.warm_start.folder) / SETTINGS
+            kept = [path.is_file() and path.read_text() == self._settings()]
+        dist.broadcast_object_list(kept, src=0, group=self.x.groups.control)
+        return kept[0]
+
+    def _encode(self, prompt: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt and of its answer with an end-of-sequence token."""
+        if "answer" not in prompt:
+            raise ValueError(
+                f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one."
+            )
+        tokenizer = self.x.tokenizer
+        answer = tokenizer(prompt["answer"], add_special_tokens=False)["input_ids"]
+        return prompt_ids(tokenizer, prompt), [*answer, tokenizer.eos_token_id]
+
+    def _sampled_reward(self) -> float:
+        """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
+        x = self.x
+        x.publish()
+        sampled: Future[TrajectoryBatch] | None = None
+        if x.groups.is_main:
+            workflow = make_workflow(x.config, x.tokenizer, x.config.generation.new(n_samples=2))
+            sampled = x.rollout.evaluate(x.held_out, workflow)
+        batch = x.wait_for(sampled)
+        reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
+        dist.broadcast_object_list(reward, src=0, group=x.groups.control)
+        return reward[0]
