@@ -46,7 +46,7 @@ class Rollouts:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Rank 0 starts the servers, or takes those of the config; every data head's process connects to all of them."""
+        """Rank 0 starts the servers, or takes those of the config; every head connects to all of them."""
         x = self.x
         if x.groups.is_data_head:  # first, so that it makes itself ready while the servers do
             self._start_process()

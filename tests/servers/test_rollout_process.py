@@ -18,11 +18,11 @@ from megatron_rl.api import NoServerLeft, WeightReceiver
 from megatron_rl.config import load_config
 from megatron_rl.rollout import journal_lock
 from megatron_rl.rollout.books import Place
+from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.tokens import load_tokenizer
-from megatron_rl.rollout.workflows.configured import make_workflow
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +79,13 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
     engine.initialize(embedded_servers)
     prompts = PromptIterator(PROMPTS, seed=config.run.seed, shuffle=config.data.shuffle)
     tokenizer = load_tokenizer(config.model.path)
-    workflow = make_workflow(config.rollout, tokenizer, config.generation)
+    workflow = make_workflow(config, tokenizer, config.generation)
     greedy = config.generation.new(greedy=True, n_samples=1)
     expected = [
         engine.rollout_batch(prompts.next_batch(5), workflow),
         engine.rollout_batch(prompts.next_batch(5), workflow),  # over the end of an epoch of 12
         engine.rollout_batch(prompts.next_batch(5), workflow),
-        engine.evaluate(PROMPTS[:3], make_workflow(config.rollout, tokenizer, greedy)).result(30),
+        engine.evaluate(PROMPTS[:3], make_workflow(config, tokenizer, greedy)).result(30),
     ]
     engine.destroy()
     process = run.start(embedded_servers)
