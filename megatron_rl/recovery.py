@@ -209,11 +209,17 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
+    """Return once no other process writes the run's journal; RuntimeError on all ranks names one that goes on."""
+    fault = groups.on_main(lambda: journal_lock.wait_for_owners(run_folder / journal.FOLDER))
+    if fault:
+        raise RuntimeError(fault)
+
+
 class RolloutBooks:
     """Where a run is in its prompts; what each data head has of them is in its rollout process (rollout/books.py).
 
     resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
-    RuntimeError on all ranks where processes of another start of the run still write its journal.
     """
 
     def __init__(
@@ -223,9 +229,6 @@ class RolloutBooks:
         self.folder = Path(config.run.folder) / journal.FOLDER
         self.keeps_journal = config.run.checkpoint_every_steps > 0
         self.fingerprint = fingerprint(config)
-        fault = groups.on_main(lambda: journal_lock.wait_for_owners(self.folder))
-        if fault:
-            raise RuntimeError(fault)
         life = [journal.next_life(self.folder)]
         dist.broadcast_object_list(life, src=0, group=groups.control)
         self.life: int = life[0]

@@ -29,7 +29,7 @@ from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismat
 from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch.notice import StopNotice
-from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
+from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
@@ -69,6 +69,7 @@ class Experiment:
                 f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
+        wait_for_earlier_processes(self.folder, self.groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
         self.resumed_from = self.checkpoints.choose(self.resume)
         resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +21,19 @@ def as_group(result: Any) -> TrajectoryBatch | None:
         if strangers:
             raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
         return TrajectoryBatch.from_trajectories([result]) if result else None
-    if isinstance(result, Mapping) or type(result).__name__ == "TensorDict":
+    if isinstance(result, Mapping) or is_tensordict(result):
         batch = TrajectoryBatch.from_padded(result)
         batch.sequences["group"].zero_()
         return batch
     raise TypeError(
         f"arun_episode returned {type(result).__name__}; must return a list of Trajectory, a padded TensorDict or None."
     )
+
+
+def is_tensordict(result: Any) -> bool:
+    """Only a workflow that uses them has loaded their package, which takes longer than all else here."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(result, tensordict.TensorDict)
 
 
 def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 SUFFIX = ".lock"
-PATIENCE_S = 10.0
+PATIENCE_S = 5.0
 """An owner that was killed with its trainer is gone in less."""
 POLL_S = 0.05
 

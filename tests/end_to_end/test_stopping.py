@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, start_ranks
 from training_runs import COUNT, ROOT, environment, steps_of
@@ -88,7 +89,8 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)
     time.sleep(0.5)
-    os.kill(pid, signal.SIGTERM)
+    for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):  # as schedulers do
+        process.send_signal(signal.SIGTERM)
     told = time.monotonic()
     assert ended(pid) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()
     assert time.monotonic() - told < 8

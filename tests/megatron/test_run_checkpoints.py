@@ -1,5 +1,6 @@
 """The checkpoints of a run as a whole: all engines or nothing, the newest few, and nothing that is damaged goes."""
 
+import os
 import shutil
 
 import pytest
@@ -9,7 +10,8 @@ from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
-from megatron_rl.recovery import RunCheckpoints, read_state
+from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
+from megatron_rl.rollout import journal_lock
 
 
 class Engine:
@@ -99,3 +101,20 @@ def test_what_a_kill_between_two_renames_left_is_found(tmp_path):
 
 def write_one(folder):
     write(start(folder), 1, {"policy": Engine()})
+
+
+def starts_beside_another(folder):
+    groups = parallel.start(ParallelConfig(), seed=1)
+    with pytest.raises(
+        RuntimeError, match=r"journal: process 123 on .* still writes it; wait until that run has ended"
+    ):
+        wait_for_earlier_processes(folder, groups)
+
+
+def test_no_rank_resumes_a_run_that_another_process_goes_on_with(tmp_path):
+    lock = journal_lock.take(tmp_path / "journal", 1)
+    journal_lock.sign(lock, 123)
+    try:
+        run_ranks(2, starts_beside_another, tmp_path)
+    finally:
+        os.close(lock)

@@ -187,3 +187,9 @@ def test_reasoning_gym_items_become_messages_with_an_instruction():
         tasks.reasoning_gym("chain_sums")
     with pytest.raises(ValueError, match="reasoning_gym name = 'chain_sum' with {'max_term': 3}"):
         tasks.reasoning_gym("chain_sum", max_term=3)
+
+
+def test_prompts_that_are_skipped_are_those_that_their_places_name():
+    one, other = (PromptIterator([{"prompt": letter} for letter in "abcde"], seed=3) for _ in range(2))
+    assert [one.skip(3), one.skip(4)] == [0, 3] and one.number == 7
+    assert other.next_batch(8)[7] == next(one), "over the end of an epoch"
