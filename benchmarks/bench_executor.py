@@ -6,8 +6,8 @@ A null server in a process of its own answers every request at once with the sam
 process has a core of its own. First row: the rollout process with the real executor, client and workflow (8 samples a
 prompt, tokenised and decoded, a reward function for each) as fast as it goes, in requests per second and per second of
 its CPU time. The server is on the trainer's core meanwhile. Then: one training step of a real engine with and without
-`--rates` requests per second beside it, in turns; the slow-down is the median over pairs. The server is on the rollout
-process's core then, and that core's load stands beside it.
+`--rates` requests per second beside it, in turns; the slow-down is the median over pairs, of time and of the trainer's
+CPU time. The server is on the rollout process's core then, and that process's share of it stands beside it.
 """
 
 from __future__ import annotations
@@ -140,8 +140,12 @@ def make_step():
     return lambda: engine.train_batch(batch, loss)
 
 
-def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, float, float]:
-    """Median seconds of a step alone, its slow-down beside `rate` requests/s, and these requests' share of a core."""
+def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, float, float, float]:
+    """Compare steps alone with steps beside `rate` requests/s.
+
+    Returns the median seconds of one alone, by how much the others are slower and take more of this process's CPU time,
+    and the rollout process's share of its core.
+    """
     is_on, stop = threading.Event(), threading.Event()
 
     def send() -> None:
@@ -153,25 +157,26 @@ def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, f
 
     sender = threading.Thread(target=send)
     sender.start()
-    alone, ratios = [], []
+    alone, slower, dearer = [], [], []
     for number in range(pairs + 1):
-        seconds = {}
+        seconds, cpu_s = {}, {}
         for beside in (False, True) if number % 2 else (True, False):
             (is_on.set if beside else is_on.clear)()
             time.sleep(0.1)
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             for _ in range(3):
                 step()
-            seconds[beside] = (time.perf_counter() - begin) / 3
+            seconds[beside], cpu_s[beside] = (time.perf_counter() - begin) / 3, time.process_time() - begin_cpu
         alone.append(seconds[False])
-        ratios.append(seconds[True] / seconds[False])
+        slower.append(seconds[True] / seconds[False])
+        dearer.append(cpu_s[True] / cpu_s[False])
     is_on.set()
     begin, begin_cpu = time.perf_counter(), rollout.cpu_s()
     time.sleep(5.0)
     cores = (rollout.cpu_s() - begin_cpu) / (time.perf_counter() - begin)
     stop.set()
     sender.join()
-    return statistics.median(alone[1:]), statistics.median(ratios[1:]) - 1, cores
+    return statistics.median(alone[1:]), statistics.median(slower[1:]) - 1, statistics.median(dearer[1:]) - 1, cores
 
 
 def main() -> None:
@@ -198,8 +203,9 @@ def main() -> None:
             os.sched_setaffinity(server.pid, {other_core})
             step = make_step()
             for rate in args.rates:
-                seconds, slower, cores = slow_down(rollout, step, rate, args.pairs)
+                seconds, slower, dearer, cores = slow_down(rollout, step, rate, args.pairs)
                 print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
+                print(f"{dearer:+.1%} of its CPU time, ", end="")
                 print(f"which take {cores:.1%} of the other core", flush=True)
         finally:
             rollout.process.close()
