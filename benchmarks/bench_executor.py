@@ -84,7 +84,7 @@ class Rollout:
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
         overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]
         config = load_config(ROOT / "configs/count_grpo.yaml", overrides)
-        self.process = RolloutProcess(folder / "rollout.log", on_death=sys.exit)
+        self.process = RolloutProcess(folder / "rollout.log", on_death=print)
         self.pid = self.process.process.pid
         os.sched_setaffinity(self.pid, {core})  # before it has threads
         prompts = load_prompts(config.data.train, config.data.train_args, key="data.train")
