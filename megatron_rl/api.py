@@ -156,6 +156,14 @@ class WeightReceiver(Protocol):
     ) -> dict[str, Future[None]]:
         """Ask the servers to receive one flat bucket from rank 0."""
 
+    def shared_memory_forms(self) -> dict[str, str | None]:
+        """How each server takes a bucket in shared memory: as a `handle` or a `pickle`; None for one elsewhere."""
+
+    def load_shared(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
+    ) -> dict[str, Future[None]]:
+        """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
+
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 

@@ -368,7 +368,8 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
     publication: str = "group"
-    """How new weights reach the servers: `group`, a process group (NCCL or gloo), or `disk`, a folder under run.folder.
+    """How new weights reach the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
+    host of the first rank share with it (CUDA IPC, or /dev/shm); or `disk`, a folder under run.folder.
 
     Servers that are given in `servers` must be able to read that folder.
     """
@@ -385,7 +386,11 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
-            publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
+            publication=(
+                self.publication,
+                self.publication in ("group", "ipc", "disk"),
+                "must be group, ipc or disk",
+            ),
             server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
             health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
             interruption=(

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"config", "api"},
     "api": {"config", "types"},
     "update_group": set(),
+    "shared_bucket": {"update_group"},
     "ops": set(),
     "platform": set(),
     "telemetry": {"config", "types"},
@@ -32,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "types"},
     "rollout": {"api", "config", "telemetry", "types", "update_group"},
-    "serving": {"api", "config", "telemetry", "types", "update_group"},
-    "weights": {"api", "config", "parallel", "types", "update_group"},
+    "serving": {"api", "config", "shared_bucket", "telemetry", "types", "update_group"},
+    "weights": {"api", "config", "parallel", "shared_bucket", "types", "update_group"},
     "engine": {
         "algo",
         "api",

@@ -60,8 +60,8 @@ class ServerInfo:
     """How it takes checksums of its weights; None where the trainer cannot do the same."""
     weight_version: str | None
     """Name of the weights it has now."""
-    runs_ahead: bool
-    """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
+    is_embedded: bool
+    """It is this package's own server, not SGLang."""
 
     @property
     def has_sessions(self) -> bool:
@@ -70,6 +70,11 @@ class ServerInfo:
     @property
     def has_pause_modes(self) -> bool:
         return self.version >= PAUSE_MODES_SINCE
+
+    @property
+    def runs_ahead(self) -> bool:
+        """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
+        return not self.is_embedded
 
 
 @dataclass(kw_only=True)
@@ -220,7 +225,7 @@ class ServerClient:
             checksum_form=checksum_form(server),
             # Not from /server_info, which keeps the version of the start.
             weight_version=model.get("weight_version"),
-            runs_ahead=not server.get("embedded", False),
+            is_embedded=bool(server.get("embedded", False)),
         )
         return self.info
 

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
 from megatron_rl.serving.batcher import Batcher
+from megatron_rl.shared_bucket import open_bucket
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,7 @@ class WeightEndpoints:
             "/begin_weight_update": self.begin,
             "/end_weight_update": self.end,
             "/update_weights_from_distributed": self.update_from_distributed,
+            "/update_weights_from_tensor": self.update_from_tensor,
             "/update_weights_from_disk": self.update_from_disk,
             "/update_weight_version": self.update_version,
             "/weights_checker": self.check,
@@ -139,6 +141,32 @@ class WeightEndpoints:
             self._queued.append(self._update(write, body))
         else:
             await wait(self._update(write, body))
+        return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def update_from_tensor(self, http: web.Request) -> web.Response:
+        """Read a bucket in shared memory. The answer says that it was read: the trainer may fill it again."""
+        body = await read_object(http)
+        if not self._session_open:
+            return weight_answer(
+                False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            )
+        if "serialized_named_tensors" in body:
+            raise ValueError(
+                "serialized_named_tensors: the embedded server unpickles nothing; send names, dtypes, shapes and "
+                "shared_memory, the bucket's handle"
+            )
+        specs, handle = tensor_specs(body), field(body, "shared_memory", dict)
+        for spec in specs:
+            self.batcher.model.check_tensor(spec.name, spec.shape)
+        flat = [await in_thread(lambda: open_bucket(handle, sum(spec.nbytes for spec in specs)))]
+
+        def write() -> None:
+            # Out of the list, or what holds this function would hold the memory.
+            for spec, tensor in zip(specs, unpack_bucket(flat.pop(), specs), strict=True):
+                self.batcher.model.write(spec.name, tensor)
+                self.batcher.model.take_checksum(spec.name)
+
+        await wait(self._update(write, body))
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
 
     async def _settle(self, count: int) -> None:
