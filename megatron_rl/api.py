@@ -105,9 +105,18 @@ class ChecksumForm:
     """How a server takes checksums, so that the trainer can take them of what it sends in the same way."""
 
     kind: str
-    """`embedded`: update_group.checksum of each HF tensor. `sglang`: of SGLang's own, fused ones, on a CPU."""
+    """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: of what each rank of SGLang
+    keeps (weights/sglang_checksums.py)."""
     dtype: str | None
     """What the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
+    ranks: int = 1
+    """Its tensor-parallel ranks."""
+    kv_heads: int | None = None
+    """Of the model, where several ranks share them and it is known."""
+
+    def name_on(self, name: str, rank: int) -> str:
+        """What the checksum of a rank's part of a tensor goes by."""
+        return name if self.ranks == 1 else f"{name} (rank {rank})"
 
 
 class WeightReceiver(Protocol):

@@ -141,8 +141,8 @@ class ServerWeights(abc.ABC):
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]:
         async def held(server: ServerClient) -> HeldWeights:
-            takes_checksums = server.info is not None and server.info.checksum_form is not None
-            return await server.held_weights(takes_checksums=takes_checksums, timeout_s=self.config.request_timeout_s)
+            form = server.info.checksum_form if server.info is not None else None
+            return await server.held_weights(form=form, timeout_s=self.config.request_timeout_s)
 
         return self._ask(held)
 
