@@ -173,6 +173,9 @@ class WeightReceiver(Protocol):
     ) -> dict[str, Future[None]]:
         """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
 
+    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+        """Ask the servers to change the weights that they hold; bodies: each one's changes (weight_delta.py)."""
+
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"config", "types"},
     "update_group": set(),
     "shared_bucket": {"update_group"},
+    "weight_delta": set(),
     "ops": set(),
     "platform": set(),
     "telemetry": {"config", "types"},
@@ -33,8 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "types"},
     "rollout": {"api", "config", "telemetry", "types", "update_group"},
-    "serving": {"api", "config", "shared_bucket", "telemetry", "types", "update_group"},
-    "weights": {"api", "config", "parallel", "shared_bucket", "types", "update_group"},
+    "serving": {"api", "config", "shared_bucket", "telemetry", "types", "update_group", "weight_delta"},
+    "weights": {"api", "config", "parallel", "shared_bucket", "types", "update_group", "weight_delta"},
     "engine": {
         "algo",
         "api",

@@ -138,12 +138,12 @@ class ServerClient:
         self._session = session
 
     async def call(
-        self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
+        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float | None
     ) -> bytes:
         """Return the body of an answer below 400; raise ServerError or RequestRefused for others."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        data = None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        data = orjson.dumps(body) if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
         try:
             async with self._session.request(
                 method, self.url + endpoint, data=data, headers=headers, timeout=timeout
@@ -172,7 +172,7 @@ class ServerClient:
             raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
         return answer
 
-    async def command(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> None:
+    async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
         """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
         try:
             content = await self.call("POST", endpoint, body, timeout_s=timeout_s)

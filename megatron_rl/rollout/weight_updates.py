@@ -126,6 +126,13 @@ class ServerWeights(abc.ABC):
 
         return self._ask(load)
 
+    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+        async def load(server: ServerClient) -> None:
+            endpoint, timeout_s = "/update_weights_from_delta", self.config.request_timeout_s
+            await server.command(endpoint, bodies[server.url], timeout_s=timeout_s)
+
+        return self._ask(load)
+
     def end_weight_update(self, version: int) -> None:
         self._command_all("/end_weight_update", {}, sessions_only=True)
 

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from torch import Tensor
 
 from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
 from megatron_rl.serving.batcher import Batcher
 from megatron_rl.shared_bucket import open_bucket
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
+from megatron_rl.weight_delta import INTEGERS, Run, bits_of, decode, put, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,6 +50,7 @@ class WeightEndpoints:
             "/end_weight_update": self.end,
             "/update_weights_from_distributed": self.update_from_distributed,
             "/update_weights_from_tensor": self.update_from_tensor,
+            "/update_weights_from_delta": self.update_from_delta,
             "/update_weights_from_disk": self.update_from_disk,
             "/update_weight_version": self.update_version,
             "/weights_checker": self.check,
@@ -168,6 +171,39 @@ class WeightEndpoints:
 
         await wait(self._update(write, body))
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def update_from_delta(self, http: web.Request) -> web.Response:
+        """Change the weights that are held. SGLang has no such endpoint."""
+        if not self._session_open:
+            return weight_answer(
+                False, "update_weights_from_delta must run between begin_weight_update() and end_weight_update()"
+            )
+        body = await http.read()
+
+        def read() -> tuple[list[tuple[Run, Tensor, Tensor]], str]:
+            runs, version = unpack(body)
+            return [(run, *self._decode(run)) for run in runs], version
+
+        changes, version = await in_thread(read)
+
+        def write() -> None:
+            model = self.batcher.model
+            for run, places, values in changes:
+                if run.name in model.parameters:  # a tied head is not
+                    model.forget_checksum(run.name)
+                    part = model.part(run.name, run.start, run.change.count)
+                    put(part, places.to(model.device), values.to(model.device), is_added=run.change.values == "added")
+
+        await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
+        return weight_answer(True, f"Succeeded to change {len(changes)} runs.")
+
+    def _decode(self, run: Run) -> tuple[Tensor, Tensor]:
+        """The places and values of a run, in the dtype of the weights."""
+        sent, own = DTYPES.get(run.dtype), self.batcher.model.part(run.name, run.start, run.change.count).dtype
+        if sent is None or (sent != own and (run.change.places, run.change.values) != ("all", "whole")):
+            raise ValueError(f"{run.name}: a change of {run.dtype} cannot be applied to {own}; send the whole tensor")
+        places, values = decode(run.change, INTEGERS[sent.itemsize])
+        return places, values if sent == own else bits_of(values.view(sent).to(own))
 
     async def _settle(self, count: int) -> None:
         """Wait until at most `count` received buckets are not written yet."""

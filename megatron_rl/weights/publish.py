@@ -54,6 +54,8 @@ class Publication:
     """How long the servers stood still."""
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
+    sent_bytes: int | None = None
+    """What was sent, summed over servers, where that is not all bytes of the weights (delta)."""
 
 
 class WeightPublisher(abc.ABC):
