@@ -54,30 +54,29 @@ def encode(new: Tensor, old: Tensor | None) -> Change:
     whole = Change(count, "all", "whole", NOTHING, new.contiguous().view(torch.uint8))
     if old is None:
         return whole
-    is_changed = new != old
-    places = is_changed.nonzero().view(-1)
-    if not len(places):
+    if torch.equal(new, old):
         return Change(count, "none", "whole", NOTHING, NOTHING)
-    is_all = len(places) == count
-    after, before = (new, old) if is_all else (new[places], old[places])
+    is_changed = new != old
+    if is_changed.all():
+        kind, place_size, places, after, before = "all", 0, NOTHING, new, old
+    else:
+        places = is_changed.nonzero().view(-1)
+        after, before = new[places], old[places]
+        gaps = torch.diff(places, prepend=places.new_tensor([-1])) - 1
+        options = ("gaps", int(_sizes(gaps).sum())), ("bitmap", (count + 7) // 8)
+        kind, place_size = min(options, key=lambda option: option[1])
     added = (after - before).to(torch.int64)
     added = added << 1 ^ added >> 63  # 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
-    gaps = torch.diff(places, prepend=places.new_tensor([-1])) - 1
-    kind, place_size = min(
-        ("gaps", _sizes(gaps).sum().item()), ("bitmap", (count + 7) // 8), key=lambda option: option[1]
-    )
-    place_size = 0 if is_all else place_size
-    is_added = _sizes(added).sum().item() < after.numel() * new.itemsize
-    values = _write(added) if is_added else after.contiguous().view(torch.uint8)
-    if place_size + values.numel() >= whole.nbytes:
+    added_size = int(_sizes(added).sum())
+    is_added = added_size < after.numel() * new.itemsize
+    if place_size + min(added_size, after.numel() * new.itemsize) >= whole.nbytes:
         return whole
-    if is_all:
-        kind, place_bytes = "all", NOTHING
-    elif kind == "gaps":
-        place_bytes = _write(gaps)
-    else:
-        place_bytes = torch.from_numpy(np.packbits(is_changed.numpy()))
-    return Change(count, kind, "added" if is_added else "whole", place_bytes, values)
+    values = _write(added) if is_added else after.contiguous().view(torch.uint8)
+    if kind == "gaps":
+        places = _write(gaps)
+    elif kind == "bitmap":
+        places = torch.from_numpy(np.packbits(is_changed.numpy()))
+    return Change(count, kind, "added" if is_added else "whole", places, values)
 
 
 @torch.no_grad()
@@ -129,13 +128,13 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 def _write(numbers: Tensor) -> Tensor:
     """Seven bits a byte, the lowest first; the highest bit says that another follows."""
-    sizes = _sizes(numbers)
-    ends = sizes.cumsum(0)
+    ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
-    for position in range(LONGEST):
-        longer = sizes > position
-        part, more = numbers[longer] >> 7 * position & 127, sizes[longer] > position + 1
-        written[(ends - sizes)[longer] + position] = (part | more.to(torch.int64) << 7).to(torch.uint8)
+    places = torch.cat([ends.new_zeros(1), ends])[:-1]
+    while len(numbers):
+        is_longer = numbers > 127
+        written[places] = (numbers & 127 | is_longer.to(torch.int64) << 7).to(torch.uint8)
+        numbers, places = numbers[is_longer] >> 7, places[is_longer] + 1
     return written
 
 
@@ -145,9 +144,9 @@ def _read(data: Tensor) -> Tensor:
     sizes = ends - starts
     if (len(ends) and ends[-1] or 0) != len(data) or (len(sizes) and sizes.max() > LONGEST):
         raise ValueError(f"delta: {len(data)} bytes that are no numbers of seven bits a byte")
-    numbers = torch.zeros_like(ends)
-    for position in range(LONGEST):
-        longer = sizes > position
+    numbers = data[starts].to(torch.int64) & 127
+    for position in range(1, LONGEST):
+        longer = (sizes > position).nonzero().view(-1)
         numbers[longer] |= (data[starts[longer] + position].to(torch.int64) & 127) << 7 * position
     return numbers
 
