@@ -8,8 +8,8 @@ as there are buckets to as many processes that do nothing else, over the same ki
 loaded or checked. `publication` is the whole of it: from the shards in Megatron-Core's layout to the servers' word that
 every tensor arrived. `without checksums` has neither side take any. `a tensor at a time` is a bucket, that is a request
 and a broadcast, for each tensor. `one after the other` fills a bucket only once the last one has arrived. `ipc` shows
-the servers buckets in shared memory. `disk` writes safetensors, fsynced, and has the servers load them. Extra memory is what the trainer allocates beyond what it had, in a
-round of its own.
+the servers buckets in shared memory. `disk` writes safetensors, fsynced, and has the servers load them. Extra memory is
+what the trainer allocates beyond what it had, in a round of its own.
 """
 
 from __future__ import annotations
