@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from torch import Tensor
 
 from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
 from megatron_rl.serving.batcher import Batcher
-from megatron_rl.shared_bucket import open_bucket
+from megatron_rl.serving.direct_updates import changes, shared_tensors
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
-from megatron_rl.weight_delta import INTEGERS, Run, bits_of, decode, put, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -149,61 +147,27 @@ class WeightEndpoints:
     async def update_from_tensor(self, http: web.Request) -> web.Response:
         """Read a bucket in shared memory. The answer says that it was read: the trainer may fill it again."""
         body = await read_object(http)
-        if not self._session_open:
-            return weight_answer(
-                False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
-            )
+        self._require_session("update_weights_from_tensor")
         if "serialized_named_tensors" in body:
             raise ValueError(
                 "serialized_named_tensors: the embedded server unpickles nothing; send names, dtypes, shapes and "
                 "shared_memory, the bucket's handle"
             )
-        specs, handle = tensor_specs(body), field(body, "shared_memory", dict)
-        for spec in specs:
-            self.batcher.model.check_tensor(spec.name, spec.shape)
-        flat = [await in_thread(lambda: open_bucket(handle, sum(spec.nbytes for spec in specs)))]
-
-        def write() -> None:
-            # Out of the list, or what holds this function would hold the memory.
-            for spec, tensor in zip(specs, unpack_bucket(flat.pop(), specs), strict=True):
-                self.batcher.model.write(spec.name, tensor)
-                self.batcher.model.take_checksum(spec.name)
-
-        await wait(self._update(write, body))
+        specs = tensor_specs(body)
+        await wait(self._update(await in_thread(lambda: shared_tensors(body, specs, self.batcher.model)), body))
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_delta(self, http: web.Request) -> web.Response:
         """Change the weights that are held. SGLang has no such endpoint."""
-        if not self._session_open:
-            return weight_answer(
-                False, "update_weights_from_delta must run between begin_weight_update() and end_weight_update()"
-            )
+        self._require_session("update_weights_from_delta")
         body = await http.read()
-
-        def read() -> tuple[list[tuple[Run, Tensor, Tensor]], str]:
-            runs, version = unpack(body)
-            return [(run, *self._decode(run)) for run in runs], version
-
-        changes, version = await in_thread(read)
-
-        def write() -> None:
-            model = self.batcher.model
-            for run, places, values in changes:
-                if run.name in model.parameters:  # a tied head is not
-                    model.forget_checksum(run.name)
-                    part = model.part(run.name, run.start, run.change.count)
-                    put(part, places.to(model.device), values.to(model.device), is_added=run.change.values == "added")
-
+        write, version = await in_thread(lambda: changes(body, self.batcher.model))
         await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
-        return weight_answer(True, f"Succeeded to change {len(changes)} runs.")
+        return weight_answer(True, "Succeeded to change the weights.")
 
-    def _decode(self, run: Run) -> tuple[Tensor, Tensor]:
-        """The places and values of a run, in the dtype of the weights."""
-        sent, own = DTYPES.get(run.dtype), self.batcher.model.part(run.name, run.start, run.change.count).dtype
-        if sent is None or (sent != own and (run.change.places, run.change.values) != ("all", "whole")):
-            raise ValueError(f"{run.name}: a change of {run.dtype} cannot be applied to {own}; send the whole tensor")
-        places, values = decode(run.change, INTEGERS[sent.itemsize])
-        return places, values if sent == own else bits_of(values.view(sent).to(own))
+    def _require_session(self, update: str) -> None:
+        if not self._session_open:
+            raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
     async def _settle(self, count: int) -> None:
         """Wait until at most `count` received buckets are not written yet."""

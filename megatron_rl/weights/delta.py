@@ -27,11 +27,13 @@ Parcel = list[tuple[Run, Tensor]]
 
 
 class DeltaPublisher(WeightPublisher):
-    """Codes a parcel of at most `bucket_bytes`, but for one run, while the one before is on its way."""
+    """Codes a parcel of at most `parcel_bytes`, but for one run, while the one before is on its way."""
 
-    def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, receiver: WeightReceiver | None, *, parcel_bytes: int = 1 << 26, timeout_s: float = 600.0
+    ) -> None:
         super().__init__(receiver, timeout_s=timeout_s)
-        self.bucket_bytes = bucket_bytes
+        self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
         """What was published last, as flat integers."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
@@ -98,7 +100,7 @@ class DeltaPublisher(WeightPublisher):
                 if all_hold and change.places == "none":
                     continue
                 run_bytes = change.nbytes if all_hold else part.nbytes
-                if parcel and size + run_bytes > self.bucket_bytes:
+                if parcel and size + run_bytes > self.parcel_bytes:
                     yield parcel
                     parcel, size = [], 0
                 parcel.append((Run(spec.name, dtype, start, change), part))

@@ -16,5 +16,5 @@ def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, bac
     if config.publication == "ipc":
         return IPCPublisher(receiver, bucket_bytes=config.bucket_bytes)
     if config.publication == "delta":
-        return DeltaPublisher(receiver, bucket_bytes=config.bucket_bytes)
+        return DeltaPublisher(receiver)
     return GroupPublisher(receiver, bucket_bytes=config.bucket_bytes, backend=backend)

@@ -30,7 +30,7 @@ def servers(embedded_servers, connect, tiny_model):
 def test_changes_alone_are_sent_to_those_who_hold_the_rest(servers, connect, weights, tiny_model, monkeypatch):
     monkeypatch.setattr(delta, "RUN_NUMBERS", 5000)  # tensors of several runs
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
 
     def publish(version):
@@ -54,7 +54,7 @@ def test_changes_alone_are_sent_to_those_who_hold_the_rest(servers, connect, wei
 
 def test_servers_have_what_a_folder_would_have_given_them(servers, connect, weights, tiny_model, other_tiny_model):
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
     first = load_file(tiny_model / "model.safetensors")
     publisher.publish(specs_of(first), first.items(), 1)
     publisher.publish(specs_of(weights), weights.items(), 2)
@@ -64,7 +64,7 @@ def test_servers_have_what_a_folder_would_have_given_them(servers, connect, weig
 
 def test_servers_of_another_dtype_are_sent_whole_tensors(servers, connect, weights):
     engine = connect(servers)  # they hold float32
-    publisher = DeltaPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
     weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     for version in (1, 2):
         publisher.publish(specs_of(weights), weights.items(), version)
@@ -75,7 +75,7 @@ def test_servers_of_another_dtype_are_sent_whole_tensors(servers, connect, weigh
 def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkeypatch):
     """Or the next changes would be those since other weights."""
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
     publisher.publish(specs_of(weights), weights.items(), 1)
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with monkeypatch.context() as patch:
