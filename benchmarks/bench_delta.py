@@ -5,8 +5,8 @@
 
 AdamW in float32, as the demo has it, trains the model on real text at each learning rate; before and after the last
 update the weights are taken in the dtype that servers hold. `coded` is from two versions to the bytes of a request,
-`applied` from these to the new weights, whose bits are compared. Seconds are of the processor, on one thread; nothing is
-sent anywhere.
+`applied` from these to the new weights, whose bits are compared. Seconds are processor time of one thread, and nothing
+is sent anywhere.
 """
 
 from __future__ import annotations
