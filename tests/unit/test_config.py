@@ -289,6 +289,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
     ("overrides", "message"),
     [
         (
+            ["rollout.publication=delta", "rollout.backend=sglang"],
+            "rollout.publication = 'delta': .*SGLang does not take",
+        ),
+        (
             ["rollout.max_staleness=1", "batch.updates_per_step=2"],
             "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",
         ),
