@@ -7,9 +7,9 @@ The ways take turns in every round, and medians are over rounds. `bare broadcast
 as there are buckets to as many processes that do nothing else, over the same kind of group and with nothing gathered,
 loaded or checked. `publication` is the whole of it: from the shards in Megatron-Core's layout to the servers' word that
 every tensor arrived. `without checksums` has neither side take any. `a tensor at a time` is a bucket, that is a request
-and a broadcast, for each tensor. `one after the other` fills a bucket only once the last one has arrived. `disk` writes
-safetensors, fsynced, and has the servers load them. Extra memory is what the trainer allocates beyond what it had, in a
-round of its own.
+and a broadcast, for each tensor. `one after the other` fills a bucket only once the last one has arrived. `ipc` shows
+the servers buckets in shared memory. `disk` writes safetensors, fsynced, and has the servers load them. Extra memory is
+what the trainer allocates beyond what it had, in a round of its own.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.serving.supervisor import KEEP_FREED_MEMORY, free_port
 from megatron_rl.update_group import join_update_group
+from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, Publication, plan_buckets
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
@@ -184,6 +185,7 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
             "without checksums": GroupPublisher(careless, **group),
             "one after the other": OneAfterTheOther(client, **group),
             "a tensor at a time": GroupPublisher(client, bucket_bytes=1, backend="gloo"),
+            "ipc": IPCPublisher(client, bucket_bytes=bucket_bytes),
             "disk": DiskPublisher(client, folder=folder / "published", model_folder=str(MODEL)),
         }
         taken: dict[str, list[Publication]] = {name: [] for name in ways}

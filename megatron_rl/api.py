@@ -105,9 +105,18 @@ class ChecksumForm:
     """How a server takes checksums, so that the trainer can take them of what it sends in the same way."""
 
     kind: str
-    """`embedded`: update_group.checksum of each HF tensor. `sglang`: of SGLang's own, fused ones, on a CPU."""
+    """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: of what each rank of SGLang
+    keeps (weights/sglang_checksums.py)."""
     dtype: str | None
     """What the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
+    ranks: int = 1
+    """Its tensor-parallel ranks."""
+    kv_heads: int | None = None
+    """Of the model, where several ranks share them and it is known."""
+
+    def name_on(self, name: str, rank: int) -> str:
+        """What the checksum of a rank's part of a tensor goes by."""
+        return name if self.ranks == 1 else f"{name} (rank {rank})"
 
 
 class WeightReceiver(Protocol):
@@ -155,6 +164,17 @@ class WeightReceiver(Protocol):
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
     ) -> dict[str, Future[None]]:
         """Ask the servers to receive one flat bucket from rank 0."""
+
+    def shared_memory_forms(self) -> dict[str, str | None]:
+        """How each server takes a bucket in shared memory: as a `handle` or a `pickle`; None for one elsewhere."""
+
+    def load_shared(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
+    ) -> dict[str, Future[None]]:
+        """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
+
+    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+        """Ask the servers to change the weights that they hold; bodies: each one's changes (weight_delta.py)."""
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""

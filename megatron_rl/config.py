@@ -368,9 +368,12 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     start_timeout_s: float = 300.0
     publication: str = "group"
-    """How new weights reach the servers: `group`, a process group (NCCL or gloo), or `disk`, a folder under run.folder.
+    """How new weights reach the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
+    host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
+    for slow links to embedded servers; or `disk`, a folder under run.folder.
 
-    Servers that are given in `servers` must be able to read that folder.
+    Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
+    of the first rank.
     """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
@@ -385,7 +388,12 @@ class RolloutConfig:
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
-            publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
+            publication=(
+                self.publication,
+                self.publication in ("group", "ipc", "delta", "disk")
+                and not (self.publication == "delta" and self.backend == "sglang"),
+                "must be group, ipc, delta or disk; SGLang does not take deltas",
+            ),
             server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
             health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
             interruption=(

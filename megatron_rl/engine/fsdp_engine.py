@@ -31,7 +31,8 @@ from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, WeightSource, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
-from megatron_rl.weights.publish import WeightPublisher, make_publisher
+from megatron_rl.weights.publish import WeightPublisher
+from megatron_rl.weights.transports import make_publisher
 
 
 class FSDPEngine(TrainEngine):

@@ -39,8 +39,9 @@ from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBat
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.weights.publish import WeightPublisher, make_publisher
+from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
+from megatron_rl.weights.transports import make_publisher
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:

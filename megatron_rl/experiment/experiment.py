@@ -25,7 +25,13 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
-from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismatch_metrics, policy_metrics
+from megatron_rl.experiment.metrics import (
+    batch_metrics,
+    critic_metrics,
+    mismatch_metrics,
+    policy_metrics,
+    publication_metrics,
+)
 from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch.notice import StopNotice
@@ -324,6 +330,8 @@ class Experiment:
         if self.groups.is_main:
             self.evaluations.log_finished()
             metrics |= self.rollouts.process.metrics()
+            if self.engine.publisher is not None and self.engine.publisher.last is not None:
+                metrics |= publication_metrics(self.engine.publisher.last)
         metrics |= self.timers.snapshot()
         samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
         self.log_file.log_step(step, metrics, samples)

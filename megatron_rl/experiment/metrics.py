@@ -11,6 +11,7 @@ from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.weights.publish import Publication
 
 
 def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
@@ -56,6 +57,18 @@ def batch_metrics(batch: TrajectoryBatch) -> dict[str, Any]:
     }
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch["model_rewards"].mean())
+    return metrics
+
+
+def publication_metrics(publication: Publication) -> dict[str, Any]:
+    metrics = {
+        "publish/seconds": publication.seconds,
+        "publish/paused_s": publication.paused_s,
+        "publish/bytes": publication.nbytes,
+        "publish/verified_tensors": publication.verified,
+    }
+    if publication.sent_bytes is not None:
+        metrics["publish/sent_bytes"] = publication.sent_bytes
     return metrics
 
 

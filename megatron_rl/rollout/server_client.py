@@ -24,7 +24,9 @@ SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
 RETRACTED_FLUSH_SINCE = (0, 5, 21)
 """Before, requests that wait keep the cache from being flushed, and so do those that a pause has put back (0.5.19)."""
-CPU_CHECKSUMS_SINCE = (0, 5, 21)
+CHECKSUMS_SINCE = (0, 5, 17)
+GPU_CHECKSUMS_UNTIL = (0, 5, 23)
+"""Newest whose hash kernel was compared with what the trainer does."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 
@@ -60,8 +62,8 @@ class ServerInfo:
     """How it takes checksums of its weights; None where the trainer cannot do the same."""
     weight_version: str | None
     """Name of the weights it has now."""
-    runs_ahead: bool
-    """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
+    is_embedded: bool
+    """It is this package's own server, not SGLang."""
 
     @property
     def has_sessions(self) -> bool:
@@ -70,6 +72,11 @@ class ServerInfo:
     @property
     def has_pause_modes(self) -> bool:
         return self.version >= PAUSE_MODES_SINCE
+
+    @property
+    def runs_ahead(self) -> bool:
+        """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
+        return not self.is_embedded
 
 
 @dataclass(kw_only=True)
@@ -131,12 +138,12 @@ class ServerClient:
         self._session = session
 
     async def call(
-        self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
+        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float | None
     ) -> bytes:
         """Return the body of an answer below 400; raise ServerError or RequestRefused for others."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        data = None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        data = orjson.dumps(body) if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
         try:
             async with self._session.request(
                 method, self.url + endpoint, data=data, headers=headers, timeout=timeout
@@ -165,7 +172,7 @@ class ServerClient:
             raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
         return answer
 
-    async def command(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> None:
+    async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
         """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
         try:
             content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
@@ -210,29 +217,29 @@ class ServerClient:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         except NotFound:
             model = await self.call_json("GET", "/get_model_info", timeout_s=timeout_s)
-        vocab_size, longest = model_limits(model.get("model_path"))
+        config = model_config(model.get("model_path"))
         self.info = ServerInfo(
             version=parse_version(str(server.get("version", "")), self.url),
             ranks=int(server.get("tp_size") or 1),
             replicas=int(server.get("dp_size") or 1),
-            vocab_size=server.get("vocab_size") or model.get("vocab_size") or vocab_size,
-            context_length=server.get("context_length") or longest,
-            checksum_form=checksum_form(server),
+            vocab_size=server.get("vocab_size") or model.get("vocab_size") or config.get("vocab_size"),
+            context_length=server.get("context_length") or config.get("max_position_embeddings"),
+            checksum_form=checksum_form(server, config.get("num_key_value_heads")),
             # Not from /server_info, which keeps the version of the start.
             weight_version=model.get("weight_version"),
-            runs_ahead=not server.get("embedded", False),
+            is_embedded=bool(server.get("embedded", False)),
         )
         return self.info
 
-    async def held_weights(self, *, takes_checksums: bool, timeout_s: float) -> HeldWeights:
-        """Ask for the version and, where asked to, the checksums of the weights in use."""
+    async def held_weights(self, *, form: ChecksumForm | None, timeout_s: float) -> HeldWeights:
+        """Ask for the version and, where it has a form, the checksums of the weights in use."""
         model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         checksums = {}
-        if takes_checksums:
+        if form is not None:
             answer = await self.call_json("POST", "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
             try:
-                (rank,) = answer["ranks"]
-                checksums = dict(rank["checksums"])
+                for rank, part in zip(range(form.ranks), answer["ranks"], strict=True):
+                    checksums |= {form.name_on(name, rank): found for name, found in part["checksums"].items()}
             except (KeyError, TypeError, ValueError) as error:
                 raise ServerError(f"{self.url}/weights_checker: no checksums in the answer: {error!r}") from error
         return HeldWeights(model.get("weight_version"), checksums)
@@ -364,28 +371,29 @@ def parse_version(text: str, url: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.groups())
 
 
-def checksum_form(server_info: dict[str, Any]) -> ChecksumForm | None:
-    """Return how a server takes checksums, from its own description.
-
-    On a GPU SGLang's are those of a kernel of its own, and with several ranks each has its part.
-    """
+def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> ChecksumForm | None:
+    """Return how a server takes checksums, from its own description; None where that is not known."""
     dtype = server_info.get("dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
     if server_info.get("embedded"):
         return ChecksumForm("embedded", dtype)
-    version = parse_version(str(server_info.get("version", "")), "")
-    if server_info.get("device") == "cpu" and server_info.get("tp_size") == 1 and version >= CPU_CHECKSUMS_SINCE:
-        return ChecksumForm("sglang", dtype)
-    return None
+    version, device = parse_version(str(server_info.get("version", "")), ""), server_info.get("device")
+    # Quantized weights are other than those that are sent, and each pipeline stage has its part.
+    is_plain = server_info.get("quantization") is None and (server_info.get("pp_size") or 1) == 1
+    is_plain = is_plain and not server_info.get("enable_dp_attention")
+    if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
+        return None
+    if device == "cuda" and version > GPU_CHECKSUMS_UNTIL:
+        return None
+    ranks = int(server_info.get("tp_size") or 1)
+    kind = "sglang_cpu" if device == "cpu" else "sglang_gpu"
+    return ChecksumForm(kind, dtype, ranks, kv_heads if ranks > 1 else None)
 
 
-def model_limits(model_path: Any) -> tuple[int | None, int | None]:
-    """Return (vocabulary size, positions) from the config.json of a model folder that this host can read."""
+def model_config(model_path: Any) -> dict[str, Any]:
+    """Return the config.json of a model folder, empty where this host cannot read it."""
     config = Path(str(model_path)) / "config.json"
-    if not config.is_file():
-        return None, None
-    raw = json.loads(config.read_text())
-    return raw.get("vocab_size"), raw.get("max_position_embeddings")
+    return json.loads(config.read_text()) if config.is_file() else {}
 
 
 def message_of(content: bytes) -> str:

@@ -106,6 +106,33 @@ class ServerWeights(abc.ABC):
         }
         return self._ask(self._command("/update_weights_from_distributed", body))
 
+    def shared_memory_forms(self) -> dict[str, str | None]:
+        servers = self._fleet.members.publishing
+        form = {s.url: "handle" if s.info is not None and s.info.is_embedded else "pickle" for s in servers}
+        return {url: form[url] if is_on_this_host(url) else None for url in form}
+
+    def load_shared(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
+    ) -> dict[str, Future[None]]:
+        update = {"load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": False}
+
+        async def load(server: ServerClient) -> None:
+            told = buckets[server.url]
+            if isinstance(told, list):
+                body = update | {"serialized_named_tensors": told}
+            else:
+                body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
+            await server.command("/update_weights_from_tensor", body, timeout_s=self.config.request_timeout_s)
+
+        return self._ask(load)
+
+    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+        async def load(server: ServerClient) -> None:
+            endpoint, timeout_s = "/update_weights_from_delta", self.config.request_timeout_s
+            await server.command(endpoint, bodies[server.url], timeout_s=timeout_s)
+
+        return self._ask(load)
+
     def end_weight_update(self, version: int) -> None:
         self._command_all("/end_weight_update", {}, sessions_only=True)
 
@@ -121,8 +148,8 @@ class ServerWeights(abc.ABC):
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]:
         async def held(server: ServerClient) -> HeldWeights:
-            takes_checksums = server.info is not None and server.info.checksum_form is not None
-            return await server.held_weights(takes_checksums=takes_checksums, timeout_s=self.config.request_timeout_s)
+            form = server.info.checksum_form if server.info is not None else None
+            return await server.held_weights(form=form, timeout_s=self.config.request_timeout_s)
 
         return self._ask(held)
 
@@ -153,3 +180,19 @@ class ServerWeights(abc.ABC):
 
     @abc.abstractmethod
     def _running_thread(self) -> EventLoopThread: ...
+
+
+def is_on_this_host(url: str) -> bool:
+    """Whether the address of a URL is one of this host's own."""
+    try:
+        addresses = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        return False
+    for family, *_, address in addresses:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address[0], 0))  # which the system allows for its own addresses only
+            except OSError:
+                continue
+            return True
+    return False

@@ -265,6 +265,17 @@ class Decoder:
             self._checksums.pop(name, None)
             self.parameters[name].copy_(tensor)
 
+    def part(self, name: str, start: int, count: int) -> Tensor:
+        """Return some numbers of a weight, row-major, to be changed in place; ValueError where it has no such ones."""
+        own = self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+        if own is None or start + count > own.numel():
+            size = "no such tensor" if own is None else f"{own.numel()} numbers"
+            raise ValueError(f"{name}: numbers {start} to {start + count} were sent; the model has {size}")
+        return own.view(-1)[start : start + count]
+
+    def forget_checksum(self, name: str) -> None:
+        self._checksums.pop(name, None)
+
     def load(self, folder: Path) -> None:
         """Read all weights of an HF folder. Names and shapes are checked before the first write."""
         files = sorted(folder.glob("*.safetensors"))

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
 from megatron_rl.serving.batcher import Batcher
+from megatron_rl.serving.direct_updates import changes, shared_tensors
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,8 @@ class WeightEndpoints:
             "/begin_weight_update": self.begin,
             "/end_weight_update": self.end,
             "/update_weights_from_distributed": self.update_from_distributed,
+            "/update_weights_from_tensor": self.update_from_tensor,
+            "/update_weights_from_delta": self.update_from_delta,
             "/update_weights_from_disk": self.update_from_disk,
             "/update_weight_version": self.update_version,
             "/weights_checker": self.check,
@@ -140,6 +143,31 @@ class WeightEndpoints:
         else:
             await wait(self._update(write, body))
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def update_from_tensor(self, http: web.Request) -> web.Response:
+        """Read a bucket in shared memory. The answer says that it was read: the trainer may fill it again."""
+        body = await read_object(http)
+        self._require_session("update_weights_from_tensor")
+        if "serialized_named_tensors" in body:
+            raise ValueError(
+                "serialized_named_tensors: the embedded server unpickles nothing; send names, dtypes, shapes and "
+                "shared_memory, the bucket's handle"
+            )
+        specs = tensor_specs(body)
+        await wait(self._update(await in_thread(lambda: shared_tensors(body, specs, self.batcher.model)), body))
+        return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+
+    async def update_from_delta(self, http: web.Request) -> web.Response:
+        """Change the weights that are held. SGLang has no such endpoint."""
+        self._require_session("update_weights_from_delta")
+        body = await http.read()
+        write, version = await in_thread(lambda: changes(body, self.batcher.model))
+        await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
+        return weight_answer(True, "Succeeded to change the weights.")
+
+    def _require_session(self, update: str) -> None:
+        if not self._session_open:
+            raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
     async def _settle(self, count: int) -> None:
         """Wait until at most `count` received buckets are not written yet."""

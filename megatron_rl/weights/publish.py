@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
-from megatron_rl.config import EngineConfig
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 from megatron_rl.weights.expected import ExpectedChecksums, differences
 from megatron_rl.weights.hf_files import write_hf_folder
@@ -55,6 +54,8 @@ class Publication:
     """How long the servers stood still."""
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
+    sent_bytes: int | None = None
+    """What was sent, summed over servers, where that is not all bytes of the weights (delta)."""
 
 
 class WeightPublisher(abc.ABC):
@@ -395,10 +396,3 @@ class DiskPublisher(WeightPublisher):
         target = self.folder / f"version-{version}"
         write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
         return target
-
-
-def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:
-    """Return the publisher of `config.publication`; `backend` is that of the trainer's own groups."""
-    if config.publication == "disk":
-        return DiskPublisher(receiver, folder=Path(config.publication_folder), model_folder=config.model.path)
-    return GroupPublisher(receiver, bucket_bytes=config.bucket_bytes, backend=backend)

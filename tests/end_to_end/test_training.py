@@ -43,10 +43,11 @@ def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
 
 
 def test_two_data_parallel_replicas_take_the_same_first_step(folder, warm):
-    arguments = ("run.steps=1", "optimizer.distributed=true", f"run.folder={folder}/two")
+    arguments = ("run.steps=1", "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={folder}/two")
     train(COUNT, *warm, *arguments, ranks=2)
     one, two = steps_of(folder / "one")[0], steps_of(folder / "two")[0]
     assert one["reward/mean"] == two["reward/mean"], "the replicas' executors sampled the same replies"
+    assert one["publish/verified_tensors"] == two["publish/verified_tensors"] > 0, "whatever the transport"
     assert two["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
     assert two["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
@@ -114,8 +115,12 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
         f"model.path={folder}/warm",
         "model.init=hf",
         "run.steps=1",
+        "rollout.publication=delta",
         f"run.folder={folder}/again",
     )
+    # What the step changed, to two servers: less than the weights, which were sent before it.
+    step = steps_of(folder / "again")[0]
+    assert 0 < step["publish/sent_bytes"] < 2 * step["publish/bytes"]
     first = evaluations_of(folder / "again")[0]["accuracy"]
     assert first == evaluations_of(folder / "one")[0]["accuracy"]
 

@@ -1,10 +1,16 @@
 """What the publisher does on a GPU is what it does on a CPU: checksums and buckets."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from megatron_rl.shared_bucket import SharedBucket
 from megatron_rl.update_group import CHECKSUM_COLUMNS, checksum
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
+from megatron_rl.weights.sglang_checksums import gpu_hash_sum
 from tests.servers.in_process import some_tensors, specs_of
 
 pytestmark = pytest.mark.gpu
@@ -25,3 +31,26 @@ def test_buckets_are_filled_where_the_weights_are():
         assert flat.is_cuda
         sent = torch.cat([tensors[spec.name].view(-1) for spec in specs])
         assert torch.equal(flat.view(torch.float32), sent)
+
+
+READ_A_BUCKET = """
+import json, sys, torch
+from megatron_rl.shared_bucket import open_bucket
+print(int(open_bucket(json.loads(sys.argv[1]), 1000).to(torch.int64).sum()))
+"""
+
+
+def test_another_process_reads_a_bucket_on_the_gpu():
+    bucket = SharedBucket(2000, torch.device("cuda"))
+    for value in (1, 3):  # the second time, in the same memory
+        bucket.flat.fill_(value)
+        torch.cuda.synchronize()
+        command = [sys.executable, "-c", READ_A_BUCKET, json.dumps(bucket.handle())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        assert int(done.stdout) == 1000 * value
+    assert bucket.close() is None
+
+
+def test_sglangs_hash_is_the_same_on_the_gpu():
+    data = torch.randint(0, 256, (4 * 8192 * 3 + 5,), dtype=torch.uint8)
+    assert gpu_hash_sum([data.cuda()]).cpu() == gpu_hash_sum([data])

@@ -4,11 +4,16 @@ import asyncio
 import os
 
 import pytest
+from safetensors.torch import load_file
 
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.serving import supervisor as supervisors
 from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
 from megatron_rl.types import LLMRequest
+from megatron_rl.update_group import unpack_bucket
+from megatron_rl.weights.ipc import IPCPublisher
+from tests.servers.in_process import specs_of
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
 
 PROMPT = [11, 200, 37, 5]
@@ -51,3 +56,33 @@ def test_publication_goes_through_a_running_reply(server, connect, tiny_model, o
     new = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(old[:before] + new[before:], abs=1e-3)
     assert asyncio.run(engine.agenerate(greedy)).output_tokens == reference_greedy(other_tiny_model, PROMPT, 8)
+
+
+class Careless(IPCPublisher):
+    """Changes the last row of one tensor before the servers read it, which is the last rank's."""
+
+    def _show(self, specs, bucket, forms):
+        tensors = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if spec.name == "model.layers.0.mlp.up_proj.weight":
+                tensor[-1, 0] += 1.0
+        return super()._show(specs, bucket, forms)
+
+
+def test_every_rank_reads_shared_memory_and_is_checked(server, connect, tiny_model, other_tiny_model):
+    engine = connect(server)
+    (ranks,) = engine.server_ranks.values()
+    weights = load_file(other_tiny_model / "model.safetensors")
+    publisher = IPCPublisher(engine, bucket_bytes=40_000, timeout_s=60)
+    publisher.publish(specs_of(weights), weights.items(), 6)
+    assert publisher.last.verified == ranks * (len(weights) - 2 * 3)  # q, k and v are one there, and gate and up
+    greedy = LLMRequest(
+        rid="r", input_ids=PROMPT, gconfig=GenerationConfig(max_new_tokens=8, greedy=True, ignore_eos=True)
+    )
+    assert asyncio.run(engine.agenerate(greedy)).output_tokens == reference_greedy(other_tiny_model, PROMPT, 8)
+    wrong = "model.layers.0.mlp.gate_up_proj.weight" + (" .rank 1." if ranks == 2 else "")
+    with pytest.raises(NoServerLeft, match=f"holds other weights than were sent: {wrong}$"):
+        Careless(engine, bucket_bytes=40_000, timeout_s=60).publish(specs_of(weights), weights.items(), 7)
+    restored = connect(server)
+    restored.resume()
+    restored.update_weights(tiny_model, 0)

@@ -259,7 +259,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
         ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
         ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
-        ("rollout.publication=ipc", "rollout.publication = 'ipc': must be group or disk"),
+        ("rollout.publication=rdma", "rollout.publication = 'rdma': must be group, ipc, delta or disk"),
         ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline = 2: needs parallel.pipeline > 1"),
         ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
@@ -288,6 +288,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["rollout.publication=delta", "rollout.backend=sglang"],
+            "rollout.publication = 'delta': .*SGLang does not take",
+        ),
         (
             ["rollout.max_staleness=1", "batch.updates_per_step=2"],
             "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",

@@ -1,0 +1,122 @@
+"""Publication over slow links: each server is sent what changed since the weights that it holds, over HTTP.
+
+The trainer keeps a copy of the last published weights, in the host memory of its first rank. A server whose checksums
+say that it holds exactly these is sent changes (weight_delta.py), any other one whole tensors. The checksums of every
+tensor are compared afterwards, as in the other transports. The embedded server alone knows how to apply changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from megatron_rl.api import ChecksumForm, HeldWeights, WeightReceiver
+from megatron_rl.update_group import TensorSpec
+from megatron_rl.weight_delta import Run, bits_of, encode, pack
+from megatron_rl.weights.expected import ExpectedChecksums
+from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned
+
+RUN_NUMBERS = 1 << 22
+"""Numbers of a tensor that are coded at a time."""
+
+Parcel = list[tuple[Run, Tensor]]
+"""Changes, each with all new numbers (as integers) of its run."""
+
+
+class DeltaPublisher(WeightPublisher):
+    """Codes a parcel of at most `parcel_bytes`, but for one run, while the one before is on its way."""
+
+    def __init__(
+        self, receiver: WeightReceiver | None, *, parcel_bytes: int = 1 << 26, timeout_s: float = 600.0
+    ) -> None:
+        super().__init__(receiver, timeout_s=timeout_s)
+        self.parcel_bytes = parcel_bytes
+        self._base: dict[str, Tensor] = {}
+        """What was published last, as flat integers."""
+        self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
+
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+        receiver, paused_at = self.receiver, time.perf_counter()
+        self.last.sent_bytes = 0
+        holders: set[str] = set()
+        parcels = self._parcels(specs, tensors, holders)
+        try:
+            self._refuse_others()
+            holders |= self._holders({str(spec.dtype).removeprefix("torch.") for spec in specs})
+            parcel = next(parcels)  # coded while the servers still generate
+            paused_at = time.perf_counter()
+            receiver.pause()
+            receiver.begin_weight_update(version)
+            try:
+                in_flight = self._send(parcel, holders)
+                for parcel in parcels:
+                    self._collect(in_flight)
+                    in_flight = self._send(parcel, holders)
+                self._collect(in_flight)
+            finally:
+                if receiver.server_ranks:
+                    receiver.end_weight_update(version)
+            self._confirm(expected)
+            receiver.finish_update(version)
+        finally:
+            for _ in parcels:  # the other ranks wait for the rest of the stream, and all of it becomes the base
+                pass
+            self._base_checksums = {form: expected.of(form) for form in expected.forms}
+            self._resume(paused_at)
+
+    def _refuse_others(self) -> None:
+        """Drop real SGLang: it loads whole tensors only."""
+        forms = self.receiver.checksum_forms()
+        others = [server for server, form in forms.items() if form is None or form.kind != "embedded"]
+        reason = "rollout.publication = delta: only embedded servers apply changes; set rollout.publication=group."
+        self._lose(dict.fromkeys(others, reason))
+
+    def _holders(self, dtypes: set[str]) -> set[str]:
+        """The servers that hold exactly the base, in the dtype that is sent."""
+        forms = self.receiver.checksum_forms()
+        answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
+        holders = set()
+        for server, held in answers.items():
+            form = forms[server]
+            if form is not None and (form.dtype is None or dtypes == {form.dtype}):
+                holders |= {server} if held.checksums == self._base_checksums.get(form) else set()
+        return holders
+
+    def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
+        """Yield at least one; the new tensors become the base. `holders` must be known by the first one."""
+        all_hold = holders.issuperset(self.receiver.server_ranks)
+        parcel: Parcel = []
+        size, stream = 0, iter(tensors)
+        for spec in specs:
+            tensor = _planned(stream, spec)
+            new = bits_of(tensor.to("cpu", copy=True).contiguous())
+            old, dtype = self._base.get(spec.name), str(spec.dtype).removeprefix("torch.")
+            for start in range(0, new.numel(), RUN_NUMBERS):
+                part = new[start : start + RUN_NUMBERS]
+                change = encode(part, None if old is None else old[start : start + RUN_NUMBERS])
+                if all_hold and change.places == "none":
+                    continue
+                run_bytes = change.nbytes if all_hold else part.nbytes
+                if parcel and size + run_bytes > self.parcel_bytes:
+                    yield parcel
+                    parcel, size = [], 0
+                parcel.append((Run(spec.name, dtype, start, change), part))
+                size += run_bytes
+            self._base[spec.name] = new
+        yield parcel
+        for name, tensor in stream:
+            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+
+    def _send(self, parcel: Parcel, holders: set[str]) -> dict[str, Future[None]]:
+        servers, version = list(self.receiver.server_ranks), self.last.version
+        changes = whole = b""
+        if not holders.isdisjoint(servers):
+            changes = pack([run for run, _ in parcel if run.change.places != "none"], version)
+        if not holders.issuperset(servers):
+            whole = pack([Run(run.name, run.dtype, run.start, encode(new, None)) for run, new in parcel], version)
+        bodies = {server: changes if server in holders else whole for server in servers}
+        self.last.sent_bytes = (self.last.sent_bytes or 0) + sum(len(body) for body in bodies.values())
+        return self.receiver.load_changes(bodies)

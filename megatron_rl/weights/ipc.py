@@ -1,0 +1,92 @@
+"""Publication to servers on the trainer's host: flat buckets in memory that both sides map, and nothing on a wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.api import WeightReceiver
+from megatron_rl.shared_bucket import WAY_OUT, SharedBucket
+from megatron_rl.update_group import TensorSpec, unpack_bucket
+from megatron_rl.weights.expected import ExpectedChecksums
+from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned, plan_buckets
+
+
+class IPCPublisher(WeightPublisher):
+    """Fills two shared buckets by turns: one while the servers read the other. Both are given back at the end."""
+
+    def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, timeout_s: float = 120.0) -> None:
+        super().__init__(receiver, timeout_s=timeout_s)
+        self.bucket_bytes = bucket_bytes
+        self._left: list[Path] = []
+        """Files that servers which died had open. One that only hangs may still let go of its own."""
+
+    def close(self) -> None:
+        while self._left:
+            self._left.pop().unlink(missing_ok=True)
+
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+        receiver, paused_at = self.receiver, time.perf_counter()
+        self.close()
+        buckets: list[SharedBucket] = []
+        filled = self._filled(plan_buckets(specs, self.bucket_bytes), tensors, buckets)
+        try:
+            forms = receiver.shared_memory_forms()
+            self._lose({server: f"is on another host. {WAY_OUT}" for server, form in forms.items() if form is None})
+            shipment = next(filled)  # gathered while the servers still generate
+            paused_at = time.perf_counter()
+            receiver.pause()
+            receiver.begin_weight_update(version)
+            try:
+                in_flight = self._show(*shipment, forms)
+                for shipment in filled:  # filled while the servers read the one before
+                    self._collect(in_flight)
+                    in_flight = self._show(*shipment, forms)
+                self._collect(in_flight)
+            finally:
+                if receiver.server_ranks:
+                    receiver.end_weight_update(version)
+            self._confirm(expected)
+            receiver.finish_update(version)
+        finally:
+            for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
+                pass
+            self._left += [file for bucket in buckets if (file := bucket.close()) is not None]
+            self._resume(paused_at)
+
+    def _filled(
+        self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]
+    ) -> Iterator[tuple[list[TensorSpec], SharedBucket]]:
+        """Yield each bucket of the plan, in one of two that are added to `buckets`."""
+        size, stream = max(sum(spec.nbytes for spec in specs) for specs in plan), iter(tensors)
+        for number, specs in enumerate(plan):
+            first = _planned(stream, specs[0])
+            if len(buckets) < min(2, len(plan)):
+                buckets.append(SharedBucket(size, first.device))
+            bucket = buckets[number % 2]
+            parts = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
+            parts[0].copy_(first)
+            for spec, part in zip(specs[1:], parts[1:], strict=True):
+                part.copy_(_planned(stream, spec))
+            yield specs, bucket
+        for name, tensor in stream:
+            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+
+    def _show(
+        self, specs: list[TensorSpec], bucket: SharedBucket, forms: dict[str, str | None]
+    ) -> dict[str, Future[None]]:
+        """Tell every server where a bucket is."""
+        told: dict[str, Any] = {}
+        for server, ranks in self.receiver.server_ranks.items():
+            is_pickled = forms[server] == "pickle"
+            told[server] = [bucket.pickled(specs) for _ in range(ranks)] if is_pickled else bucket.handle()
+        return self.receiver.load_shared(
+            names=[spec.name for spec in specs],
+            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
+            buckets=told,
+            version=self.last.version,
+        )

@@ -1,0 +1,120 @@
+"""Changes instead of weights: who is sent what, what the servers hold afterwards, and what they refuse."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.api import ChecksumForm, NoServerLeft
+from megatron_rl.rollout.server_client import CommandRefused
+from megatron_rl.weight_delta import NOTHING, Change, Run, bits_of, encode, pack
+from megatron_rl.weights import delta
+from megatron_rl.weights.delta import DeltaPublisher
+from tests.servers.in_process import specs_of
+from tests.servers.reference import reference_greedy
+from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy
+
+
+@pytest.fixture
+def weights(other_tiny_model):
+    return load_file(other_tiny_model / "model.safetensors")
+
+
+@pytest.fixture
+def servers(embedded_servers, connect, tiny_model):
+    yield embedded_servers
+    restored = connect(embedded_servers)
+    restored.resume()
+    restored.update_weights(tiny_model, 0)
+
+
+def test_changes_alone_are_sent_to_those_who_hold_the_rest(servers, connect, weights, tiny_model, monkeypatch):
+    monkeypatch.setattr(delta, "RUN_NUMBERS", 5000)  # tensors of several runs
+    engine = connect(servers)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+
+    def publish(version):
+        publisher.publish(specs_of(weights), weights.items(), version)
+        assert publisher.last.verified == 2 * len(weights) and engine.serving == servers
+        return publisher.last.sent_bytes
+
+    old = {name: tensor.clone() for name, tensor in weights.items()}
+    assert 2 * nbytes < publish(3) < 2.1 * nbytes, "they hold something else yet"
+    for tensor in weights.values():
+        tensor.view(-1)[::100] += 0.001  # a place in one byte, a value in at most four
+    small = publish(4)
+    assert 2 * nbytes / 4 / 100 * 2 < small < 2 * nbytes / 4 / 100 * 5 + 40_000
+    assert publish(5) < 2 * 100, "nothing changed but the version"
+    assert greedy(engine).output_versions == [5] * 12
+    # One of them is started anew, or was given other weights by somebody.
+    connect(servers[0]).update_weights(tiny_model, 5)
+    weights = old
+    assert nbytes + small / 2 < publish(6) < 1.05 * nbytes + small / 2
+
+
+def test_servers_have_what_a_folder_would_have_given_them(servers, connect, weights, tiny_model, other_tiny_model):
+    engine = connect(servers)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    first = load_file(tiny_model / "model.safetensors")
+    publisher.publish(specs_of(first), first.items(), 1)
+    publisher.publish(specs_of(weights), weights.items(), 2)
+    assert publisher.last.verified == 2 * len(weights)
+    assert greedy(engine).output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+
+
+def test_servers_of_another_dtype_are_sent_whole_tensors(servers, connect, weights):
+    engine = connect(servers)  # they hold float32
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    for version in (1, 2):
+        publisher.publish(specs_of(weights), weights.items(), version)
+        assert publisher.last.verified == 2 * len(weights)
+        assert publisher.last.sent_bytes > 2 * publisher.last.nbytes
+
+
+def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkeypatch):
+    """Or the next changes would be those since other weights."""
+    engine = connect(servers)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher.publish(specs_of(weights), weights.items(), 1)
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    with monkeypatch.context() as patch:
+        sglang = dict.fromkeys(servers, ChecksumForm("sglang_cpu", "float32"))
+        patch.setattr(engine, "checksum_forms", lambda: sglang)
+        with pytest.raises(NoServerLeft, match="only embedded servers apply changes; set rollout.publication=group"):
+            publisher.publish(specs_of(changed), changed.items(), 2)
+    engine.muster()
+    publisher.publish(specs_of(changed), changed.items(), 3)
+    assert publisher.last.verified == 2 * len(weights) and publisher.last.sent_bytes > 2 * publisher.last.nbytes
+
+
+def test_changes_that_do_not_fit_change_nothing(servers, connect, weights):
+    url, name = servers[0], "model.norm.weight"
+    engine = connect(url)
+    old = bits_of(weights[name])
+    good = Run(name, "float32", 0, encode(old, None))
+
+    def refusal(body):
+        with pytest.raises(CommandRefused) as refused:
+            engine.load_changes({url: body})[url].result(10)
+        return str(refused.value)
+
+    assert "must run between begin_weight_update" in refusal(pack([good], 1))
+    (held,) = engine.held_weights().values()
+    engine.pause()
+    engine.begin_weight_update(1)
+    one = Change(
+        old.numel(), "gaps", "added", torch.tensor([3], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)
+    )
+    for bad, message in (
+        (Run("model.nose.weight", "float32", 0, good.change), "the model has no such tensor"),
+        (Run(name, "float32", 1, good.change), "numbers 1 to 65 were sent; the model has 64 numbers"),
+        (Run(name, "bfloat16", 0, one), "a change of bfloat16 cannot be applied to torch.float32"),
+        (Run(name, "int8", 0, good.change), "a change of int8 cannot be applied"),
+        (Run(name, "float32", 0, Change(64, "all", "whole", NOTHING, NOTHING)), "0 values for 64 places"),
+    ):
+        assert message in refusal(pack([good, bad], 1))
+    assert "not a packed body" in refusal(b"rubbish")
+    engine.end_weight_update(1)
+    (still,) = engine.held_weights().values()
+    assert still.result(10) == held.result(10)

@@ -1,0 +1,159 @@
+"""Weights in memory that the trainer shares with servers on its host: what the servers hold, what is left behind."""
+
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.api import NoServerLeft
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout import weight_updates
+from megatron_rl.rollout.server_client import CommandRefused
+from megatron_rl.rollout.weight_updates import is_on_this_host
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
+from megatron_rl.weights.ipc import IPCPublisher
+from tests.servers.in_process import specs_of
+from tests.servers.reference import reference_greedy
+from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights(other_tiny_model):
+    return load_file(other_tiny_model / "model.safetensors")
+
+
+@pytest.fixture
+def put_back(connect, tiny_model):
+    """Call it with the URLs of servers that other tests use too."""
+    used = []
+    yield used.append
+    for url in used:
+        restored = connect(url)
+        restored.resume()
+        restored.update_weights(tiny_model, 0)
+
+
+def shared_files():
+    return {path for path in SHARED_FILES.iterdir() if path.name.startswith(f"torch_{os.getpid()}_")}
+
+
+def test_embedded_servers_read_what_was_put_into_shared_memory(
+    embedded_servers, connect, weights, other_tiny_model, put_back
+):
+    put_back(embedded_servers)
+    engine = connect(embedded_servers)
+    publisher, seen = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30), []
+
+    def stream():
+        for item in weights.items():
+            seen.append(sum(path.stat().st_size for path in shared_files()))
+            yield item
+
+    for version in (3, 4):
+        publisher.publish(specs_of(weights), stream(), version)
+        assert publisher.last.verified == 2 * len(weights) and publisher.last.paused_s < publisher.last.seconds
+        assert not shared_files()
+    largest = max(BUCKET_BYTES, *(tensor.nbytes for tensor in weights.values()))
+    assert largest < max(seen) <= 2 * (largest + 4096), "two buckets, whatever the size of the model"
+    reply = greedy(engine)
+    assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+    assert reply.output_versions == [4] * 12
+
+
+def test_server_killed_in_the_middle_is_dropped_and_leaves_no_memory_behind(connect, weights, tiny_model, tmp_path):
+    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60, server_restarts=0)
+    with Supervisor(config, tiny_model, tmp_path) as supervisor:
+        engine = connect(supervisor.urls)
+        publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+        victim, other = supervisor.urls
+
+        def stream():
+            for number, item in enumerate(weights.items()):
+                if number == len(weights) // 2:
+                    os.kill(pid_of(supervisor, victim), signal.SIGKILL)
+                yield item
+
+        publisher.publish(specs_of(weights), stream(), 8)
+        assert engine.serving == [other] and publisher.last.verified == len(weights)
+        publisher.close()
+        assert not shared_files()
+
+
+def test_servers_elsewhere_are_refused(embedded_servers, connect, weights, monkeypatch, put_back):
+    assert is_on_this_host("http://127.0.0.1:30000") and is_on_this_host("http://localhost:1")
+    assert not is_on_this_host("http://192.0.2.7:30000") and not is_on_this_host("http://no-such-host.invalid:1")
+    put_back(embedded_servers)
+    engine = connect(embedded_servers)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    monkeypatch.setattr(weight_updates, "is_on_this_host", lambda url: url != embedded_servers[0])
+    publisher.publish(specs_of(weights), weights.items(), 5)
+    assert engine.serving == embedded_servers[1:]
+    monkeypatch.setattr(weight_updates, "is_on_this_host", lambda url: False)
+    with pytest.raises(NoServerLeft, match="is on another host. .*set rollout.publication=group"):
+        publisher.publish(specs_of(weights), weights.items(), 6)
+    assert not shared_files()
+
+
+def test_embedded_server_takes_handles_of_buckets_and_nothing_else(embedded_servers, connect, weights, put_back):
+    url = embedded_servers[0]
+    put_back(url)
+    engine = connect(url)
+    name, tensor = "model.norm.weight", weights["model.norm.weight"]
+    names = {"names": [name], "dtypes": ["float32"], "shapes": [list(tensor.shape)]}
+    bucket = SharedBucket(tensor.nbytes, CPU)
+
+    def refusal(handle, names=names):
+        answer = engine.load_shared(**names, buckets={url: handle}, version=1)[url]
+        with pytest.raises(CommandRefused) as refused:
+            answer.result(10)
+        return str(refused.value)
+
+    good = bucket.handle()
+    assert "must run between begin_weight_update" in refusal(good)
+    engine.pause()
+    engine.begin_weight_update(1)
+    assert "the embedded server unpickles nothing" in refusal([bucket.pickled(specs_of({name: tensor}))])
+    for file in ("../../etc/passwd", "/etc/passwd", "sem.x", "", 5):
+        assert "must be a handle that the trainer made" in refusal(good | {"file": file})
+    assert "must be a handle" in refusal(good | {"offset": -1}) and "must be a handle" in refusal({})
+    assert "No such file" in refusal(good | {"file": "torch_1_2_3"})
+    assert f"{good['offset'] + 1} + {tensor.nbytes} are announced" in refusal(good | {"offset": good["offset"] + 1})
+    assert "shape [7] must be [64]" in refusal(good, names | {"shapes": [[7]]})
+    bucket.flat.copy_(tensor.view(torch.uint8))
+    engine.load_shared(**names, buckets={url: good}, version=1)[url].result(10)
+    engine.end_weight_update(1)
+    bucket.close().unlink()  # SGLang would have let go of the pickled one
+
+
+def test_a_reader_sees_the_bucket_and_cannot_change_it():
+    bucket = SharedBucket(100, CPU)
+    bucket.flat.copy_(torch.arange(100))
+    read = open_bucket(bucket.handle(), 60)
+    assert torch.equal(read, torch.arange(60, dtype=torch.uint8))
+    read.zero_()
+    assert torch.equal(bucket.flat, torch.arange(100, dtype=torch.uint8))
+    assert bucket.close() is None and not shared_files(), "readers do not hold the file"
+
+
+def test_more_than_there_is_is_refused_before_it_kills_the_process(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
+    with pytest.raises(RuntimeError, match="/dev/shm: 1 MB are free, and a bucket .* takes 2 MB; make it larger"):
+        SharedBucket(2 * 10**6, CPU)
+
+
+def test_real_sglang_reads_shared_memory_and_is_checked(real_sglang, connect, weights, other_tiny_model, put_back):
+    put_back(real_sglang)
+    engine = connect(real_sglang)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    for version in (3, 4):
+        publisher.publish(specs_of(weights), weights.items(), version)
+        assert publisher.last.verified == len(weights) - 2 * 3  # q, k and v are one there, and gate and up
+        assert not shared_files()
+    reply = greedy(engine)
+    assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+    assert reply.output_versions == [4] * 12
