@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "types": {"config", "api"},
     "api": {"config", "types"},
-    "update_group": set(),
+    "update_group": {"ops"},
     "ops": set(),
     "platform": set(),
     "telemetry": {"config", "types"},
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"config", "ops", "parallel", "types"},
     "rollout": {"api", "config", "telemetry", "types", "update_group"},
     "serving": {"api", "config", "telemetry", "types", "update_group"},
-    "weights": {"api", "config", "parallel", "types", "update_group"},
+    "weights": {"api", "config", "ops", "parallel", "types", "update_group"},
     "engine": {
         "algo",
         "api",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
-from megatron_rl.update_group import digest, word_sums
+from megatron_rl.ops import word_sums
+from megatron_rl.update_group import digest
 
 # What SGLang keeps in one tensor: its name there, and the HF parts in their order in it.
 FUSED_BY_SGLANG = {

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_rl.update_group import CHECKSUM_COLUMNS, checksum
+from megatron_rl.ops import CHECKSUM_COLUMNS
+from megatron_rl.update_group import checksum
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from tests.servers.in_process import some_tensors, specs_of
 

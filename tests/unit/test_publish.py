@@ -5,7 +5,8 @@ import weakref
 import pytest
 import torch
 
-from megatron_rl.update_group import CHECKSUM_COLUMNS, TensorSpec, checksum
+from megatron_rl.ops import CHECKSUM_COLUMNS, reference, word_sums
+from megatron_rl.update_group import TensorSpec, checksum
 from megatron_rl.weights import publish
 from megatron_rl.weights.expected import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
@@ -31,6 +32,18 @@ def test_a_checksum_depends_on_every_byte_and_on_nothing_else(nbytes):
     assert checksum(data) == first
     if nbytes:
         assert checksum(data[:-1]) != first
+
+
+# Nothing, a scalar, odd sizes, more than one thread's rows with a rest; every dtype that is published.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0,), (), (3,), (1, 4095), (3 * 4096 + 5,), (701, 1537), (1030, 2048)], ids=str)
+def test_the_sums_are_those_of_their_definition(shape, dtype):
+    tensor = torch.randn(shape).to(dtype)
+    assert torch.equal(word_sums(tensor), reference.word_sums(tensor))
+    if tensor.ndim == 2:
+        across, stepped, shifted = tensor.T, tensor[:, ::2], tensor.flatten()[1:]
+        for view in (across, stepped, shifted):
+            assert torch.equal(word_sums(view), reference.word_sums(view.contiguous()))
 
 
 def test_moved_blocks_change_a_checksum():
