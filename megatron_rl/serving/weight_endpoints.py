@@ -1,9 +1,9 @@
 """The weight endpoints: update groups, sessions, updates over a group or from disk, checksums.
 
-An update is checked as a whole before anything is received. A paused server receives into the weights themselves, where
-nobody reads them; a broadcast that breaks leaves a part of the new ones, and INCOMPLETE as the weight version until the
-next one is whole. One that generates receives the whole update before the first weight changes, so a broken one leaves
-the old weights.
+An update is checked as a whole before anything is received. A paused server receives tensors into the weights
+themselves, which nobody reads meanwhile: a broadcast that breaks leaves a part of the new ones, and INCOMPLETE as the
+weight version until the next one is whole. Flat buckets, and all that a server receives while it generates, change the
+first weight once they are there as a whole, so that a broken one leaves the old weights.
 """
 
 import asyncio
@@ -81,12 +81,9 @@ class WeightEndpoints:
         if name not in self._groups:
             return weight_answer(False, f"group_name = {name!r}: no such group")
         async with self._wire:
-            await self._leave(name)
+            # In a thread, also the last reference: gloo waits for what is still on the wire.
+            await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
         return weight_answer(True, f"Left group {name}.")
-
-    async def _leave(self, name: str) -> None:
-        # In a thread, also the last reference: gloo waits for what is still on the wire.
-        await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
 
     async def begin(self, http: web.Request) -> web.Response:
         selector = field(await read_object(http), "selector", str, "all")
@@ -126,8 +123,7 @@ class WeightEndpoints:
         if self.batcher.paused:
             self._refuse_flush(body)
         if self.batcher.paused and load_format is None:
-            # Shielded from a client that hangs up: what was begun in the weights' own memory has to come to an end.
-            broken = await asyncio.shield(self._receive_in_place(specs, name, body))
+            broken = await self._receive_in_place(specs, name, body)
         else:
             broken = await self._receive_aside(specs, name, body, flattened=load_format is not None)
         if broken is not None:
@@ -148,7 +144,10 @@ class WeightEndpoints:
         return None
 
     async def _receive_in_place(self, specs: list[TensorSpec], group: str, body: dict[str, Any]) -> str | None:
-        """Receive a bucket into the weights, in the thread that reads them; return what broke it."""
+        """Receive a bucket into the weights, in the thread that reads them; return what broke it.
+
+        A member that dies ends this at once; one that hangs does at the group's deadline, which is the publisher's too.
+        """
 
         def receive() -> str | None:
             memory = {spec.name: self.batcher.model.memory_of(spec.name, spec.dtype) for spec in specs}
@@ -159,11 +158,7 @@ class WeightEndpoints:
             return None
 
         async with self._wire:
-            broken = await wait(self._update(receive, body))
-            if broken is not None:
-                # Those to whom this server passes the broadcast on would wait for the rest of it.
-                await self._leave(group)
-        return broken
+            return await wait(self._update(receive, body))
 
     def _write(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
         for spec, tensor in zip(specs, tensors, strict=True):

@@ -407,7 +407,7 @@ def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     server.ok("/init_weights_update_group", body | {"group_name": "dying"})
     yield sender
-    server.post("/destroy_weights_update_group", {"group_name": "dying"})
+    server.ok("/destroy_weights_update_group", {"group_name": "dying"})
 
 
 TWO_TENSORS = {"model.norm.weight": torch.zeros(64), "model.embed_tokens.weight": torch.zeros(VOCAB_SIZE, 64)}
@@ -434,9 +434,6 @@ def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is
         update = pool.submit(server.post, "/update_weights_from_distributed", body)
         sender.communicate()
         assert update.result().status_code == 400
-        # It has left: whoever waits for what it was to pass on hears of it.
-        answer = server.post("/destroy_weights_update_group", {"group_name": "dying"})
-        assert answer.status_code == 400 and "no such group" in answer.json()["message"]
     assert server.get("/model_info").json()["weight_version"] == "incomplete"
     held = server.checksums()["model.norm.weight"]
     assert held == checksum(TWO_TENSORS["model.norm.weight"]), "it says what it holds, not what it held"
@@ -446,33 +443,6 @@ def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is
     assert server.get("/model_info").json()["weight_version"] == "2"
     sums = server.checksums()
     assert all(sums[name] == checksum(tensor) for name, tensor in TWO_TENSORS.items())
-
-
-def test_a_server_that_passes_a_broken_broadcast_on_lets_the_next_one_go(server, pool):
-    """Of four ranks the server is 2, which sends to 3 what it gets from 0."""
-    port = free_port()
-    script = (
-        "import os, sys, torch, torch.distributed as dist\n"
-        "from megatron_rl.update_group import join_update_group\n"
-        "rank = 3 if os.fork() == 0 else 1 if os.fork() == 0 else 0\n"
-        f"group = join_update_group(address='127.0.0.1', port={port}, rank=rank, world_size=4, name='dying')\n"
-        "if rank == 0: sys.stdin.read(); os._exit(1)\n"
-        "try: dist.broadcast(torch.zeros(64), group=group, group_src=0)\n"
-        "except RuntimeError: print(rank, 'broke', flush=True)\n"
-        "os._exit(0)\n"
-    )
-    sender = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 2, "world_size": 4, "backend": "gloo"}
-    server.ok("/init_weights_update_group", body | {"group_name": "dying"})
-    server.touched = True
-    server.ok("/pause_generation", {"mode": "retract"})
-    server.ok("/begin_weight_update")
-    body = describe({"model.norm.weight": torch.zeros(64)}, group_name="dying", flush_cache=False)
-    update = pool.submit(server.post, "/update_weights_from_distributed", body)
-    started = time.monotonic()
-    said, _ = sender.communicate()  # its end, and that of both children, which hold its output
-    assert sorted(said.splitlines()) == ["1 broke", "3 broke"] and time.monotonic() - started < 30, said
-    assert update.result().status_code == 400
 
 
 def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline():

@@ -91,7 +91,7 @@ class Careless(GroupPublisher):
         self.spoiled = spoiled
 
     def _ship(self, specs, pieces):
-        pieces = list(pieces)
+        pieces = [piece.clone() for piece in pieces]
         for spec, tensor in zip(specs, tensors_of(specs, pieces), strict=True):
             if spec.name == self.spoiled:
                 tensor[0, 0] += 1.0
