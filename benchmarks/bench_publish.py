@@ -46,7 +46,7 @@ MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 # A server that never takes a checksum, to measure what taking them costs.
 UNCHECKED = (
     "from megatron_rl.serving import model, server; "
-    "model.Decoder.take_checksum = lambda self, name: None; model.Decoder.checksums = lambda self: {}; server.main()"
+    "model.checksum = lambda tensor: ''; model.Decoder.checksums = lambda self: {}; server.main()"
 )
 
 
@@ -60,8 +60,8 @@ class Unchecked(RemoteSGLangEngine):
 class OneAfterTheOther(GroupPublisher):
     """Waits for a bucket before it fills the next."""
 
-    def _ship(self, specs, flat):
-        shipment = super()._ship(specs, flat)
+    def _ship(self, specs, pieces):
+        shipment = super()._ship(specs, pieces)
         super()._complete(shipment)
         return shipment
 

@@ -161,9 +161,16 @@ class WeightReceiver(Protocol):
     def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]: ...
 
     def load_bucket(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        version: int,
+        flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        """Ask the servers to receive one flat bucket from rank 0."""
+        """Ask the servers to receive a bucket from rank 0: in one broadcast of all bytes, or one for each tensor."""
 
     def shared_memory_forms(self) -> dict[str, str | None]:
         """How each server takes a bucket in shared memory: as a `handle` or a `pickle`; None for one elsewhere."""

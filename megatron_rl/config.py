@@ -517,7 +517,7 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     seed: int = 1
-    bucket_bytes: int = 64 * 1024 * 1024
+    bucket_bytes: int = 256 * 1024 * 1024
     """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+
+from megatron_rl.ops.checksum import word_sums
 
 
 def join_update_group(
@@ -85,37 +86,6 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
             )
         offsets.append(offsets[-1] + nbytes)
     return offsets
-
-
-CHECKSUM_COLUMNS = 1024
-"""8-byte words in a row of the matrix that a tensor's bytes are summed as."""
-CPU_BLOCK_ROWS = 256
-"""Rows that a CPU keeps in its cache between the two sums: 2 MB."""
-
-
-@torch.no_grad()
-def word_sums(tensor: Tensor) -> Tensor:
-    """The sums mod 2^64 of each row and each column of the tensor's bytes as 8-byte words, `[n]` int64 on its device.
-
-    What does not fill a row follows as it is, padded with zeros. Any two changed words change a row's or a column's
-    sum, and so do moved, swapped, repeated or missing blocks; it costs one pass over memory and nothing is waited for.
-    """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // (8 * CHECKSUM_COLUMNS) * (8 * CHECKSUM_COLUMNS)
-    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)
-    if not whole:
-        return rest
-    matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
-    if matrix.device.type != "cpu":
-        return torch.cat([matrix.sum(1), matrix.sum(0), rest])
-    rows, columns = torch.empty(len(matrix), dtype=torch.int64), np.zeros(CHECKSUM_COLUMNS, np.int64)
-    for start in range(0, len(matrix), CPU_BLOCK_ROWS):
-        block = matrix[start : start + CPU_BLOCK_ROWS]
-        torch.sum(block, 1, out=rows[start : start + CPU_BLOCK_ROWS])
-        columns += np.add.reduce(block.numpy(), axis=0)  # four times as fast as torch's
-    return torch.cat([rows, torch.from_numpy(columns), rest])
 
 
 def digest(sums: Tensor, nbytes: int) -> str:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "types": {"config", "api"},
     "api": {"config", "types"},
-    "update_group": set(),
+    "update_group": {"ops"},
     "shared_bucket": {"update_group"},
     "weight_delta": set(),
     "ops": set(),
@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"config", "ops", "parallel", "types"},
     "rollout": {"api", "config", "telemetry", "types", "update_group"},
     "serving": {"api", "config", "shared_bucket", "telemetry", "types", "update_group", "weight_delta"},
-    "weights": {"api", "config", "parallel", "shared_bucket", "types", "update_group", "weight_delta"},
+    "weights": {"api", "config", "ops", "parallel", "shared_bucket", "types", "update_group", "weight_delta"},
     "engine": {
         "algo",
         "api",

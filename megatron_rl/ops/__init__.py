@@ -1,5 +1,6 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
+from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, word_sums
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
 from megatron_rl.ops.head import lm_head_logprobs, lm_head_loss, lm_head_ppo_loss
 from megatron_rl.ops.labels import packed_labels
@@ -13,6 +14,7 @@ from megatron_rl.ops.logprobs import (
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
 
 __all__ = [
+    "CHECKSUM_COLUMNS",
     "PPO_SUMS",
     "PpoOptions",
     "VocabParallelLogits",
@@ -27,4 +29,5 @@ __all__ = [
     "packed_labels",
     "packed_logprobs",
     "ppo_loss",
+    "word_sums",
 ]

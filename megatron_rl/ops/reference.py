@@ -139,3 +139,20 @@ def packed_labels(
             if loss_mask is not None:
                 labels[start : stop - 1].masked_fill_(~loss_mask[start + 1 : stop], -100)
     return labels, positions, numbers
+
+
+CHECKSUM_COLUMNS = 1024
+"""8-byte words in a row of the matrix that a tensor's bytes are summed as; csrc/cpu/checksum.cpp counts them too."""
+
+
+def word_sums(tensor: Tensor) -> Tensor:
+    """`ops.word_sums` of a contiguous tensor."""
+    data = tensor.view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // (8 * CHECKSUM_COLUMNS) * (8 * CHECKSUM_COLUMNS)
+    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)
+    if not whole:
+        return rest
+    matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
+    return torch.cat([matrix.sum(1), matrix.sum(0), rest])

@@ -92,14 +92,21 @@ class ServerWeights(abc.ABC):
         self._running_thread().run(self._fleet.on_all(open_session))
 
     def load_bucket(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        version: int,
+        flattened: bool = True,
     ) -> dict[str, Future[None]]:
         body = {
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
             "group_name": group,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flattened else None,
             "weight_version": str(version),
             # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
             "flush_cache": False,

@@ -260,10 +260,23 @@ class Decoder:
         if list(own.shape) != list(shape):
             raise ValueError(f"{name}: shape {list(shape)} must be {list(own.shape)}; send the whole tensor")
 
+    def memory_of(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A weight's own memory, to be overwritten with a whole tensor of this dtype before anything reads it; None
+        where it is kept otherwise, so that `write` has to convert it."""
+        own = self.parameters.get(name)
+        if own is None or own.dtype != dtype or not own.is_contiguous():
+            return None
+        self._checksums.pop(name, None)
+        return own
+
     def write(self, name: str, tensor: Tensor) -> None:
-        if name in self.parameters:
-            self._checksums.pop(name, None)
-            self.parameters[name].copy_(tensor)
+        """Copy a tensor into the weight that it is not already, and take the checksum of what the weight then holds
+        while the processor's cache still has it."""
+        own = self.parameters.get(name)
+        if own is not None:
+            if own is not tensor:
+                own.copy_(tensor)
+            self._checksums[name] = checksum(own)
 
     def part(self, name: str, start: int, count: int) -> Tensor:
         """Return some numbers of a weight, row-major, to be changed in place; ValueError where it has no such ones."""
@@ -312,11 +325,6 @@ class Decoder:
             fresh = pool.map(lambda name: checksum(self.parameters[name]), missing)
             self._checksums |= zip(missing, fresh, strict=True)
         return {name: self._checksums[name] for name in self.parameters}
-
-    def take_checksum(self, name: str) -> None:
-        """Take the checksum of one tensor now, while the processor's cache still holds what was just written."""
-        if name in self.parameters:
-            self._checksums[name] = checksum(self.parameters[name])
 
     # Forward
 

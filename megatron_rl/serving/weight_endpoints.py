@@ -1,16 +1,18 @@
 """The weight endpoints: update groups, sessions, updates over a group or from disk, checksums.
 
-An update is checked as a whole and received as a whole before the first weight changes, so a refused or broken one
-leaves the old weights. A paused server answers once it has received a bucket and queued it in front of everything that
-reads weights: it writes one bucket while the next one arrives.
+An update is checked as a whole before anything is received. A paused server receives tensors into the weights
+themselves, which nobody reads meanwhile: a broadcast that breaks leaves a part of the new ones, and INCOMPLETE as the
+weight version until the next one is whole. Flat buckets, and all that a server receives while it generates, change the
+first weight once they are there as a whole, so that a broken one leaves the old weights.
 """
 
 import asyncio
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from megatron_rl.serving.batcher import Batcher
 from megatron_rl.serving.direct_updates import changes, shared_tensors
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
+INCOMPLETE = "incomplete"
+"""The weight version after an update that broke on its way."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,8 +41,6 @@ class WeightEndpoints:
         self._session_open = False
         self._wire = asyncio.Lock()
         """Held while a bucket arrives: buckets arrive one after the other, in the order of their requests."""
-        self._queued: deque[Future] = deque()
-        """Buckets that were received and are not written yet."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -102,7 +104,6 @@ class WeightEndpoints:
         if not self._session_open:
             return weight_answer(False, "end_weight_update: no weight update is open; call begin_weight_update() first")
         self._session_open = False
-        await self._settle(0)
         return weight_answer(True, "Weight update ended.")
 
     async def update_from_distributed(self, http: web.Request) -> web.Response:
@@ -122,26 +123,14 @@ class WeightEndpoints:
             raise ValueError(f"group_name = {name!r}: no such group; call /init_weights_update_group first")
         if field(body, "abort_all_requests", bool, False):
             await wait(self.batcher.abort(None))
-        group, device = self._groups[name]
         if self.batcher.paused:
             self._refuse_flush(body)
-        await self._settle(1)
-        flattened = load_format is not None
-        try:
-            async with self._wire:
-                tensors = await in_thread(lambda: broadcast_tensors(specs, group, device, flattened=flattened))
-        except RuntimeError as error:  # the sender died
-            raise ValueError(f"Failed to update weights: {error}") from error
-
-        def write() -> None:
-            for spec, tensor in zip(specs, tensors, strict=True):
-                self.batcher.model.write(spec.name, tensor)
-                self.batcher.model.take_checksum(spec.name)
-
-        if self.batcher.paused:
-            self._queued.append(self._update(write, body))
+        if self.batcher.paused and load_format is None:
+            broken = await self._receive_in_place(specs, name, body)
         else:
-            await wait(self._update(write, body))
+            broken = await self._receive_aside(specs, name, body, flattened=load_format is not None)
+        if broken is not None:
+            raise ValueError(f"Failed to update weights: {broken}")
         return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_tensor(self, http: web.Request) -> web.Response:
@@ -169,10 +158,39 @@ class WeightEndpoints:
         if not self._session_open:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
-    async def _settle(self, count: int) -> None:
-        """Wait until at most `count` received buckets are not written yet."""
-        while len(self._queued) > count:
-            await wait(self._queued.popleft())
+    async def _receive_aside(
+        self, specs: list[TensorSpec], group: str, body: dict[str, Any], *, flattened: bool
+    ) -> str | None:
+        """Receive a bucket while the server may be generating, and write it between two turns; return what broke it."""
+        arrival = Arrival(specs, *self._groups[group], flattened)
+        try:
+            async with self._wire:
+                tensors = await in_thread(lambda: list(arrival.tensors()))
+        except RuntimeError as error:  # the sender died
+            return str(error)
+        await wait(self._update(lambda: self._write(specs, tensors), body))
+        return None
+
+    async def _receive_in_place(self, specs: list[TensorSpec], group: str, body: dict[str, Any]) -> str | None:
+        """Receive a bucket into the weights, in the thread that reads them; return what broke it.
+
+        A member that dies ends this at once; one that hangs does at the group's deadline, which is the publisher's too.
+        """
+
+        def receive() -> str | None:
+            memory = {spec.name: self.batcher.model.memory_of(spec.name, spec.dtype) for spec in specs}
+            try:
+                self._write(specs, Arrival(specs, *self._groups[group], flattened=False).tensors(memory))
+            except RuntimeError as error:
+                return str(error)
+            return None
+
+        async with self._wire:
+            return await wait(self._update(receive, body))
+
+    def _write(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
+        for spec, tensor in zip(specs, tensors, strict=True):
+            self.batcher.model.write(spec.name, tensor)
 
     async def update_from_disk(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -197,16 +215,20 @@ class WeightEndpoints:
             )
         return flush
 
-    def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
-        """Change the weights between two turns: when all requests have finished, or at once if paused."""
+    def _update(self, change: Callable[[], str | None], body: dict[str, Any]) -> Future:
+        """Change the weights between two turns: when all requests have finished, or at once if paused.
+
+        `change` may return what broke it on its way, and so does the future then.
+        """
         version = field(body, "weight_version", str, None)
 
-        def run() -> None:
+        def run() -> str | None:
             flush = self._refuse_flush(body)
-            change()
-            self.batcher.weights_changed(version)
+            broken = change()
+            self.batcher.weights_changed(version if broken is None else INCOMPLETE)
             if flush:
                 self.batcher.flush_now()
+            return broken
 
         return self.batcher.call(run, exclusive=True)
 
@@ -286,16 +308,34 @@ def tensor_specs(body: dict[str, Any]) -> list[TensorSpec]:
     return specs
 
 
-def broadcast_tensors(
-    specs: list[TensorSpec], group: dist.ProcessGroup, device: torch.device, *, flattened: bool
-) -> list[torch.Tensor]:
-    """Receive from rank 0: one broadcast per tensor in order, or one of all bytes."""
-    if flattened:
-        bucket = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8, device=device)
-        tensors = unpack_bucket(bucket, specs)
-        dist.broadcast(bucket, src=0, group=group)
-        return tensors
-    tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-    for tensor in tensors:
-        dist.broadcast(tensor, src=0, group=group)
-    return tensors
+@dataclass(frozen=True)
+class Arrival:
+    """A bucket that rank 0 of a group is sending."""
+
+    specs: list[TensorSpec]
+    group: dist.ProcessGroup
+    device: torch.device
+    """Where the group's backend can receive."""
+    flattened: bool
+    """All bytes in one broadcast; otherwise one for each tensor, in order."""
+
+    def tensors(self, memory: Mapping[str, torch.Tensor | None] | None = None) -> Iterator[torch.Tensor]:
+        """Yield each tensor once it has arrived, in `memory` (by name) where there is some for it that can be used."""
+        if self.flattened:
+            pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]
+            tensors = unpack_bucket(pieces[0], self.specs)
+        else:
+            pieces = tensors = [self._place_for(spec, (memory or {}).get(spec.name)) for spec in self.specs]
+        arriving = deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
+        try:
+            for tensor in tensors:
+                if arriving:
+                    arriving.popleft().wait()
+                yield tensor
+        finally:
+            arriving.clear()  # in a traceback they would outlive their group, which gloo does not forgive
+
+    def _place_for(self, spec: TensorSpec, own: torch.Tensor | None) -> torch.Tensor:
+        if own is not None and own.device == self.device:
+            return own
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
-from megatron_rl.update_group import digest, word_sums
+from megatron_rl.ops import word_sums
+from megatron_rl.update_group import digest
 from megatron_rl.weights.sglang_checksums import SGLangChecksums
 
 

@@ -3,7 +3,7 @@
 The stream of tensors comes from `HFExport`, what the servers say from a WeightReceiver; HTTP lives behind that. A
 server that fails, on the way or by its checksums, is dropped, and the others get the version all the same.
 
-Two transports: flat buckets over a process group (NCCL or gloo), the next one being filled while one is on the wire, so
+Two transports: buckets over a process group (NCCL or gloo), the next one being gathered while one is on the wire, so
 that two buckets and two tensors are all the extra memory; or a HF folder on a disk that the servers share.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import itertools
 import logging
 import shutil
 import socket
@@ -34,7 +35,9 @@ from megatron_rl.weights.hf_files import write_hf_folder
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.0005
+FLAT_BELOW_BYTES = 256 * 1024
+"""Tensors of this size on average are broadcast from where they lie. Smaller ones are copied into one flat tensor: on a
+processor a broadcast costs 0.1 ms before its first byte, and each byte is copied once more at either end."""
 AFTERMATH_S = 5.0
 """How long servers may take to notice that a group broke."""
 NAMED_TENSORS = 3
@@ -158,13 +161,13 @@ class _Shipment:
     """A bucket on the wire."""
 
     specs: list[TensorSpec]
-    flat: Tensor
+    pieces: list[Tensor]
     loads: dict[str, Future[None]]
     deadline: float
 
 
 class GroupPublisher(WeightPublisher):
-    """Sends flat buckets by broadcast from rank 0, with one HTTP request for each.
+    """Sends buckets by broadcast from rank 0, with one HTTP request for each.
 
     The group lasts from one publication to the next. When a member dies it is broken for all: those that remain form
     a new one and are sent the bucket again.
@@ -176,8 +179,8 @@ class GroupPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.bucket_bytes, self.backend = bucket_bytes, backend
         self.group: dist.ProcessGroup | None = None
-        self._on_wire: dist.Work | None = None
-        """The broadcast under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
+        self._on_wire: list[dist.Work] = []
+        """The broadcasts under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
         as it would in the frames of a traceback."""
         self._membership = -1
 
@@ -190,13 +193,13 @@ class GroupPublisher(WeightPublisher):
         filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)
         try:
             self._join()
-            shipment = next(filled)  # gathered while the servers still generate
+            shipment = next(filled)  # begun while the servers still generate
             paused_at = time.perf_counter()
             receiver.pause()
             receiver.begin_weight_update(version)
             try:
                 in_flight = self._ship(*shipment)
-                for shipment in filled:  # filled while the one before is on the wire
+                for shipment in filled:  # gathered while the one before is on the wire
                     self._complete(in_flight)
                     in_flight = self._ship(*shipment)
                 self._complete(in_flight)
@@ -206,23 +209,29 @@ class GroupPublisher(WeightPublisher):
             self._confirm(expected)
             receiver.finish_update(version)
         finally:
-            if self._on_wire is not None:  # an error came between, and what the servers will have of it is unknown
+            if self._on_wire:  # an error came between, and what the servers will have of it is unknown
                 self._leave()
-            for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
+            for _ in tensors:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
             self._resume(paused_at)
 
-    def _ship(self, specs: list[TensorSpec], flat: Tensor) -> _Shipment:
+    def _ship(self, specs: list[TensorSpec], pieces: Iterable[Tensor]) -> _Shipment:
+        """Send a bucket, whose pieces are gathered meanwhile."""
         self._join()
+        deadline = time.monotonic() + self.timeout_s
         loads = self.receiver.load_bucket(
             names=[spec.name for spec in specs],
             dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
             group=self.group_name,
             version=self.last.version,
+            flattened=is_flat(specs),
         )
-        self._on_wire = dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
-        return _Shipment(specs, flat, loads, deadline=time.monotonic() + self.timeout_s)
+        sent = []
+        for piece in pieces:
+            sent.append(piece)
+            self._on_wire.append(dist.broadcast(piece, group=self.group, group_src=0, async_op=True))
+        return _Shipment(specs, sent, loads, deadline)
 
     def _complete(self, shipment: _Shipment) -> None:
         """Wait until every server has the bucket, without those that never will."""
@@ -237,30 +246,23 @@ class GroupPublisher(WeightPublisher):
                 blamed = dict.fromkeys(self.receiver.server_ranks, "the broadcast to it broke twice")
             broken_before = True
             self._lose(blamed)
-            shipment = self._ship(shipment.specs, shipment.flat)
+            shipment = self._ship(shipment.specs, shipment.pieces)
 
     def _arrived(self, shipment: _Shipment) -> bool:
-        """Wait for the broadcast and all answers; False as soon as one of them fails or the deadline has passed."""
-        while time.monotonic() < shipment.deadline:
-            finished = [load for load in shipment.loads.values() if load.done()]
-            if any(load.exception() for load in finished):
-                return False
-            if self._on_wire.is_completed():
-                if not self._is_sent():
-                    return False
-                if len(finished) == len(shipment.loads):
-                    self._on_wire = None
-                    return True
-            time.sleep(POLL_S)
-        return False
-
-    def _is_sent(self) -> bool:
-        """Whether the broadcast that is over went well."""
-        try:
-            self._on_wire.wait()
-        except RuntimeError as error:
-            logger.warning("weight publication: the broadcast broke: %s", str(error))
+        """Wait for all answers and the broadcasts; False as soon as a server fails or the deadline has passed."""
+        left_s = shipment.deadline - time.monotonic()
+        loads = concurrent.futures.wait(
+            shipment.loads.values(), timeout=left_s, return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        if loads.not_done or any(load.exception() for load in loads.done):
             return False
+        try:
+            for broadcast in self._on_wire:  # over, as every server has answered: this asks how it went
+                broadcast.wait()
+        except RuntimeError as error:
+            logger.warning("weight publication: a broadcast broke: %s", str(error))
+            return False
+        self._on_wire = []
         return True
 
     def _join(self) -> None:
@@ -302,10 +304,10 @@ class GroupPublisher(WeightPublisher):
     def _leave(self) -> dict[str, Future[None]]:
         """Leave the group, here and on the servers; a broken one is left as well."""
         left: list[Any] = [self.group, self._on_wire]
-        self.group = self._on_wire = None
+        self.group, self._on_wire = None, []
         leave_update_group(left[0])
         # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it. A list is
-        # cleared from its end: the broadcast goes before its group.
+        # cleared from its end: the broadcasts go before their group.
         threading.Thread(target=left.clear, daemon=True).start()
         return self.receiver.leave_weight_group(name=self.group_name)
 
@@ -323,17 +325,27 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
     return buckets
 
 
-def fill_buckets(buckets: list[list[TensorSpec]], tensors: Tensors) -> Iterator[tuple[list[TensorSpec], Tensor]]:
-    """Yield each bucket with its bytes, `[n]` uint8, in two buffers by turns: one is filled while the other is sent.
+def is_flat(bucket: list[TensorSpec]) -> bool:
+    """Whether a bucket is sent as one flat tensor; otherwise its tensors are, each by a broadcast of its own."""
+    return len(bucket) > 1 and sum(spec.nbytes for spec in bucket) < FLAT_BELOW_BYTES * len(bucket)
 
-    A bucket of one tensor is that tensor itself. ValueError where a tensor is not the one that the plan lists.
+
+def fill_buckets(
+    buckets: list[list[TensorSpec]], tensors: Tensors
+) -> Iterator[tuple[list[TensorSpec], Iterable[Tensor]]]:
+    """Yield each bucket with what is to be sent: its tensors, or all their bytes as one tensor, `[n]` uint8.
+
+    Tensors are taken from the stream as they are asked for, all but the first of a bucket; all have to be asked for
+    before the next bucket is. Flat buckets are filled in two buffers by turns, one while the other is sent. ValueError
+    where a tensor is not the one that the plan lists.
     """
-    size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if len(bucket) > 1), default=0)
+    size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if is_flat(bucket)), default=0)
     stream = iter(tensors)
     buffers: list[Tensor] = []
     for number, bucket in enumerate(buckets):
-        if len(bucket) == 1:
-            yield bucket, _planned(stream, bucket[0]).contiguous().view(-1).view(torch.uint8)
+        if not is_flat(bucket):
+            planned = (_planned(stream, spec).contiguous() for spec in bucket)
+            yield bucket, itertools.chain([next(planned)], planned)
             continue
         first = _planned(stream, bucket[0])
         while len(buffers) < 2:
@@ -343,7 +355,7 @@ def fill_buckets(buckets: list[list[TensorSpec]], tensors: Tensors) -> Iterator[
         parts[0].copy_(first)
         for spec, part in zip(bucket[1:], parts[1:], strict=True):
             part.copy_(_planned(stream, spec))
-        yield bucket, flat
+        yield bucket, [flat]
     for name, tensor in stream:
         raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
 

@@ -60,13 +60,14 @@ class HFExport:
         self.arch, self.groups = arch, groups
         self.device = next(chunks[0].parameters()).device
         # Of a tied output layer only the first stage's embedding is sent: they are the same tensor. What is kept in
-        # another dtype (a router's bias) comes last, so that the stream has few changes of dtype.
+        # another dtype (a router's bias) comes last, so that the stream has few changes of dtype, and large tensors
+        # first, so that the publisher's buckets hold tensors of a size.
         plan = [
             (parameter, rule)
             for parameter, rule in _all_rules(chunks, arch)
             if not (arch.tied and rule.megatron == "output_layer.weight")
         ]
-        self._plan = sorted(plan, key=lambda entry: entry[0].dtype != plan[0][0].dtype)
+        self._plan = sorted(plan, key=lambda entry: (entry[0].dtype != plan[0][0].dtype, -entry[0].numel()))
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
         self._stages: list[list[TensorSpec]] = stages

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+from megatron_rl.ops import CHECKSUM_COLUMNS
 from megatron_rl.shared_bucket import SharedBucket
-from megatron_rl.update_group import CHECKSUM_COLUMNS, checksum
+from megatron_rl.update_group import checksum
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.sglang_checksums import gpu_hash_sum
 from tests.servers.in_process import some_tensors, specs_of
@@ -27,7 +28,7 @@ def test_a_checksum_is_the_same_on_the_gpu(numbers):
 
 def test_buckets_are_filled_where_the_weights_are():
     tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
-    for specs, flat in fill_buckets(plan_buckets(specs_of(tensors), 1000), tensors.items()):
+    for specs, (flat,) in fill_buckets(plan_buckets(specs_of(tensors), 1000), tensors.items()):
         assert flat.is_cuda
         sent = torch.cat([tensors[spec.name].view(-1) for spec in specs])
         assert torch.equal(flat.view(torch.float32), sent)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.update_group import TensorSpec, checksum, unpack_bucket
-from megatron_rl.weights.publish import GroupPublisher, _Shipment
+from megatron_rl.weights.publish import GroupPublisher, _Shipment, is_flat
 
 
 def done(result=None, error: str | None = None) -> Future:
@@ -69,14 +69,14 @@ class InProcessServers:
     def end_weight_update(self, version):
         self._tell("end")
 
-    def take(self, specs: list[TensorSpec], flat: Tensor, version: int) -> dict[str, Future]:
+    def take(self, specs: list[TensorSpec], pieces: list[Tensor], version: int) -> dict[str, Future]:
         self.calls.append("load")
         answers = {}
         for name in self.server_ranks:
             error = self.faults.get((name, "load"))
             answers[name] = done(error=error)
             if error is None:
-                for spec, tensor in zip(specs, unpack_bucket(flat, specs), strict=True):
+                for spec, tensor in zip(specs, tensors_of(specs, pieces), strict=True):
                     self.held[name][spec.name] = self.corrupt.get(name, lambda _, t: t)(spec.name, tensor.clone())
                 self.versions[name] = str(version)
         return answers
@@ -92,16 +92,6 @@ class InProcessServers:
         self.version = version
 
 
-class Arrived:
-    """The broadcast of a bucket that was handed over."""
-
-    def is_completed(self):
-        return True
-
-    def wait(self):
-        pass
-
-
 class InProcessPublisher(GroupPublisher):
     """Hands its buckets to InProcessServers."""
 
@@ -112,13 +102,17 @@ class InProcessPublisher(GroupPublisher):
         pass
 
     def _leave(self):
-        self._on_wire = None
         return {}
 
-    def _ship(self, specs, flat):
-        loads = self.receiver.take(specs, flat, self.last.version)
-        self._on_wire = Arrived()
-        return _Shipment(specs, flat, loads, deadline=time.monotonic() + self.timeout_s)
+    def _ship(self, specs, pieces):
+        pieces = list(pieces)
+        loads = self.receiver.take(specs, pieces, self.last.version)
+        return _Shipment(specs, pieces, loads, deadline=time.monotonic() + self.timeout_s)
+
+
+def tensors_of(specs: list[TensorSpec], pieces: list[Tensor]) -> list[Tensor]:
+    """The tensors of a bucket on its way: themselves, or views of all their bytes."""
+    return unpack_bucket(pieces[0], specs) if is_flat(specs) else pieces
 
 
 def specs_of(tensors: dict[str, Tensor]) -> list[TensorSpec]:

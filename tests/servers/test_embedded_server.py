@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
-from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
+from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
 
 TIMEOUT_S, CONTEXT = 60, 512
@@ -357,10 +357,16 @@ def test_weights_arrive_bit_for_bit_over_gloo(server, pool, group, models, flatt
     assert server.generate(sampling={"temperature": 0})["output_ids"] == reply["output_ids"]
 
 
-def test_bfloat16_tensors_are_cast_to_the_servers_dtype(server, pool, group):
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+def test_bfloat16_tensors_are_cast_to_the_servers_dtype(server, pool, group, flattened, paused):
     norm = {"model.norm.weight": torch.randn(64).bfloat16()}
+    if paused:
+        server.ok("/pause_generation", {"mode": "retract"})
     server.ok("/begin_weight_update")
-    assert send(server, pool, group, norm, flattened=True).json()["success"]
+    assert send(server, pool, group, norm, flattened=flattened).json()["success"]
+    assert server.checksums()["model.norm.weight"] == checksum(norm["model.norm.weight"].float())
+    server.ok("/continue_generation")
     values = server.ok("/get_weights_by_name", {"name": "model.norm.weight"})
     assert values == norm["model.norm.weight"].float().tolist()
 
@@ -388,23 +394,55 @@ def test_bad_updates_are_refused_before_anything_is_received(server, group, chan
     assert server.checksums() == before
 
 
-def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_server(server, pool):
-    before, port = server.checksums(), free_port()
-    script = (
-        "import os, sys; from megatron_rl.update_group import join_update_group as join; "
-        f"join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); sys.stdin.read(); os._exit(1)"
+@contextmanager
+def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
+    """A process that joins a group with the server, runs `script` and ends without a word once its input is closed."""
+    port = free_port()
+    join = (
+        "import os, sys, torch; from megatron_rl.update_group import join_update_group as join; "
+        f"group = join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); "
     )
-    sender = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    whole = f"{join}{script}; sys.stdin.read(); os._exit(1)"
+    sender = subprocess.Popen([sys.executable, "-c", whole], stdin=subprocess.PIPE)
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     server.ok("/init_weights_update_group", body | {"group_name": "dying"})
-    server.ok("/begin_weight_update")
-    body = describe({"model.norm.weight": torch.zeros(64), "model.embed_tokens.weight": torch.zeros(VOCAB_SIZE, 64)})
-    update = pool.submit(server.post, "/update_weights_from_distributed", body | {"group_name": "dying"})
-    sender.communicate()
-    assert update.result().status_code == 400 and "Failed to update weights" in update.result().json()["message"]
+    yield sender
     server.ok("/destroy_weights_update_group", {"group_name": "dying"})
+
+
+TWO_TENSORS = {"model.norm.weight": torch.zeros(64), "model.embed_tokens.weight": torch.zeros(VOCAB_SIZE, 64)}
+
+
+def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_server(server, pool):
+    before = server.checksums()
+    with dying_sender(server, "pass") as sender:
+        server.ok("/begin_weight_update")
+        body = describe(TWO_TENSORS, group_name="dying")
+        update = pool.submit(server.post, "/update_weights_from_distributed", body)
+        sender.communicate()
+        assert update.result().status_code == 400
+        assert "Failed to update weights" in update.result().json()["message"]
     server.ok("/end_weight_update")
     assert server.checksums() == before and server.get("/health_generate").status_code == 200
+
+
+def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is_whole(server, pool, group):
+    server.ok("/pause_generation", {"mode": "retract"})
+    server.ok("/begin_weight_update")
+    with dying_sender(server, "torch.distributed.broadcast(torch.zeros(64), group=group, group_src=0)") as sender:
+        body = describe(TWO_TENSORS, group_name="dying", weight_version="2", flush_cache=False)
+        update = pool.submit(server.post, "/update_weights_from_distributed", body)
+        sender.communicate()
+        assert update.result().status_code == 400
+    assert server.get("/model_info").json()["weight_version"] == "incomplete"
+    held = server.checksums()["model.norm.weight"]
+    assert held == checksum(TWO_TENSORS["model.norm.weight"]), "it says what it holds, not what it held"
+    assert send(server, pool, group, TWO_TENSORS, flattened=False, weight_version="2", flush_cache=False).ok
+    server.ok("/end_weight_update")
+    server.ok("/continue_generation")
+    assert server.get("/model_info").json()["weight_version"] == "2"
+    sums = server.checksums()
+    assert all(sums[name] == checksum(tensor) for name, tensor in TWO_TENSORS.items())
 
 
 def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline():

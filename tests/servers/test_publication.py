@@ -15,10 +15,9 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout import weight_updates
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
-from megatron_rl.update_group import unpack_bucket
 from megatron_rl.weights import publish
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
-from tests.servers.in_process import specs_of
+from tests.servers.in_process import specs_of, tensors_of
 from tests.servers.reference import reference_greedy
 
 PROMPT = [11, 200, 37, 5]
@@ -47,10 +46,12 @@ def greedy(engine):
     return asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=PROMPT, gconfig=gconfig)))
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+# With 0 a tensor goes from its own memory to the server's; with the usual limit these small ones go in flat buckets.
+@pytest.mark.parametrize("end, flat_below", [(signal.SIGKILL, 0), (signal.SIGKILL, 1 << 18), (signal.SIGSTOP, 1 << 18)])
 def test_a_server_that_dies_or_hangs_in_the_middle_costs_the_others_nothing(
-    own_servers, connect, weights, other_tiny_model, end, monkeypatch
+    own_servers, connect, weights, other_tiny_model, end, flat_below, monkeypatch
 ):
+    monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     monkeypatch.setattr(publish, "AFTERMATH_S", 1.0)
     monkeypatch.setattr(weight_updates, "SIGN_OF_LIFE_S", 1.0)
     engine = connect(own_servers.urls)
@@ -89,14 +90,19 @@ class Careless(GroupPublisher):
         super().__init__(receiver, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=30)
         self.spoiled = spoiled
 
-    def _ship(self, specs, flat):
-        for spec, tensor in zip(specs, unpack_bucket(flat, specs), strict=True):
+    def _ship(self, specs, pieces):
+        pieces = [piece.clone() for piece in pieces]
+        for spec, tensor in zip(specs, tensors_of(specs, pieces), strict=True):
             if spec.name == self.spoiled:
                 tensor[0, 0] += 1.0
-        return super()._ship(specs, flat)
+        return super()._ship(specs, pieces)
 
 
-def test_wrong_bytes_on_the_way_are_named_and_no_server_serves_them(embedded_servers, connect, weights, tiny_model):
+@pytest.mark.parametrize("flat_below", [0, 1 << 18])
+def test_wrong_bytes_on_the_way_are_named_and_no_server_serves_them(
+    embedded_servers, connect, weights, tiny_model, flat_below, monkeypatch
+):
+    monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     engine = connect(embedded_servers)
     publisher = Careless(engine, "model.layers.1.mlp.up_proj.weight")
     try:
@@ -109,7 +115,7 @@ def test_wrong_bytes_on_the_way_are_named_and_no_server_serves_them(embedded_ser
         frames = [frame for frame, _ in traceback.walk_tb(failed.tb)]
         local = [value for frame in frames for value in frame.f_locals.values()]
         local += [field for value in local if isinstance(value, publish._Shipment) for field in vars(value).values()]
-        assert publisher._on_wire is None and not any(isinstance(value, dist.Work) for value in local)
+        assert not publisher._on_wire and not any(isinstance(value, dist.Work) for value in local)
     finally:
         publisher.close()
         restored = connect(embedded_servers)
@@ -146,7 +152,9 @@ def test_a_folder_reaches_the_servers_with_the_same_checks(
     restored.update_weights(tiny_model, 0)
 
 
-def test_real_sglang_is_checked_tensor_by_tensor(real_sglang, connect, weights, tiny_model):
+@pytest.mark.parametrize("flat_below", [0, 1 << 18])
+def test_real_sglang_is_checked_tensor_by_tensor(real_sglang, connect, weights, tiny_model, flat_below, monkeypatch):
+    monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     engine = connect(real_sglang)
     publisher = GroupPublisher(engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=30)
     try:

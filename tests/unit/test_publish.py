@@ -5,7 +5,8 @@ import weakref
 import pytest
 import torch
 
-from megatron_rl.update_group import CHECKSUM_COLUMNS, TensorSpec, checksum
+from megatron_rl.ops import CHECKSUM_COLUMNS, reference, word_sums
+from megatron_rl.update_group import TensorSpec, checksum
 from megatron_rl.weights import publish
 from megatron_rl.weights.expected import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
@@ -31,6 +32,18 @@ def test_a_checksum_depends_on_every_byte_and_on_nothing_else(nbytes):
     assert checksum(data) == first
     if nbytes:
         assert checksum(data[:-1]) != first
+
+
+# Nothing, a scalar, odd sizes, more than one thread's rows with a rest; every dtype that is published.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0,), (), (3,), (1, 4095), (3 * 4096 + 5,), (701, 1537), (1030, 2048)], ids=str)
+def test_the_sums_are_those_of_their_definition(shape, dtype):
+    tensor = torch.randn(shape).to(dtype)
+    assert torch.equal(word_sums(tensor), reference.word_sums(tensor))
+    if tensor.ndim == 2:
+        across, stepped, shifted = tensor.T, tensor[:, ::2], tensor.flatten()[1:]
+        for view in (across, stepped, shifted):
+            assert torch.equal(word_sums(view), reference.word_sums(view.contiguous()))
 
 
 def test_moved_blocks_change_a_checksum():
@@ -63,7 +76,21 @@ def test_buckets_are_runs_of_one_dtype_within_the_limit():
     ]
 
 
-def test_a_stream_other_than_planned_is_refused():
+def test_large_tensors_are_sent_from_where_they_lie():
+    large, small = torch.randn(3, 1 << 16), torch.randn(5, 7)
+    tensors = {"a": large, "b": large.T, "c": small, "d": small + 1, "e": large.bfloat16()}
+    buckets = plan_buckets(specs_of(tensors), 2 * large.nbytes)
+    names = [[spec.name for spec in bucket] for bucket in buckets]
+    assert names == [["a", "b"], ["c", "d"], ["e"]], "a new dtype, and what fits no more, begins a bucket"
+    (a, b), (cd,), (e,) = (list(pieces) for _, pieces in fill_buckets(buckets, tensors.items()))
+    assert a.data_ptr() == large.data_ptr() and e.data_ptr() == tensors["e"].data_ptr()
+    assert b.is_contiguous() and torch.equal(b, large.T)
+    assert torch.equal(cd.view(torch.float32), torch.cat([small.flatten(), small.flatten() + 1]))
+
+
+@pytest.mark.parametrize("flat_below", [0, 1 << 18])
+def test_a_stream_other_than_planned_is_refused(flat_below, monkeypatch):
+    monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     tensors = some_tensors(3)
     buckets = plan_buckets(specs_of(tensors), 1 << 20)
     swapped = [(name, tensors[name]) for name in ("layer.0.weight", "layer.2.weight", "layer.1.weight")]
@@ -74,11 +101,14 @@ def test_a_stream_other_than_planned_is_refused():
         ([(name, tensor.double()) for name, tensor in tensors.items()], "float64.* came"),
     ):
         with pytest.raises(ValueError, match=message):
-            list(fill_buckets(buckets, stream))
+            for _, pieces in fill_buckets(buckets, stream):
+                list(pieces)
 
 
-@pytest.fixture
-def servers():
+@pytest.fixture(params=[0, 1 << 18], ids=["tensors", "flat"])
+def servers(request, monkeypatch):
+    """Two servers that are sent tensors, and the same two with flat buckets."""
+    monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", request.param)
     return InProcessServers("http://a", "http://b")
 
 
@@ -115,14 +145,14 @@ def test_the_next_bucket_is_gathered_while_one_is_on_the_wire(servers):
             future.set_result(None)
         waiting.clear()
 
-    def slow_take(specs, flat, version):
-        answers = {server: publish.Future() for server in take(specs, flat, version)}
+    def slow_take(specs, pieces, version):
+        answers = {server: publish.Future() for server in take(specs, pieces, version)}
         waiting.extend(answers.values())
         return answers
 
     def stream():
         for number, item in enumerate(tensors.items()):
-            if number % 2:
+            if number % 2 == 0:  # the first of a bucket
                 arrive()
             yield item
         arrive()
@@ -137,13 +167,14 @@ def test_extra_memory_is_two_buckets(servers):
     publisher, buffers, most = publisher_of(servers, tensors), weakref.WeakSet(), []
     take = servers.take
 
-    def watching_take(specs, flat, version):
-        buffers.add(flat.untyped_storage())
+    def watching_take(specs, pieces, version):
+        buffers.update(piece.untyped_storage() for piece in pieces)
         most.append(sum(storage.nbytes() for storage in buffers))
-        return take(specs, flat, version)
+        return take(specs, pieces, version)
 
     servers.take = watching_take
-    publisher.publish(specs_of(tensors), tensors.items(), 1)
+    gathered = ((name, tensor.clone()) for name, tensor in tensors.items())
+    publisher.publish(specs_of(tensors), gathered, 1)
     assert len(most) > 4 and publisher.bucket_bytes < max(most) <= 2 * publisher.bucket_bytes
     assert not buffers, "and nothing is kept between publications"
 
@@ -170,8 +201,8 @@ def test_a_server_that_missed_a_bucket_or_the_version_is_dropped(servers):
     tensors = some_tensors()
     publisher, take = publisher_of(servers, tensors), servers.take
 
-    def forgetful_take(specs, flat, version):
-        answers = take(specs, flat, version)
+    def forgetful_take(specs, pieces, version):
+        answers = take(specs, pieces, version)
         servers.held["http://a"].pop("layer.2.weight", None)
         servers.held["http://a"].pop("layer.4.weight", None)
         return answers
@@ -179,7 +210,7 @@ def test_a_server_that_missed_a_bucket_or_the_version_is_dropped(servers):
     servers.take = forgetful_take
     publisher.publish(specs_of(tensors), tensors.items(), 3)
     assert servers.dropped["http://a"].endswith("layer.2.weight, layer.4.weight")
-    servers.take = lambda specs, flat, version: take(specs, flat, 2)
+    servers.take = lambda specs, pieces, version: take(specs, pieces, 2)
     with pytest.raises(RuntimeError, match="publication 4: no rollout server is left.*b: has weight version 2, 4 was"):
         publisher.publish(specs_of(tensors), tensors.items(), 4)
 
@@ -199,8 +230,8 @@ def test_a_server_that_never_answers_is_dropped_at_the_deadline(servers, monkeyp
     publisher = publisher_of(servers, tensors)
     publisher.timeout_s = 0.2
 
-    def silent_take(specs, flat, version):
-        return {name: publish.Future() if name == "http://b" else f for name, f in take(specs, flat, version).items()}
+    def silent_take(specs, pieces, version):
+        return {name: publish.Future() if name == "http://b" else f for name, f in take(specs, pieces, version).items()}
 
     servers.take = silent_take
     publisher.publish(specs_of(tensors), tensors.items(), 5)
