@@ -1,7 +1,8 @@
 """The servers of one client, commanded together: pause, resume, whatever a publication needs. Coroutines of one loop.
 
 A server that fails a command is dropped and the others go on. After an update that did not reach every server that
-takes part, none of them gets requests until a later one is whole.
+takes part, none of them gets requests until a later one is whole. One that comes back between publications is brought
+to the current weights, where this client has published them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.api import NoServerLeft
+from megatron_rl.api import HeldWeights, NoServerLeft
 from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.catch_up import Current, catch_up, source_for
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
 
@@ -37,13 +39,18 @@ class Fleet:
         self.config = config
         freezes = config.interruption == "in_place"
         self.servers = [ServerClient(url, self._session, freezes_steps=freezes) for url in urls]
-        self.members = Membership(self.servers, on_drop=on_drop)
+        self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop)
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
         self.open.set()
         self.update_is_whole = True
         """False from the start of an update until every server that takes part has all of it."""
         self._published: int | None = None
+        self._folder: str | None = None
+        self._held: dict[ServerClient, HeldWeights] = {}
+        """What each server said of its weights in this publication."""
+        self._current: Current | None = None
+        """None until this client has published."""
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
@@ -85,6 +92,7 @@ class Fleet:
     async def pause(self) -> None:
         """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
         self.open.clear()
+        await self.members.stop_catching_up()
 
         async def pause(server: ServerClient) -> None:
             mode = self.config.interruption
@@ -104,9 +112,40 @@ class Fleet:
         await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
         if self.update_is_whole:
             if self._published is not None:
-                self.settle(self.members.publishing, self._published)
+                servers, version = self.members.publishing, self._published
+                self._current = self._confirmed(servers, str(version))
+                self.settle(servers, version)
                 self._published = None
+            self.members.allow_catching_up()
             self.open.set()
+
+    def begin_update(self, folder: str | None = None) -> None:
+        """Servers are about to get new weights, from `folder` where they come over a disk."""
+        self.update_is_whole, self._folder, self._held = False, folder, {}
+
+    def note_held(self, server: ServerClient, held: HeldWeights) -> None:
+        """A server has said what it holds; where that is wrong, the publisher drops it."""
+        self._held[server] = held
+
+    def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
+        checksums = {
+            server.info.checksum_form: self._held[server].checksums
+            for server in servers
+            if server in self._held and server.info is not None and server.info.checksum_form is not None
+        }
+        return Current(version, checksums, self._folder)
+
+    async def _catch_up(self, server: ServerClient) -> str | None:
+        """Bring a server that does not serve to the current weights; None where there is no way to."""
+        current = self._current
+        source = source_for(server, self.members.serving, current) if current is not None else None
+        if current is None or source is None:
+            return None
+        await catch_up(server, source, current, self.config)
+        server.cache.publish(current.version, flushed=True)
+        origin = source if isinstance(source, str) else source.url
+        logger.info("%s has caught up with version %s, from %s", server.url, current.version, origin)
+        return current.version
 
     def finish_update(self, version: int) -> None:
         """Every server that takes part has all weights of `version`; they serve it once resumed."""

@@ -1,15 +1,16 @@
 """Which servers get requests, and which take part in the next publication of weights.
 
 A server serves until a call to it fails. Then it is lost, and looked at until it answers as before, with the weights it
-had. One that answers with other weights was started anew: it waits for a publication. One that failed in a publication
-is dropped: whatever it answers, only a later publication brings it back. Everything here runs on one event loop.
+had. One that answers with other weights was started anew, and one that failed in a publication is dropped whatever it
+answers: these two serve again once they were caught up, or took part in a publication, whichever comes first.
+Everything here runs on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from megatron_rl.rollout.server_client import RequestRefused, ServerClient, ServerError
@@ -30,7 +31,7 @@ class Member:
 
     server: ServerClient
     weights: str | None = None
-    """Name of the weights it must have to serve again; None once only a publication can bring it back."""
+    """Name of the weights it must have to serve again; None where its own word for them is not enough."""
     failures: int = 0
     """Calls that failed since one last went well."""
     answers: bool = True
@@ -38,20 +39,31 @@ class Member:
     dropped_in: int = -1
     """The publication that it failed."""
     trouble: str = ""
+    is_catching_up: bool = False
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Membership:
     """The servers of one client. `serving` get requests; `publishing` take part in control calls."""
 
-    def __init__(self, servers: list[ServerClient], *, on_drop: Callable[[str, str], None] | None = None) -> None:
-        """`on_drop(url, reason)` is told of servers that failed a publication."""
+    def __init__(
+        self,
+        servers: list[ServerClient],
+        *,
+        catch_up: Callable[[ServerClient], Awaitable[str | None]],
+        on_drop: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
+
+        `on_drop(url, reason)` is told of servers that failed a publication.
+        """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
         self.publishing = list(servers)
         self.number = 0
         """Counts changes: a weight group made under another number no longer fits."""
-        self._on_drop = on_drop
+        self._catch_up, self._on_drop = catch_up, on_drop
+        self._may_catch_up = True
         self._publications = 0
         self._patrol: asyncio.Task[None] | None = None
         self._some_serve = asyncio.Event()
@@ -120,6 +132,7 @@ class Membership:
 
         ServerError where none answers for `timeout_s`.
         """
+        await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not (present := self._present()):
             if asyncio.get_running_loop().time() > deadline:
@@ -130,6 +143,19 @@ class Membership:
         if present != self.publishing:
             self.number += 1
         self.publishing = present
+
+    async def stop_catching_up(self) -> None:
+        """Let no server catch up until `settle` or `allow_catching_up`; those that are at it have stopped by then."""
+        self._may_catch_up = False
+        for member in [member for member in self._members.values() if member.is_catching_up]:
+            if member.watcher is not None:
+                member.watcher.cancel()
+                await asyncio.wait([member.watcher])
+            if member.server not in self.serving:
+                self._watch(member)
+
+    def allow_catching_up(self) -> None:
+        self._may_catch_up = True
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if server in self.serving or member.answers]
@@ -147,6 +173,7 @@ class Membership:
                 if server in self.serving:
                     self.lose(server, "left out of a publication")
         self._publications += 1
+        self._may_catch_up = True
         self.serving = list(servers)
         if servers:
             self._some_serve.set()
@@ -191,9 +218,31 @@ class Membership:
                     await server.check_health(timeout_s=LOOK_TIMEOUT_S)
                     break
                 member.answers = True
+                if self._may_catch_up and await self._has_caught_up(member):
+                    break
             except (ServerError, RequestRefused) as error:
                 member.trouble, member.answers = str(error), False
             await asyncio.sleep(LOOK_EVERY_S)
         member.watcher = None
         self.serving.append(server)
         self._some_serve.set()
+
+    async def _has_caught_up(self, member: Member) -> bool:
+        """Bring it to the current weights where there is a way; one that fails is tried ever more rarely."""
+        member.is_catching_up = True
+        try:
+            weights = await self._catch_up(member.server)
+        except ServerError as error:
+            member.trouble, member.failures = f"catching up: {error}", member.failures + 1
+            logger.warning("%s did not catch up: %s", member.server.url, error)
+            await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2**member.failures))
+            return False
+        finally:
+            member.is_catching_up = False
+        if weights is None:
+            return False
+        member.weights = weights
+        if member.server not in self.publishing:
+            self.publishing.append(member.server)
+            self.number += 1
+        return True

@@ -337,7 +337,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if was_open:
             await fleet.pause()
         try:
-            fleet.update_is_whole = False
+            fleet.begin_update(folder=path)
             await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
             fleet.finish_update(version)
         finally:

@@ -32,6 +32,7 @@ from megatron_rl.serving.answers import (
 )
 from megatron_rl.serving.batcher import Batcher
 from megatron_rl.serving.model import Decoder, ModelConfig
+from megatron_rl.serving.peer import PeerEndpoints
 from megatron_rl.serving.request import Request
 from megatron_rl.serving.sampling import SamplingParams
 from megatron_rl.serving.text import Text
@@ -89,7 +90,7 @@ class RolloutServer:
         ):
             for method in methods:
                 app.router.add_route(method, path, handler)
-        app.add_routes(self.weights.routes())
+        app.add_routes([*self.weights.routes(), *PeerEndpoints(self.batcher).routes()])
         return app
 
     # Generation
