@@ -332,6 +332,12 @@ class RolloutConfig:
     """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
     servers: list[str] = field(default_factory=list)
     """URLs of running SGLang (or embedded) servers; empty starts `server_count` of `backend` on this host."""
+    registry: str = ""
+    """Folder, shared with the servers, in which those of this run register: they may come and go while it lasts.
+
+    `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The run starts
+    once `server_count` are there; none are started.
+    """
     backend: str = "auto"
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
     server_count: int = 1
@@ -384,6 +390,11 @@ class RolloutConfig:
         check(
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
+            registry=(
+                self.registry,
+                not (self.registry and self.servers),
+                "must be empty where rollout.servers names them; give one of the two",
+            ),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
             publication=(self.publication, self.publication in ("group", "disk"), "must be group or disk"),
             server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),

@@ -31,8 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"config", "platform"},
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "types"},
-    "rollout": {"api", "config", "telemetry", "types", "update_group"},
-    "serving": {"api", "config", "telemetry", "types", "update_group"},
+    "rollout": {"api", "config", "launch", "telemetry", "types", "update_group"},
+    "serving": {"api", "config", "launch", "telemetry", "types", "update_group"},
     "weights": {"api", "config", "parallel", "types", "update_group"},
     "engine": {
         "algo",

@@ -34,6 +34,7 @@ from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismat
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
+from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.import_path import make_workflow
@@ -126,10 +127,14 @@ class Experiment:
         parallel.stop()
 
     def _start_servers(self) -> None:
-        """Rank 0 starts the servers, or takes those of the config; every data head connects to all of them."""
-        config = self.config
+        """Rank 0 starts the servers, or takes those of the config or the registry; every data head connects to all."""
+        config, run_name = self.config, self.folder.name
         urls: list[Any] = [list(config.rollout.servers)]
-        if self.groups.is_main and not urls[0]:
+        if self.groups.is_main and config.rollout.registry:
+            folder, count = config.rollout.registry, config.rollout.server_count
+            self.say(f"waiting for {count} rollout server(s) of run {run_name} to register in {folder}")
+            urls = [wait_for_servers(folder, run_name, count, timeout_s=config.rollout.start_timeout_s)]
+        elif self.groups.is_main and not urls[0]:
             arch = read_architecture(config.model.path)
             self.supervisor = Supervisor(
                 config.rollout,
@@ -149,7 +154,13 @@ class Experiment:
             dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
             events = [*self.books.events, dead_letters]
             on_drop = None if self.supervisor is None else self.supervisor.replace
-            self.rollout = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events, on_drop=on_drop)
+            self.rollout = RemoteSGLangEngine(
+                config.rollout,
+                seed=config.run.seed,
+                events=events,
+                on_drop=on_drop,
+                run_name=run_name if config.rollout.registry and self.groups.is_main else "",
+            )
             self.rollout.initialize(urls[0])
             self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
             greedy = config.generation.new(greedy=True, n_samples=1)

@@ -16,6 +16,7 @@ import aiohttp
 
 from megatron_rl.api import HeldWeights, NoServerLeft
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.registry import registered_urls
 from megatron_rl.rollout.catch_up import Current, catch_up, source_for
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
@@ -27,18 +28,27 @@ KEEPALIVE_S = 2.0
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
 """A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
+REGISTRY_EVERY_S = 2.0
 
 
 class Fleet:
     """Made on the loop it runs on. `connect` before anything else, `close` at the end."""
 
-    def __init__(self, config: RolloutConfig, urls: list[str], on_drop: Callable[[str, str], None] | None) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        urls: list[str],
+        on_drop: Callable[[str, str], None] | None,
+        *,
+        run_name: str = "",
+    ) -> None:
+        """With a run's name, that run's servers in the registry are the fleet's, also those that come later."""
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self.config = config
-        freezes = config.interruption == "in_place"
-        self.servers = [ServerClient(url, self._session, freezes_steps=freezes) for url in urls]
+        self.run_name = run_name
+        self.servers = [self._client(url) for url in urls]
         self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop)
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
@@ -51,6 +61,10 @@ class Fleet:
         """What each server said of its weights in this publication."""
         self._current: Current | None = None
         """None until this client has published."""
+        self._registry_watcher: asyncio.Task[None] | None = None
+
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(url, self._session, freezes_steps=self.config.interruption == "in_place")
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
@@ -65,10 +79,41 @@ class Fleet:
 
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.begin(self.config.health_timeout_s)
+        if self.run_name:
+            self._registry_watcher = asyncio.get_running_loop().create_task(self._watch_registry())
 
     async def close(self) -> None:
+        if self._registry_watcher is not None:
+            self._registry_watcher.cancel()
         self.members.close()
         await self._session.close()
+
+    async def _watch_registry(self) -> None:
+        while True:
+            await asyncio.sleep(REGISTRY_EVERY_S)
+            try:
+                urls = await asyncio.to_thread(registered_urls, self.config.registry, self.run_name)
+            except OSError as error:
+                logger.warning("rollout.registry = %r cannot be read: %s", self.config.registry, error)
+            else:
+                self.enlist(urls)
+
+    def enlist(self, urls: list[str]) -> None:
+        """Make the fleet these servers: new ones are caught up, those that are not among them are forgotten.
+
+        In a publication nobody leaves, and where no server is named all stay: to forget them would gain nothing.
+        """
+        known = {server.url: server for server in self.servers}
+        for url in [url.rstrip("/") for url in urls]:
+            if url not in known:
+                logger.info("%s is a new rollout server", url)
+                self.servers.append(self._client(url))
+                self.members.add(self.servers[-1])
+        if urls and not self.members.is_publishing:
+            for server in [server for url, server in known.items() if url not in urls]:
+                logger.warning("%s has left the registry", server.url)
+                self.servers.remove(server)
+                self.members.forget(server)
 
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
@@ -151,8 +196,19 @@ class Fleet:
         """Every server that takes part has all weights of `version`; they serve it once resumed."""
         self.update_is_whole, self._published = True, version
 
+    async def follow(self, urls: list[str], version: int) -> None:
+        """Another client has published `version` to the servers at `urls`, of which some may be new to this one."""
+        if self.config.registry:
+            self.enlist(urls)
+        servers = [server for server in self.servers if server.url in urls]
+        unknown = [server.probe(timeout_s=PROBE_TIMEOUT_S) for server in servers if server.info is None]
+        for failure in await asyncio.gather(*unknown, return_exceptions=True):
+            if isinstance(failure, BaseException) and not isinstance(failure, ServerError):
+                raise failure
+        self.settle([server for server in servers if server.info is not None], version)
+
     def settle(self, servers: list[ServerClient], version: int) -> None:
-        """`servers` have `version` and serve; all others wait for a later publication."""
+        """`servers` have `version` and serve; all others wait until they are caught up or take part in a later one."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         self.members.settle(servers, str(version))

@@ -78,10 +78,25 @@ class Membership:
             member.weights = server.info.weight_version if server.info else None
         self._patrol = asyncio.get_running_loop().create_task(self._go_round(patience_s))
 
+    def add(self, server: ServerClient) -> None:
+        """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
+        member = Member(server, answers=False, trouble="is new")
+        self._members[server] = member
+        self._watch(member)
+
+    def forget(self, server: ServerClient) -> None:
+        """A server that is gone for good. What it was generating moves to others."""
+        self.lose(server, "is gone")
+        self._stop_watching(self._members.pop(server))
+        if server in self.publishing:
+            self.publishing.remove(server)
+            self.number += 1
+        server.abandon_calls()
+
     @property
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
-        return not self.serving and any(member.answers for member in self._members.values())
+        return not self.serving and any(member.answers for member in list(self._members.values()))
 
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
@@ -156,6 +171,11 @@ class Membership:
 
     def allow_catching_up(self) -> None:
         self._may_catch_up = True
+
+    @property
+    def is_publishing(self) -> bool:
+        """From `muster` to the end of the publication."""
+        return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if server in self.serving or member.answers]

@@ -55,9 +55,15 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         seed: int | None = None,
         events: Sequence[RolloutEvents] = (),
         on_drop: Callable[[str, str], None] | None = None,
+        run_name: str = "",
     ) -> None:
-        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication."""
+        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication.
+
+        With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
+        it; others follow that one, by `settle`.
+        """
         self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
+        self.run_name = run_name
         self._version = 0
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
@@ -78,7 +84,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
 
         async def connect() -> None:
-            self._fleet = Fleet(self.config, urls, self.on_drop)
+            self._fleet = Fleet(self.config, urls, self.on_drop, run_name=self.run_name)
             await self._fleet.connect()
 
         try:
@@ -302,11 +308,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     def settle(self, serving: list[str], version: int) -> None:
         """Another client has published `version` to the servers `serving`: send requests to these alone."""
-
-        async def settle() -> None:
-            self._fleet.settle([server for server in self._fleet.servers if server.url in serving], version)
-
-        self._running_thread().run(settle())
+        self._running_thread().run(self._fleet.follow(serving, version))
         self.set_version(version)
 
     # -- weights; what a publication needs is in ServerWeights

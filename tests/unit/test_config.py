@@ -73,6 +73,7 @@ OUR_KEYS = {
         "workflow_args",
         "reward",
         "servers",
+        "registry",
         "backend",
         "server_count",
         "server_restarts",
@@ -288,6 +289,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["rollout.servers=[http://a]", "rollout.registry=b"],
+            "rollout.registry = 'b': must be empty where rollout.ser",
+        ),
         (
             ["rollout.max_staleness=1", "batch.updates_per_step=2"],
             "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",
