@@ -103,8 +103,8 @@ class Fleet:
 
         In a publication nobody leaves, and where no server is named all stay: to forget them would gain nothing.
         """
-        known = {server.url: server for server in self.servers}
-        for url in [url.rstrip("/") for url in urls]:
+        known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
+        for url in urls:
             if url not in known:
                 logger.info("%s is a new rollout server", url)
                 self.servers.append(self._client(url))
