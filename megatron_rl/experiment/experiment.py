@@ -30,6 +30,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
+from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismatch_metrics, policy_metrics
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
@@ -330,6 +331,7 @@ class Experiment:
         dist.broadcast_object_list(served_by, src=0, group=self.groups.control)
         if self.rollout is not None and not self.groups.is_main:
             self.rollout.settle(served_by[0], version)
+        leave_weights(self.engine, self.rollout, self.groups, self.folder / "late_servers", self.config.model.path)
 
     def next_batch(self, step: int) -> TrajectoryBatch | None:
         """Return the step's trajectories on every rank, or None where a notice stops the run.

@@ -8,6 +8,7 @@ to the current weights, where this client has published them.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,7 +18,7 @@ import aiohttp
 from megatron_rl.api import HeldWeights, NoServerLeft
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import registered_urls
-from megatron_rl.rollout.catch_up import Current, catch_up, source_for
+from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
 
@@ -179,6 +180,20 @@ class Fleet:
             if server in self._held and server.info is not None and server.info.checksum_form is not None
         }
         return Current(version, checksums, self._folder)
+
+    @property
+    def wants_folder(self) -> bool:
+        """From any thread. A server that was restarted as often as it may be is not coming back."""
+        current, patience_s = self._current, self.config.start_timeout_s * (1 + self.config.server_restarts)
+        return current is not None and any(
+            server.info is not None and needs_folder(server, self.members.serving, current)
+            for server in self.members.away_for(patience_s)
+        )
+
+    def offer_folder(self, path: str, version: str) -> None:
+        """The weights of `version`, if that is still the current one, lie at `path`."""
+        if self._current is not None and self._current.version == version:
+            self._current = dataclasses.replace(self._current, folder=path)
 
     async def _catch_up(self, server: ServerClient) -> str | None:
         """Bring a server that does not serve to the current weights; None where there is no way to."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -36,6 +37,8 @@ class Member:
     """Calls that failed since one last went well."""
     answers: bool = True
     """It has answered since it was lost, but with other weights."""
+    away_since: float = 0.0
+    """On the monotonic clock: when it was lost, or found where it is new."""
     dropped_in: int = -1
     """The publication that it failed."""
     trouble: str = ""
@@ -80,7 +83,7 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, answers=False, trouble="is new")
+        member = Member(server, answers=False, trouble="is new", away_since=time.monotonic())
         self._members[server] = member
         self._watch(member)
 
@@ -97,6 +100,12 @@ class Membership:
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
         return not self.serving and any(member.answers for member in list(self._members.values()))
+
+    def away_for(self, at_most_s: float) -> list[ServerClient]:
+        """The servers that have not served for so long at most. From any thread."""
+        since = time.monotonic() - at_most_s
+        members = list(self._members.values())
+        return [m.server for m in members if m.server not in self.serving and m.away_since >= since]
 
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
@@ -122,7 +131,7 @@ class Membership:
         self.serving.remove(server)
         self.number += 1
         member.failures += 1
-        member.answers = False
+        member.answers, member.away_since = False, time.monotonic()
         self._watch(member)
         if not self.serving:
             self._some_serve.clear()

@@ -311,6 +311,19 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._running_thread().run(self._fleet.follow(serving, version))
         self.set_version(version)
 
+    @property
+    def wants_folder(self) -> bool:
+        """True where a server that may come back soon could have the weights just published from a folder alone."""
+        return self._fleet.wants_folder
+
+    def offer_folder(self, path: str, version: int) -> None:
+        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
+
+        async def offer() -> None:
+            self._fleet.offer_folder(path, str(version))
+
+        self._running_thread().run(offer())
+
     # -- weights; what a publication needs is in ServerWeights
 
     def pause(self) -> None:

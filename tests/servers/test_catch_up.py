@@ -6,8 +6,10 @@ import time
 import urllib.request
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from tests.servers.reference import reference_greedy
@@ -73,8 +75,8 @@ def test_peer_gives_nothing_but_the_version_that_was_asked_for(embedded_servers)
 def late(scripted, connect):
     """(client, server that serves version 1, server that was restarted since): catching up is about to begin."""
 
-    def make(**options):
-        late, steady = scripted(info=EMBEDDED), scripted(info=EMBEDDED)
+    def make(info=EMBEDDED, **options):
+        late, steady = scripted(info=info), scripted(info=info)
         for server in (late, steady):
             server.answers["/weights_checker"] = lambda _: {"ranks": [{"checksums": SUMS}]}
             server.answers["/update_weight_version"] = lambda body, s=server: (
@@ -191,3 +193,67 @@ def test_server_that_answers_again_in_a_publication_waits_until_it_is_over(late)
     engine.resume()
     assert eventually(lambda: len(engine.serving) == 2)
     assert late_server.body_of("/update_weights_from_peer")["peer_version"] == "2"
+
+
+# -- from a folder that the trainer leaves
+
+
+class OneRank:
+    """What `leave_weights` asks of ParallelGroups and of a TrainEngine."""
+
+    is_main = True
+
+    def __init__(self, version):
+        self.version = version
+        self.streamed = 0
+
+    def any(self, is_so):
+        return is_so
+
+    def get_version(self):
+        return self.version
+
+    def hf_tensors(self):
+        for number in range(3):
+            self.streamed += 1
+            yield f"layer.{number}.weight", torch.full((2, 2), float(self.version))
+
+
+SGLANG = {"device": "cpu", "dtype": "float32"}
+
+
+def test_trainer_leaves_weights_where_a_server_is_away_that_no_peer_can_give_them(late, tiny_model, tmp_path):
+    engine, steady, late_server = late(info=SGLANG)
+    rank = OneRank(1)
+    leave = lambda: leave_weights(rank, engine, rank, tmp_path, str(tiny_model))  # noqa: E731
+    (tmp_path / "version-0").mkdir()
+    assert eventually(lambda: len(engine.serving) == 1)
+    time.sleep(0.7)
+    assert len(engine.serving) == 1  # it answers, and nobody can help it
+    leave()
+    assert eventually(lambda: len(engine.serving) == 2)
+    body = late_server.body_of("/update_weights_from_disk")
+    assert (body["model_path"], body["weight_version"]) == (f"{tmp_path}/version-1", "unconfirmed")
+    assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
+    # All serve: nothing is gathered or written.
+    rank.streamed = 0
+    publish(engine, 2)
+    leave()
+    assert rank.streamed == 0
+
+
+def test_weights_that_cannot_be_left_stop_no_training(late, tiny_model, tmp_path, caplog):
+    engine, *_ = late(info=SGLANG)
+    rank = OneRank(1)
+    (tmp_path / "file").write_text("")
+    leave_weights(rank, engine, rank, tmp_path / "file" / "folder", str(tiny_model))
+    # The other ranks gather until the end all the same.
+    assert rank.streamed == 3 and "were not written" in caplog.text
+
+
+def test_embedded_server_has_peers_and_needs_no_folder(late):
+    async def never(_):
+        await asyncio.sleep(60)
+
+    engine, *_ = late(update_weights_from_peer=never)
+    assert eventually(lambda: len(engine.serving) == 1) and not engine.wants_folder
