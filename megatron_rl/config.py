@@ -338,6 +338,8 @@ class RolloutConfig:
     `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The run starts
     once `server_count` are there; none are started.
     """
+    router: str = ""
+    """URL of an SGLang router (sglang-router 0.3) that picks a server for each request; it is told which there are."""
     backend: str = "auto"
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
     server_count: int = 1

@@ -8,6 +8,7 @@ to the current weights, where this client has published them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,8 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import registered_urls
 from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
-from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
+from megatron_rl.rollout.router import Router, check_versions
+from megatron_rl.rollout.server_client import CommandRefused, ReplyPart, ServerClient, ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
 """A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
 REGISTRY_EVERY_S = 2.0
+ROUTER_TIMEOUT_S = 60.0
+ROUTER_RETRY_S = 1.0
 
 
 class Fleet:
@@ -50,7 +54,10 @@ class Fleet:
         self.config = config
         self.run_name = run_name
         self.servers = [self._client(url) for url in urls]
-        self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop)
+        self.router = Router(self._client(config.router)) if config.router else None
+        self.members = Membership(
+            self.servers, catch_up=self._catch_up, on_drop=on_drop, looks_at_weights=self.router is not None
+        )
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
         self.open.set()
@@ -62,7 +69,7 @@ class Fleet:
         """What each server said of its weights in this publication."""
         self._current: Current | None = None
         """None until this client has published."""
-        self._registry_watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     def _client(self, url: str) -> ServerClient:
         return ServerClient(url, self._session, freezes_steps=self.config.interruption == "in_place")
@@ -81,13 +88,55 @@ class Fleet:
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.begin(self.config.health_timeout_s)
         if self.run_name:
-            self._registry_watcher = asyncio.get_running_loop().create_task(self._watch_registry())
+            self._watchers.append(asyncio.create_task(self._watch_registry()))
+        if self.router is not None:
+            self.router.client.info = self.servers[0].info
+            await self._tell_router()
+            self._watchers.append(asyncio.create_task(self._keep_router()))
 
     async def close(self) -> None:
-        if self._registry_watcher is not None:
-            self._registry_watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         self.members.close()
         await self._session.close()
+
+    # -- requests
+
+    def entrance(self) -> ServerClient | None:
+        """Where requests go to instead of to a server, if to a router."""
+        return None if self.router is None else self.router.client
+
+    def accept(self, server: ServerClient, part: ReplyPart, version: int) -> None:
+        """A reply came to a request that was sent under `version`; ServerError where it cannot be meant."""
+        if self.router is None:
+            self.members.praise(server)
+        else:
+            check_versions(part, version)
+
+    def blame(self, server: ServerClient, trouble: str) -> None:
+        """A request failed at `server`."""
+        if self.router is None:
+            self.members.lose(server, trouble)
+        else:
+            self.members.suspect()
+
+    async def _tell_router(self) -> None:
+        """Let the router send requests to the servers that serve, and to no others."""
+        assert self.router is not None
+        self.members.changed.clear()
+        await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
+
+    async def _keep_router(self) -> None:
+        while True:
+            await self.members.changed.wait()
+            try:
+                await self._tell_router()
+            except ServerError as error:
+                logger.warning("%s", error)
+                self.members.changed.set()
+                await asyncio.sleep(ROUTER_RETRY_S)
+
+    # -- the registry
 
     async def _watch_registry(self) -> None:
         while True:
@@ -115,6 +164,8 @@ class Fleet:
                 logger.warning("%s has left the registry", server.url)
                 self.servers.remove(server)
                 self.members.forget(server)
+
+    # -- control
 
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
@@ -162,6 +213,9 @@ class Fleet:
                 self._current = self._confirmed(servers, str(version))
                 self.settle(servers, version)
                 self._published = None
+                if self.router is not None:
+                    with contextlib.suppress(ServerError):  # it is told again, and again
+                        await self._tell_router()
             self.members.allow_catching_up()
             self.open.set()
 
@@ -226,4 +280,6 @@ class Fleet:
         """`servers` have `version` and serve; all others wait until they are caught up or take part in a later one."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
+        if self.router is not None:
+            self.router.client.cache.publish(str(version), flushed=not any(server.keeps_cache for server in servers))
         self.members.settle(servers, str(version))

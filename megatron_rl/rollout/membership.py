@@ -9,6 +9,7 @@ Everything here runs on one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -55,9 +56,11 @@ class Membership:
         *,
         catch_up: Callable[[ServerClient], Awaitable[str | None]],
         on_drop: Callable[[str, str], None] | None = None,
+        looks_at_weights: bool = False,
     ) -> None:
         """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
 
+        `looks_at_weights`: no call fails where a server is started anew, so each is asked what it has now and then.
         `on_drop(url, reason)` is told of servers that failed a publication.
         """
         self._members = {server: Member(server) for server in servers}
@@ -66,7 +69,11 @@ class Membership:
         self.number = 0
         """Counts changes: a weight group made under another number no longer fits."""
         self._catch_up, self._on_drop = catch_up, on_drop
+        self._looks_at_weights = looks_at_weights
         self._may_catch_up = True
+        self.changed = asyncio.Event()
+        """Set whenever `serving` may have changed."""
+        self._is_suspicious = asyncio.Event()
         self._publications = 0
         self._patrol: asyncio.Task[None] | None = None
         self._some_serve = asyncio.Event()
@@ -129,6 +136,7 @@ class Membership:
         if server not in self.serving:
             return
         self.serving.remove(server)
+        self.changed.set()
         self.number += 1
         member.failures += 1
         member.answers, member.away_since = False, time.monotonic()
@@ -204,6 +212,7 @@ class Membership:
         self._publications += 1
         self._may_catch_up = True
         self.serving = list(servers)
+        self.changed.set()
         if servers:
             self._some_serve.set()
 
@@ -218,14 +227,25 @@ class Membership:
 
         async def visit(server: ServerClient) -> None:
             try:
-                await server.give_sign_of_life(timeout_s=patience_s)
+                weights = await server.give_sign_of_life(timeout_s=patience_s)
             except ServerError as error:
                 self.lose(server, str(error))
                 server.abandon_calls()
+            else:
+                expected = self._members[server].weights if server in self._members else None
+                if self._looks_at_weights and not self.is_publishing and None not in (weights, expected):
+                    if weights != expected:
+                        self.lose(server, f"has weights {weights!r}, and was published {expected!r}")
 
         while True:
-            await asyncio.sleep(min(PATROL_EVERY_S, patience_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_suspicious.wait(), min(PATROL_EVERY_S, patience_s))
+            self._is_suspicious.clear()
             await asyncio.gather(*(visit(server) for server in self.serving))
+
+    def suspect(self) -> None:
+        """Something failed, and nobody knows at which server: look at all of them now."""
+        self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
@@ -254,6 +274,7 @@ class Membership:
             await asyncio.sleep(LOOK_EVERY_S)
         member.watcher = None
         self.serving.append(server)
+        self.changed.set()
         self._some_serve.set()
 
     async def _has_caught_up(self, member: Member) -> bool:

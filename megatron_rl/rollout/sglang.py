@@ -188,23 +188,23 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]
     ) -> ReplyPart:
         """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile."""
-        members = self._fleet.members
-        call = asyncio.create_task(server.generate(rid, tokens, params, version=self._version))
+        fleet, version = self._fleet, self._version
+        call = asyncio.create_task(server.generate(rid, tokens, params, version=version))
         server.calls.add(call)
         try:
             part = await call
+            fleet.accept(server, part, version)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise  # this episode is cancelled, not the call
             raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
         except ServerError as error:
-            members.lose(server, str(error))
+            fleet.blame(server, str(error))
             self._tally.add(server_failures=1)
             raise
         finally:
             server.calls.discard(call)
-        members.praise(server)
         return part
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
@@ -223,6 +223,8 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 await members.wait_for_one(self.config.start_timeout_s)
             if left_s is not None:
                 deadline.reschedule(clock() + left_s)
+        if (entrance := self._fleet.entrance()) is not None:
+            return entrance
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
             others = [server for server in members.serving if server is not avoid]

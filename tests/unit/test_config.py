@@ -74,6 +74,7 @@ OUR_KEYS = {
         "reward",
         "servers",
         "registry",
+        "router",
         "backend",
         "server_count",
         "server_restarts",
