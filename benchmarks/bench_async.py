@@ -99,20 +99,33 @@ def train_and_measure(settings: dict) -> None:
     """The training process: runs the real loop and prints one line of JSON."""
     from megatron_rl import experiment
     from megatron_rl.config import load_config
+    from megatron_rl.experiment.rollouts import Rollouts
     from megatron_rl.rollout.groups import trained_versions
     from megatron_rl.train import train
 
     ages: Counter[int] = Counter()
     stats = []
 
-    class Measured(experiment.Experiment):
-        def publish(self):
-            self.rollout.update_weights("modelled", self.engine.get_version())
+    class Announced(Rollouts):
+        """Tells the servers of a version without sending it, and counts the ages of what is trained."""
 
-        def rollout_batch(self):
-            batch = super().rollout_batch()
-            ages.update((self.engine.get_version() - trained_versions(batch)).tolist())
+        def publish(self):
+            version = self.x.engine.get_version()
+            self.process.pause()
+            for loaded in self.process.load_folder("modelled", version).values():
+                loaded.result()
+            self.process.finish_update(version)
+            self.process.resume()
+
+        def batch(self):
+            batch = super().batch()
+            ages.update((self.x.engine.get_version() - trained_versions(batch)).tolist())
             return batch
+
+    class Measured(experiment.Experiment):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.rollouts = Announced(self)
 
         def log(self, step, *args):
             super().log(step, *args)

@@ -1,12 +1,13 @@
-"""What rollouts cost the trainer's process: requests per second of the executor, and the slow-down of a training step.
+"""What the rollout process sustains, in requests per second, and what it costs the trainer: a step's slow-down.
 
     python benchmarks/bench_executor.py
 
-A null server in a process of its own answers every request at once with the same 32 tokens. First row: the real
-executor, client, workflow (8 samples a prompt, tokenised and decoded, a reward function for each) as fast as they go,
-in requests per second and per second of this process's CPU time, which does not depend on what else the machine does.
-Second: one training step of a real engine with and without `--rate` requests per second beside it, in turns; the
-slow-down is the median over pairs. The executor's own share of a core at that rate stands beside it.
+A null server in a process of its own answers every request at once with the same 32 tokens. Each of trainer and rollout
+process has a core of its own. First row: the rollout process with the real executor, client and workflow (8 samples a
+prompt, tokenised and decoded, a reward function for each) as fast as it goes, in requests per second and per second of
+its CPU time. The server is on the trainer's core meanwhile. Then: one training step of a real engine with and without
+`--rates` requests per second beside it, in turns; the slow-down is the median over pairs. The server is on the rollout
+process's core then, and that core's load stands beside it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import orjson
+import psutil
 import uvloop
 from rollout_server import commit, cpu_name
 
@@ -70,35 +73,44 @@ async def serve() -> None:
 
 
 class Rollout:
-    """The rollout side of a trainer, with everything but a model behind it."""
+    """The rollout process of a trainer, on core `core`, with a null server behind it."""
 
-    def __init__(self, port: int) -> None:
-        from transformers import AutoTokenizer
+    def __init__(self, port: int, folder: Path, core: int) -> None:
+        from megatron_rl.config import load_config
+        from megatron_rl.rollout.books import Place
+        from megatron_rl.rollout.process import Beginning, RolloutProcess
+        from megatron_rl.rollout.prompts import load_prompts
 
-        from megatron_rl.config import GenerationConfig, RolloutConfig
-        from megatron_rl.rollout.rewards import exact_match
-        from megatron_rl.rollout.sglang import RemoteSGLangEngine
-        from megatron_rl.rollout.tasks import count_ones
-        from megatron_rl.rollout.workflows import RLVRWorkflow
-
-        gconfig = GenerationConfig(n_samples=SAMPLES, max_new_tokens=REPLY_TOKENS)
-        self.workflow = RLVRWorkflow(exact_match, gconfig, AutoTokenizer.from_pretrained(MODEL))
-        self.prompts = count_ones()
-        self.engine = RemoteSGLangEngine(RolloutConfig(max_concurrent_episodes=32), seed=1)
-        self.engine.initialize(f"http://127.0.0.1:{port}")
+        overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
+        overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]
+        config = load_config(ROOT / "configs/count_grpo.yaml", overrides)
+        self.process = RolloutProcess(folder / "rollout.log", on_death=sys.exit)
+        self.pid = self.process.process.pid
+        os.sched_setaffinity(self.pid, {core})  # before it has threads
+        prompts = load_prompts(config.data.train, config.data.train_args, key="data.train")
+        place = Place(head=0, heads=1, life=1, fingerprint="", resumed=None)
+        begin = Beginning(config=config, place=place, prompts=prompts, held_out=prompts[:1], sys_path=sys.path)
+        self.process.begin(begin)
+        self.process.connect([f"http://127.0.0.1:{port}"])
+        self._next = 0
 
     def send(self, requests: int) -> None:
-        prompts = [self.prompts[number % len(self.prompts)] for number in range(requests // SAMPLES)]
-        assert len(self.engine.rollout_batch(prompts, self.workflow)) == requests
+        batch = self.process.rollout_batch(self._next, requests // SAMPLES).result()
+        self._next += requests // SAMPLES
+        assert len(batch) == requests
+
+    def cpu_s(self) -> float:
+        used = psutil.Process(self.pid).cpu_times()
+        return used.user + used.system
 
 
 def throughput(rollout: Rollout, rounds: int) -> tuple[float, float]:
-    """Requests per second of time, and per second of CPU time: medians over rounds."""
-    rates = []
-    for _ in range(rounds):
-        begin, begin_cpu, requests = time.perf_counter(), time.process_time(), 2048
+    """Requests per second of time, and per second of its CPU time: medians over rounds."""
+    rates, requests = [], 4096
+    for _ in range(rounds + 1):
+        begin, begin_cpu = time.perf_counter(), rollout.cpu_s()
         rollout.send(requests)
-        rates.append((requests / (time.perf_counter() - begin), requests / (time.process_time() - begin_cpu)))
+        rates.append((requests / (time.perf_counter() - begin), requests / (rollout.cpu_s() - begin_cpu)))
     return statistics.median(rate for rate, _ in rates[1:]), statistics.median(rate for _, rate in rates[1:])
 
 
@@ -129,7 +141,7 @@ def make_step():
 
 
 def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, float, float]:
-    """Median seconds of a step alone, its median slow-down beside `rate` requests/s, and these requests' cores."""
+    """Median seconds of a step alone, its slow-down beside `rate` requests/s, and these requests' share of a core."""
     is_on, stop = threading.Event(), threading.Event()
 
     def send() -> None:
@@ -154,9 +166,9 @@ def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, f
         alone.append(seconds[False])
         ratios.append(seconds[True] / seconds[False])
     is_on.set()
-    begin, begin_cpu = time.perf_counter(), time.process_time()
+    begin, begin_cpu = time.perf_counter(), rollout.cpu_s()
     time.sleep(5.0)
-    cores = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
+    cores = (rollout.cpu_s() - begin_cpu) / (time.perf_counter() - begin)
     stop.set()
     sender.join()
     return statistics.median(alone[1:]), statistics.median(ratios[1:]) - 1, cores
@@ -171,24 +183,28 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return uvloop.run(serve())
-    load = os.getloadavg()[0]
+    load, (own_core, other_core) = os.getloadavg()[0], sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {own_core})
+    os.environ["OMP_NUM_THREADS"] = "1"
     server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        rollout = Rollout(int(server.stdout.readline()))
-        per_s, per_cpu_s = throughput(rollout, args.rounds)
-        print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {load:.1f}")
-        print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
-        print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
-        step = make_step()
-        for rate in args.rates:
-            seconds, slower, cores = slow_down(rollout, step, rate, args.pairs)
-            print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
-            print(f"which take {cores:.1%} of a core", flush=True)
-        rollout.engine.destroy()
-    finally:
-        server.kill()
-        server.wait()
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        rollout = Rollout(int(server.stdout.readline()), Path(folder), other_core)
+        try:
+            per_s, per_cpu_s = throughput(rollout, args.rounds)
+            print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {load:.1f}")
+            print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
+            print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
+            os.sched_setaffinity(server.pid, {other_core})
+            step = make_step()
+            for rate in args.rates:
+                seconds, slower, cores = slow_down(rollout, step, rate, args.pairs)
+                print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
+                print(f"which take {cores:.1%} of the other core", flush=True)
+        finally:
+            rollout.process.close()
+            server.kill()
+            server.wait()
 
 
 if __name__ == "__main__":

@@ -21,16 +21,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import TrainConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import journal
-from megatron_rl.rollout.events import RolloutEvents
-from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
-from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout import journal, journal_lock
+from megatron_rl.rollout.books import Place
+from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
@@ -212,63 +210,51 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class RolloutBooks:
-    """A data head's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes.
+    """Where a run is in its prompts; what each data head has of them is in its rollout process (rollout/books.py).
 
     resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
-    The other ranks keep no books, but call along.
+    RuntimeError on all ranks where processes of another start of the run still write its journal.
     """
 
     def __init__(
         self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
     ) -> None:
-        self.prompts, self.groups, self.options = prompts, groups, config.rollout
+        self.prompts, self.groups, self.options, self.resumed = prompts, groups, config.rollout, resumed
         self.folder = Path(config.run.folder) / journal.FOLDER
+        self.keeps_journal = config.run.checkpoint_every_steps > 0
+        self.fingerprint = fingerprint(config)
+        fault = groups.on_main(lambda: journal_lock.wait_for_owners(self.folder))
+        if fault:
+            raise RuntimeError(fault)
         life = [journal.next_life(self.folder)]
         dist.broadcast_object_list(life, src=0, group=groups.control)
-        self.ledger = PromptLedger(prompts, rank=groups.data.rank, size=groups.data.size)
-        self.journal: RolloutJournal | None = None
-        self.replay: Replay | None = None
+        self.life: int = life[0]
         if resumed:
-            self._take_prompts_from(resumed)
-        self.note_step()
-        if not groups.is_data_head or config.run.checkpoint_every_steps == 0:
-            return
-        state = resumed or {"step": 0, "version": 0}
-        stamp = {"life": life[0], "version": state["version"], "fingerprint": fingerprint(config)}
-        self.journal = RolloutJournal(self.folder, head=groups.data.rank, first_step=state["step"], **stamp)
-        if resumed is not None:
-            self.replay = Replay(self.folder, max_staleness=self.options.max_staleness, **stamp)
+            self._check_order(resumed)
+            prompts.load_state_dict(resumed["prompts"])
 
-    def _take_prompts_from(self, state: dict[str, Any]) -> None:
+    def _check_order(self, state: dict[str, Any]) -> None:
         if state["ledgers"] and self.options.takes_prompts_in_order:
             raise ValueError(
                 f"rollout.max_staleness = {self.options.max_staleness}: the checkpoint's run samples prompts ahead or "
                 f"replaces them, and one that takes them in order would leave out those under way; resume it with its "
                 f"own max_staleness, max_uniform_resamples and oversample."
             )
-        self.prompts.load_state_dict(state["prompts"])
-        in_order = [{"open": [], "next": self.prompts.number, "size": 1}]
-        self.ledger.load_state_dicts(state["ledgers"] or in_order)
 
-    @property
-    def events(self) -> list[RolloutEvents]:
-        return [self.ledger, *([self.journal] if self.journal is not None else [])]
+    def place(self) -> Place:
+        """What this data head's rollout process is told."""
+        data = self.groups.data
+        stamp: dict[str, Any] = {"life": self.life, "fingerprint": self.fingerprint, "resumed": self.resumed}
+        return Place(head=data.rank, heads=data.size, **stamp)
 
-    @property
-    def faults(self) -> list[str]:
-        """What of earlier processes' journals cannot be read."""
-        return self.replay.faults if self.replay is not None else []
+    def lock(self) -> int | None:
+        """Take the lock of this data head's journal, for its rollout process; None where the run keeps no journal."""
+        return journal_lock.take(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
-    def metrics(self) -> dict[str, float]:
-        """How many groups of earlier processes this one has trained or is about to, in all."""
-        return {"rollout/replayed_groups": self.replay.replayed} if self.replay is not None else {}
-
-    def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
-        return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
-
-    def note_step(self) -> None:
+    def note_step(self, rollout: RolloutProcess | None) -> None:
         """A step begins or has ended: this is the place that `state_dict` tells of."""
-        self._noted = self.prompts.state_dict(), self.ledger.state_dict()
+        in_order = rollout is None or self.options.takes_prompts_in_order
+        self._noted = self.prompts.state_dict(), None if in_order else rollout.ledger_state()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the prompts, the same on all ranks.
@@ -279,19 +265,8 @@ class RolloutBooks:
         if self.options.takes_prompts_in_order:
             return {"prompts": prompts, "ledgers": []}
         states: list[Any] = [None] * self.groups.world_size
-        dist.all_gather_object(states, ledger if self.groups.is_data_head else None, group=self.groups.control)
+        dist.all_gather_object(states, ledger, group=self.groups.control)
         return {"prompts": prompts, "ledgers": [state for state in states if state is not None]}
-
-    def turn_the_page(self, oldest_checkpoint: int) -> None:
-        """Begin new journal files with a checkpoint, and drop those that none which is left can need."""
-        if self.journal is not None:
-            self.journal.begin_file()
-        if self.groups.is_main:
-            journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
-
-    def close(self) -> None:
-        if self.journal is not None:
-            self.journal.close()
 
 
 def fingerprint(config: TrainConfig) -> str:

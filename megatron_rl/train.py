@@ -36,7 +36,7 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
                 stats = x.actor.update(shares)
             critic_stats = x.update_critic(batch, step)
             with x.timers("publish"):
-                x.publish()
+                x.rollouts.publish()
             x.save(step=step + 1)
             x.log(step, batch, shares, stats, critic_stats)
             x.evaluate(step=step + 1)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.config import GenerationConfig
+
+if TYPE_CHECKING:  # it takes longer to import than torch itself, and the rollout process needs none
+    from tensordict import TensorDict
 
 TOKEN_KEYS = {"input_ids": torch.int64, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int64}
 """Per-token tensors that every trajectory has, with their dtypes."""

@@ -7,22 +7,17 @@ ranks.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
-from megatron_rl.api import NoServerLeft
 from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
@@ -30,34 +25,17 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
-from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismatch_metrics, policy_metrics
+from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.experiment.warm_start import WarmStart
-from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
-from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state
-from megatron_rl.rollout.dead_letters import DeadLetters
-from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.prompts import PromptIterator
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
-from megatron_rl.weights.architecture import read_architecture
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-SERVER_DIES_BEFORE_NOTICE_S = 1.0
-"""Some schedulers send a notice to every process of a job, also to the servers."""
-SERVER_LOOK_S = 0.2
-"""How often a rank that waits for replies looks whether a server is left to give them."""
-PUBLICATION_ATTEMPTS = 3
-"""How often a version may cost every server before the run ends."""
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
 
@@ -69,11 +47,9 @@ class Experiment:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         self.config, self.needs_servers, self.resume = config, needs_servers, resume
         self.timers = PhaseTimers()
-        self.supervisor: Supervisor | None = None
-        self.rollout: RemoteSGLangEngine | None = None
+        self.rollouts = Rollouts(self)
         self.engine: MegatronEngine | None = None
         self.warm_start = WarmStart(self)
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-replies")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -102,12 +78,12 @@ class Experiment:
         self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
-        self.notice = StopNotice(config.run.grace_s, on_half_time=self._leave_step, says_so=self.groups.is_main)
+        self.notice = StopNotice(config.run.grace_s, on_half_time=self.rollouts.leave_step, says_so=self.groups.is_main)
         if config.run.checkpoint_every_steps > 0:
             self.notice.listen()
         try:
             if self.needs_servers:
-                self._start_servers()
+                self.rollouts.start()
             self._start_engines()
         except BaseException as error:
             self.__exit__(type(error))
@@ -119,65 +95,8 @@ class Experiment:
         self.log_file.close()
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
-        if self.rollout is not None:
-            self.rollout.destroy()
-            self.books.close()
-        self._waiting.shutdown()
-        if self.supervisor is not None:
-            self.supervisor.stop()
+        self.rollouts.stop()
         parallel.stop()
-
-    def _start_servers(self) -> None:
-        """Rank 0 starts the servers, or takes those of the config or the registry; every data head connects to all."""
-        config, run_name = self.config, self.folder.name
-        urls: list[Any] = [list(config.rollout.servers)]
-        if self.groups.is_main and config.rollout.registry:
-            folder, count = config.rollout.registry, config.rollout.server_count
-            self.say(f"waiting for {count} rollout server(s) of run {run_name} to register in {folder}")
-            urls = [wait_for_servers(folder, run_name, count, timeout_s=config.rollout.start_timeout_s)]
-        elif self.groups.is_main and not urls[0]:
-            arch = read_architecture(config.model.path)
-            self.supervisor = Supervisor(
-                config.rollout,
-                config.model.path,
-                self.folder / "servers",
-                dtype=config.model.dtype,
-                context_length=arch.max_positions,
-                dummy_weights=True,  # version 0 is published before the first request
-                threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
-                on_death=self._on_server_death,
-            )
-            self.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
-            urls = [self.supervisor.start()]
-        dist.broadcast_object_list(urls, src=0, group=self.groups.control)
-        if self.groups.is_data_head:
-            rank = self.groups.data.rank
-            dead_letters = DeadLetters(self.folder / f"dead_letters{f'-{rank}' if rank else ''}.jsonl")
-            events = [*self.books.events, dead_letters]
-            on_drop = None if self.supervisor is None else self.supervisor.replace
-            self.rollout = RemoteSGLangEngine(
-                config.rollout,
-                seed=config.run.seed,
-                events=events,
-                on_drop=on_drop,
-                run_name=run_name if config.rollout.registry and self.groups.is_main else "",
-            )
-            self.rollout.initialize(urls[0])
-            self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
-            greedy = config.generation.new(greedy=True, n_samples=1)
-            self.evaluation_workflow = make_workflow(config, self.tokenizer, greedy)
-
-    def _on_server_death(self, message: str) -> None:
-        """End the run, unless whoever ended the server has sent this process a notice too: then save first."""
-        if self.notice.came(within_s=SERVER_DIES_BEFORE_NOTICE_S):
-            self._leave_step()
-        else:
-            watch.stop(message)
-
-    def _leave_step(self) -> None:
-        """Let the rollout of the step that is under way fail."""
-        if self.rollout is not None:
-            self.rollout.fail(f"{self.notice.signal_name or 'a notice'}: the run is about to be ended.")
 
     def _start_engines(self) -> None:
         config = self.config
@@ -235,7 +154,7 @@ class Experiment:
             self._continue_from(self.resumed_from)
         else:
             self.warm_start.run()
-        self.publish()
+        self.rollouts.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
             self.evaluate(step=self.first_step)
@@ -250,7 +169,7 @@ class Experiment:
             self.warm_start.load(self.reference)
         for fault in self.checkpoints.passed_over:
             self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
-        for fault in self.books.faults:
+        for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.say(f"resumed after step {self.first_step} from {path}")
 
@@ -267,7 +186,7 @@ class Experiment:
         options = self.config.run
         if options.checkpoint_every_steps == 0:
             return False
-        self.books.note_step()
+        self.books.note_step(self.rollouts.process)
         if self.groups.any(self.notice.came()):
             self._stop_after(step)
             return True
@@ -290,7 +209,8 @@ class Experiment:
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()
-        self.books.turn_the_page(self.checkpoints.oldest)
+        if self.rollouts.process is not None:
+            self.rollouts.process.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way} | self.books.state_dict()
         self.checkpoints.start(step, self._trained, state, in_background=in_background)
@@ -304,35 +224,6 @@ class Experiment:
         why = self.notice.signal_name or "another rank's notice"
         self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
 
-    def publish(self) -> None:
-        """Bring the servers to the engine's weights and version: all that take part, at least one.
-
-        Servers that fail are left out, and those restarted since the last time take part again.
-        """
-        version, served_by = self.engine.get_version(), [[""]]
-        watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
-        with watched:
-            is_published, attempt = [False], 0
-            while not is_published[0]:
-                is_published, attempt = [True], attempt + 1
-                if self.groups.is_main:
-                    self.rollout.muster()
-                try:
-                    self.engine.update_weights(self.rollout if self.groups.is_main else None, version)
-                except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
-                    if attempt == PUBLICATION_ATTEMPTS:
-                        raise
-                    logger.warning("%s", error)
-                    is_published = [False]
-                dist.broadcast_object_list(is_published, src=0, group=self.groups.control)
-        if self.groups.is_main:
-            served_by = [self.rollout.serving]
-        # No head may ask for a reply before the servers have the version.
-        dist.broadcast_object_list(served_by, src=0, group=self.groups.control)
-        if self.rollout is not None and not self.groups.is_main:
-            self.rollout.settle(served_by[0], version)
-        leave_weights(self.engine, self.rollout, self.groups, self.folder / "late_servers", self.config.model.path)
-
     def next_batch(self, step: int) -> TrajectoryBatch | None:
         """Return the step's trajectories on every rank, or None where a notice stops the run.
 
@@ -341,9 +232,9 @@ class Experiment:
         own: TrajectoryBatch | None = None
         is_left = False
         with self.timers("rollout"):
-            self.books.note_step()
+            self.books.note_step(self.rollouts.process)
             try:
-                own = self.rollout_batch()
+                own = self.rollouts.batch()
             except RuntimeError:
                 if not self.notice.came():
                     raise
@@ -351,44 +242,7 @@ class Experiment:
             if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
                 self._stop_after(step)
                 return None
-            return self.exchange(own)
-
-    def rollout_batch(self) -> TrajectoryBatch | None:
-        """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
-
-        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
-        many as it needs from its own share of the prompts, which its ledger hands out.
-        """
-        total, data = self.config.batch.prompts_per_step, self.groups.data
-        first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
-        if not self.config.rollout.takes_prompts_in_order:
-            return self._roll_out(lambda r: r.prepare_batch(self.books.ledger, self.workflow, last - first))
-        prompts = self.prompts.next_batch(total)
-        return self._roll_out(lambda r: r.rollout_batch(prompts[first:last], self.workflow))
-
-    def _roll_out(self, call: Callable[[RemoteSGLangEngine], TrajectoryBatch]) -> TrajectoryBatch | None:
-        """Call this rank's rollout engine, where it has one, and return what that gives."""
-        return self.wait_for(None if self.rollout is None else self._waiting.submit(call, self.rollout))
-
-    def wait_for(self, pending: Future[T] | None) -> T | None:
-        """Return the result of `pending`, None on ranks that have nothing to wait for.
-
-        Should every server be lost meanwhile, it goes on waiting while all ranks publish the weights once more, to
-        servers that were restarted.
-        """
-        stalled = torch.ones(1)
-        while stalled:
-            stalled.zero_()
-            while pending is not None and not stalled and not wait([pending], SERVER_LOOK_S).done:
-                stalled.fill_(self.rollout.needs_weights)
-            dist.all_reduce(stalled, group=self.groups.control)
-            if stalled:
-                self.publish()
-        return None if pending is None else pending.result()
-
-    def exchange(self, batch: TrajectoryBatch | None) -> TrajectoryBatch:
-        """Return the whole step's trajectories on every rank."""
-        return exchange.gather(batch, self.groups)
+            return exchange.gather(own, self.groups)
 
     def score(self, batch: TrajectoryBatch) -> None:
         """Add the reward model's scores, where there is one, to the workflow's rewards; `model_rewards` keeps them."""
@@ -437,10 +291,10 @@ class Experiment:
             return
         with self.timers("evaluate"):
             if self.groups.is_main:
-                self.evaluations.begin(step, self.rollout.evaluate(self.held_out, self.evaluation_workflow))
+                greedy = self.config.generation.new(greedy=True, n_samples=1)
+                self.evaluations.begin(step, self.rollouts.process.evaluate(greedy))
             if self.evaluations.are_waited_for(step):
-                under_way = self.evaluations.replies_under_way
-                self.wait_for(self._waiting.submit(wait, under_way) if self.groups.is_main else None)
+                self.rollouts.wait_for(self.evaluations.replies_under_way)
             self.evaluations.log_finished()
 
     def log(
@@ -468,7 +322,7 @@ class Experiment:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
             self.evaluations.log_finished()
-            metrics |= self.rollout.metrics() | self.books.metrics()
+            metrics |= self.rollouts.process.metrics()
         metrics |= self.timers.snapshot()
         samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
         self.log_file.log_step(step, metrics, samples)

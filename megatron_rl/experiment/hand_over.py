@@ -8,14 +8,14 @@ from pathlib import Path
 
 from megatron_rl.api import TrainEngine
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.weights.hf_files import write_hf_folder
 
 logger = logging.getLogger(__name__)
 
 
 def leave_weights(
-    engine: TrainEngine, rollout: RemoteSGLangEngine | None, groups: ParallelGroups, folder: Path, model_folder: str
+    engine: TrainEngine, rollout: RolloutProcess | None, groups: ParallelGroups, folder: Path, model_folder: str
 ) -> None:
     """Write `folder`/version-N where a server is away that will need it, and tell the client; forget older ones.
 

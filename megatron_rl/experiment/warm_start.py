@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_rl.batch import exchange
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.workflows.scoring import prompt_ids
 from megatron_rl.sft import train_on_answers
@@ -120,12 +118,9 @@ class WarmStart:
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
         x = self.x
-        x.publish()
-        sampled: Future[TrajectoryBatch] | None = None
-        if x.groups.is_main:
-            workflow = make_workflow(x.config, x.tokenizer, x.config.generation.new(n_samples=2))
-            sampled = x.rollout.evaluate(x.held_out, workflow)
-        batch = x.wait_for(sampled)
-        reward = [float(batch["rewards"].mean()) if batch is not None else 0.0]
+        x.rollouts.publish()
+        sampled = [x.rollouts.process.evaluate(x.config.generation.new(n_samples=2))] if x.groups.is_main else []
+        x.rollouts.wait_for(sampled)
+        reward = [float(replies.result()["rewards"].mean()) for replies in sampled] or [0.0]
         dist.broadcast_object_list(reward, src=0, group=x.groups.control)
         return reward[0]

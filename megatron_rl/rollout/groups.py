@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.types import Trajectory, TrajectoryBatch
@@ -21,7 +20,7 @@ def as_group(result: Any) -> TrajectoryBatch | None:
         if strangers:
             raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
         return TrajectoryBatch.from_trajectories([result]) if result else None
-    if isinstance(result, (Mapping, TensorDict)):
+    if isinstance(result, Mapping) or type(result).__name__ == "TensorDict":
         batch = TrajectoryBatch.from_padded(result)
         batch.sequences["group"].zero_()
         return batch

@@ -116,6 +116,11 @@ class PromptIterator(Iterator[dict[str, Any]]):
         self.number += 1
         return self.at(self.number - 1)
 
+    def skip(self, count: int) -> int:
+        """Leave out the next `count` prompts, and return the place of the first of them."""
+        self.number += count
+        return self.number - count
+
     def at(self, number: int) -> dict[str, Any]:
         """Return the prompt at a place of the endless order; the iteration stays where it is."""
         epoch, position = divmod(number, len(self.prompts))

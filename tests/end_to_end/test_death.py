@@ -43,16 +43,18 @@ def family(process):
         line = " ".join(child.cmdline())
         if "megatron_rl.serving.server" in line:
             roles[f"server {line.partition('server-')[2].partition('.')[0]}"] = child
+        elif "megatron_rl.rollout" in line:
+            roles[f"rollout {child.environ()['RANK']}"] = child
         elif "megatron_rl.train" in line:
             roles[f"rank {child.environ()['RANK']}"] = child
     return roles, [roles["launcher"], *roles["launcher"].children(recursive=True)]
 
 
-@pytest.mark.parametrize("victim", ["servers", "rank 0", "rank 1", "launcher"])
+@pytest.mark.parametrize("victim", ["servers", "rank 0", "rank 1", "rollout 0", "launcher"])
 def test_the_others_end_and_one_line_says_who_died(victim, tmp_path):
     process = start_run(tmp_path / "run", 2, "parallel.tensor=2", "rollout.server_restarts=0")
     roles, everyone = family(process)
-    assert {"server 0", "server 1", "rank 0", "rank 1"} <= roles.keys()
+    assert roles.keys() == {"launcher", "server 0", "server 1", "rank 0", "rank 1", "rollout 0"}
     victims = [role for role in roles if role.startswith("server")] if victim == "servers" else [victim]
     for role in victims:
         os.kill(roles[role].pid, signal.SIGKILL)

@@ -20,12 +20,13 @@ class StuckInTheThirdStep(RLVRWorkflow):
 
 
 class DiskFullFromTheThirdStepOn(RLVRWorkflow):
-    """Lets the process write small files only: the log, but no checkpoint."""
+    """Lets the trainer write small files only: the log, but no checkpoint."""
 
     answered = 0
 
     async def arun_episode(self, engine, data):
         if self.answered >= 16:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (300_000, hard))
         self.answered += "prompt_index" in data
         return await super().arun_episode(engine, data)

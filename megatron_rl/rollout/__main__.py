@@ -1,0 +1,48 @@
+"""The rollout process that a trainer starts: python -m megatron_rl.rollout --socket FD --trainer PID [--lock FD]
+
+It serves its trainer's calls and dies with it. Notices and Ctrl-C are the trainer's: it makes its checkpoint first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+PR_SET_PDEATHSIG = 1
+THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("megatron_rl.rollout", description="A trainer's rollout process.")
+    parser.add_argument("--socket", type=int, required=True, help="open end of a socket pair")
+    parser.add_argument("--trainer", type=int, required=True, help="process that has the other end")
+    parser.add_argument("--lock", type=int, help="open file that holds the journal's lock")
+    args = parser.parse_args()
+    die_with(args.trainer)
+    for number in THE_TRAINERS:
+        # Not SIG_IGN, which programs that a reward starts would inherit.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, THE_TRAINERS)
+    for descriptor in filter(None, (args.socket, args.lock)):
+        os.set_inheritable(descriptor, False)
+    if args.lock:
+        os.register_at_fork(after_in_child=lambda: os.close(args.lock))
+    from megatron_rl.rollout.head import serve_trainer  # seconds of imports, with the trainer's signals taken care of
+
+    serve_trainer(socket.socket(fileno=args.socket))
+
+
+def die_with(trainer: int) -> None:
+    """Let the kernel kill this process as soon as the trainer is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != trainer:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What runs in a data head's rollout process: workflows, rewards, executor, client and books, called by the trainer."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import queue
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout import journal
+from megatron_rl.rollout.books import HeadBooks
+from megatron_rl.rollout.channel import Wire, serve
+from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.process import Beginning
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.tokens import load_tokenizer
+from megatron_rl.types import TrajectoryBatch
+
+
+class RolloutHead:
+    """Its public methods, and those of its engine, are what the trainer calls."""
+
+    def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
+        sys.path[:] = beginning.sys_path
+        torch.set_num_threads(1)
+        config, place = beginning.config, beginning.place
+        self.config, self.held_out = config, beginning.held_out
+        self.prompts = PromptIterator(beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        folder = Path(config.run.folder)
+        keeps_journal = config.run.checkpoint_every_steps > 0
+        self.books = HeadBooks(self.prompts, place, config.rollout, folder / journal.FOLDER if keeps_journal else None)
+        dead_letters = DeadLetters(folder / f"dead_letters{f'-{place.head}' if place.head else ''}.jsonl")
+        events = [*self.books.events, dead_letters]
+        # The head that publishes watches the registry; others learn from it which servers there are.
+        run_name = folder.name if config.rollout.registry and place.head == 0 else ""
+        self.engine = RemoteSGLangEngine(
+            config.rollout, seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
+        )
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
+        self._evaluating: dict[str, RolloutWorkflow] = {}
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-groups")
+
+    def connect(self, urls: list[str]) -> None:
+        self.engine.initialize(urls)
+
+    def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
+        return self._waiting.submit(self.engine.prepare_batch, self.books.ledger, self.workflow, count)
+
+    def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
+        """The groups of the prompts at `count` places of the endless order."""
+        prompts = [self.prompts.at(number) for number in range(first, first + count)]
+        return self._waiting.submit(self.engine.rollout_batch, prompts, self.workflow)
+
+    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
+        """Replies to the held-out prompts that are sampled as `generation` says."""
+        workflow = self._evaluating.get(repr(generation))
+        if workflow is None:
+            workflow = make_workflow(self.config, self.tokenizer, generation)
+            self._evaluating[repr(generation)] = workflow
+        return self.engine.evaluate(self.held_out, workflow)
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics() | self.books.metrics()
+
+    def ledger_state(self) -> dict[str, Any]:
+        return self.books.ledger.state_dict()
+
+    def journal_faults(self) -> list[str]:
+        return self.books.faults
+
+    def turn_the_page(self, oldest_checkpoint: int) -> None:
+        self.books.turn_the_page(oldest_checkpoint)
+
+    def close(self) -> None:
+        self.engine.destroy()
+        self.books.close()
+
+
+class ToTrainer(logging.handlers.QueueHandler):
+    """Hands warnings on to the trainer's own logging."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(queue.Queue())  # which stays empty
+        self.setLevel(logging.WARNING)
+        self.wire = wire
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        tell(self.wire, "log", vars(record))
+
+
+def tell(wire: Wire, name: str, *args: Any) -> None:
+    try:
+        wire.send((None, (name, args), None))
+    except OSError:
+        pass  # the trainer is gone, and so is this process in a moment
+
+
+def serve_trainer(end: socket.socket) -> None:
+    """Answer the trainer's calls, and end this process with it whatever else still runs here."""
+    wire = Wire(end)
+    to_log = logging.StreamHandler()
+    to_log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_log, ToTrainer(wire)])
+    head: RolloutHead | None = None
+
+    def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal head
+        if name == "begin":
+            head = RolloutHead(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
+            return None
+        if head is None:
+            assert name == "close", "begin comes first, and failed"
+            return None
+        member = getattr(head if hasattr(RolloutHead, name) else head.engine, name)
+        return member(*args, **kwargs) if callable(member) else member
+
+    serve(wire, answer)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # a reward may still run in a thread

@@ -1,0 +1,209 @@
+"""The trainer's hold on its rollout process, in which episodes fly without the trainer's interpreter.
+
+The process runs a RemoteSGLangEngine with the workflows and books of one data head (head.py). Calls are answered in
+their order; what takes long gives a Future.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import WeightReceiver
+from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout.books import Place
+from megatron_rl.rollout.channel import Caller, Wire
+
+if TYPE_CHECKING:
+    from megatron_rl.types import TrajectoryBatch
+
+PACKAGES = Path(__file__).parents[2]
+STOP_S = 10.0
+HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+"""Signals that the process leaves to the trainer; here they wait until it has said so."""
+
+
+class RolloutDied(RuntimeError):
+    """The rollout process is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """All that a rollout process is told of its run."""
+
+    config: TrainConfig
+    place: Place
+    prompts: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    sys_path: list[str]
+    """The trainer's: users' workflows and rewards are found as they are there."""
+
+
+class RolloutProcess:
+    """Offers, beside its own methods, those of a WeightReceiver."""
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        on_death: Callable[[str], None],
+        on_drop: Callable[[str, str], None] | None = None,
+        lock: int | None = None,
+    ) -> None:
+        """Start it; `begin` and `connect` follow. The main thread calls this: the process ends with that thread.
+
+        on_death(message) is called from a thread of this object if the process ends unasked, and on_drop(url, reason)
+        for a server that fails a publication. `lock` is the journal's, which the process takes over.
+        """
+        self.log, self._on_death, self._on_drop = log, on_death, on_drop
+        self._is_closing = False
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "megatron_rl.rollout", "--socket", str(theirs.fileno())]
+        command += ["--trainer", str(os.getpid())] + ([] if lock is None else ["--lock", str(lock)])
+        path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        try:
+            with log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                    pass_fds=[theirs.fileno(), *([] if lock is None else [lock])],
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        if lock is not None:
+            journal_lock.sign(lock, self.process.pid)
+            os.close(lock)
+        self._begun: Future[None] | None = None
+        self._caller = Caller(Wire(ours), on_told=self._hear, on_end=self._find_out)
+
+    def begin(self, beginning: Beginning) -> None:
+        """Tell it of its run; does not wait."""
+        self._begun = self._caller.start("begin", beginning)
+
+    def connect(self, urls: list[str]) -> None:
+        """Return once it is ready and has reached the servers; raises what kept it from that."""
+        assert self._begun is not None, "begin comes first"
+        self._begun.result()
+        self._caller.call("connect", urls)
+
+    def close(self) -> None:
+        """End it in order: what is in flight is cancelled, and the books are closed. May be called twice."""
+        self._is_closing = True
+        if self.process.poll() is None:
+            try:
+                self._caller.start("close").result(STOP_S)
+            except (TimeoutError, RuntimeError):  # a workflow that cannot be cancelled, or it is dying
+                self.process.kill()
+        self._caller.close()
+        self.process.wait()
+
+    # -- groups
+
+    def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
+        """Keep episodes in flight as staleness allows, of this head's own prompts, and give the next `count` groups."""
+        return self._caller.call("prepare_batch", count)
+
+    def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
+        """Give the groups of `count` prompts, from place `first` of their endless order on."""
+        return self._caller.call("rollout_batch", first, count)
+
+    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
+        """Answer the held-out prompts in the slots that training's episodes leave."""
+        return self._caller.call("evaluate", generation)
+
+    def fail(self, message: str) -> None:
+        """Make waiting and later rollouts raise RuntimeError(message). From any thread."""
+        self._caller.tell("fail", message)
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call, under `rollout/`."""
+        return self._caller.call("metrics")
+
+    # -- books
+
+    def ledger_state(self) -> dict[str, Any]:
+        """Which of this head's prompts are open, and the one that is next."""
+        return self._caller.call("ledger_state")
+
+    def journal_faults(self) -> list[str]:
+        """What of earlier processes' journals cannot be read."""
+        return self._caller.call("journal_faults")
+
+    def turn_the_page(self, oldest_checkpoint: int) -> None:
+        """A checkpoint begins: so does a new file of the journal."""
+        self._caller.call("turn_the_page", oldest_checkpoint)
+
+    # -- servers
+
+    @property
+    def needs_weights(self) -> bool:
+        """True where requests wait for a publication: only servers without the weights are left."""
+        return self._caller.call("needs_weights")
+
+    @property
+    def serving(self) -> list[str]:
+        """URLs of the servers that get requests."""
+        return self._caller.call("serving")
+
+    def muster(self) -> None:
+        """Settle which servers take part in the next publication."""
+        self._caller.call("muster")
+
+    def settle(self, serving: list[str], version: int) -> None:
+        """Another head has published `version` to the servers `serving`: send requests to these alone."""
+        self._caller.call("settle", serving, version)
+
+    @property
+    def wants_folder(self) -> bool:
+        """True where a server that may come back soon could have the weights just published from a folder alone."""
+        return self._caller.call("wants_folder")
+
+    def offer_folder(self, path: str, version: int) -> None:
+        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
+        self._caller.call("offer_folder", path, version)
+
+    def __getattr__(self, name: str) -> Any:
+        """A WeightReceiver's calls go to the engine over there."""
+        member = getattr(WeightReceiver, name)
+        return self._caller.call(name) if isinstance(member, property) else functools.partial(self._caller.call, name)
+
+    # -- the thread that hears
+
+    def _hear(self, name: str, args: tuple[Any, ...]) -> None:
+        if name == "log":
+            record = logging.makeLogRecord(*args)
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
+        elif self._on_drop is not None:
+            self._on_drop(*args)
+
+    def _find_out(self) -> RolloutDied:
+        try:
+            code = self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:  # alive, and cut off
+            self.process.kill()
+            code = self.process.wait()
+        if self._is_closing:
+            return RolloutDied("the rollout process was closed.")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        message = f"the rollout process (pid {self.process.pid}) {how}; its log is {self.log}."
+        self._on_death(message)
+        return RolloutDied(message)

@@ -1,0 +1,211 @@
+"""The rollout process gives its trainer what an engine in the trainer would give. Neither outlives, or waits for, the
+other's death.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatron_rl.api import NoServerLeft, WeightReceiver
+from megatron_rl.config import load_config
+from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout.books import Place
+from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
+from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.tokens import load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [{"prompt": f"What is {number} + 30?", "answer": "42"} for number in range(12)]
+PLACE = Place(head=0, heads=1, life=1, fingerprint="", resumed=None)
+GONE_WITHIN_S = 10.0
+
+
+class Run:
+    """Starts rollout processes of one folder."""
+
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.model = folder, model
+        self.died: list[str] = []
+        self.dropped: list[tuple[str, str]] = []
+        self.processes: list[RolloutProcess] = []
+
+    def config(self, *overrides):
+        settings = (f"model.path={self.model}", f"run.folder={self.folder}", "generation.max_new_tokens=6")
+        settings += ("generation.n_samples=2", "rollout.request_timeout_s=30")
+        return load_config(ROOT / "configs/count_grpo.yaml", [*settings, *overrides])
+
+    def start(self, urls, *overrides, lock=None):
+        log = self.folder / "rollout.log"
+        on_drop = lambda *drop: self.dropped.append(drop)  # noqa: E731
+        process = RolloutProcess(log, on_death=self.died.append, on_drop=on_drop, lock=lock)
+        self.processes.append(process)
+        config = self.config(*overrides)
+        here = {"prompts": PROMPTS, "held_out": PROMPTS[:3], "sys_path": sys.path}
+        process.begin(Beginning(config=config, place=PLACE, **here))
+        process.connect(urls)
+        return process
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    started = Run(tmp_path, tiny_model)
+    yield started
+    for process in started.processes:
+        process.close()
+
+
+def wait_for(holds, what):
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_servers):
+    config = run.config()
+    engine = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
+    engine.initialize(embedded_servers)
+    prompts = PromptIterator(PROMPTS, seed=config.run.seed, shuffle=config.data.shuffle)
+    tokenizer = load_tokenizer(config.model.path)
+    workflow = make_workflow(config, tokenizer, config.generation)
+    greedy = config.generation.new(greedy=True, n_samples=1)
+    expected = [
+        engine.rollout_batch(prompts.next_batch(5), workflow),
+        engine.rollout_batch(prompts.next_batch(5), workflow),  # over the end of an epoch of 12
+        engine.rollout_batch(prompts.next_batch(5), workflow),
+        engine.evaluate(PROMPTS[:3], make_workflow(config, tokenizer, greedy)).result(30),
+    ]
+    engine.destroy()
+    process = run.start(embedded_servers)
+    given = [process.rollout_batch(first, 5).result(30) for first in (0, 5, 10)] + [process.evaluate(greedy).result(30)]
+    for ours, theirs in zip(given, expected, strict=True):
+        assert ours.tokens.keys() == theirs.tokens.keys() and ours.sequences.keys() == theirs.sequences.keys()
+        for key in ("input_ids", "loss_mask", "versions", "rewards", "group"):
+            assert torch.equal(ours[key], theirs[key]), key
+        # What a server reports depends in its last bits on the requests that it happened to compute together.
+        torch.testing.assert_close(ours["logprobs"], theirs["logprobs"])
+        assert torch.equal(ours.cu_seqlens, theirs.cu_seqlens)
+    assert process.metrics()["rollout/episodes_accepted"] == 15
+
+
+def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scripted):
+    process = run.start([scripted().url], "rollout.reward=own_rewards:burn", "generation.n_samples=4")
+    pending = process.rollout_batch(0, 1)
+    turns, own_s, all_s = 0, time.thread_time(), time.process_time()
+    while not pending.done():
+        turns += sum(range(100)) > 0
+    own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
+    rewards = pending.result()["rewards"]
+    assert rewards.tolist() == [process.process.pid] * 4, "they were computed over there"
+    # In a thread of this process the rewards would have had the interpreter for as long as this loop, or longer.
+    assert turns > 1000 and all_s < 1.2 * own_s
+
+
+def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):
+    process = run.start([scripted().url], "rollout.reward=own_rewards:undecided", "rollout.episode_attempts=1")
+    with pytest.raises(RuntimeError, match="none of 1 episodes gave .* NoVerdict: no verdict at line 3") as raised:
+        process.rollout_batch(0, 1).result(30)
+    assert "own_rewards.py" in str(raised.value.__cause__), "it says where"
+    assert "episode 0 is given up: NoVerdict" in caplog.text
+    assert "episode 0 is given up: NoVerdict" in process.log.read_text()
+    assert "no verdict" in (run.folder / "dead_letters.jsonl").read_text()
+    process.fail("the world ends")
+    with pytest.raises(RuntimeError, match="the world ends"):
+        process.rollout_batch(0, 1).result(30)
+
+
+def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
+    servers = [scripted(), scripted()]
+    urls = [server.url for server in servers]
+    process = run.start(urls)
+    members = {name for name in vars(WeightReceiver) if not name.startswith("_")}
+    assert len(members) > 12 and all(hasattr(process, name) for name in members)
+    assert process.server_ranks == dict.fromkeys(urls, 1) and process.serving == urls and not process.needs_weights
+    before = process.membership
+    process.pause()
+    process.begin_weight_update(7)
+    bucket = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]], "group": "g", "version": 7}
+    loads = process.load_bucket(**bucket)
+    assert [load.result(10) for load in loads.values()] == [None, None] and list(loads) == urls
+    assert servers[1].body_of("/update_weights_from_distributed")["names"] == ["w"]
+    servers[0].refusals["/update_weights_from_distributed"] = (500, {"error": {"message": "no memory"}})
+    loads = process.load_bucket(**bucket)
+    with pytest.raises(RuntimeError, match="no memory") as raised:
+        loads[urls[0]].result(10)
+    assert type(raised.value).__name__ == "ServerError" and loads[urls[1]].result(10) is None
+    process.drop(urls[0], "no memory")
+    assert run.dropped == [(urls[0], "no memory")] and list(process.server_ranks) == urls[1:]
+    assert process.membership > before
+    process.end_weight_update(7)
+    process.finish_update(7)
+    process.resume()
+    assert "/continue_generation" in servers[1].controls() and process.serving == urls[1:]
+    servers[1].hang_up_on.add("/pause_generation")
+    with pytest.raises(NoServerLeft, match="no rollout server is left"):
+        process.pause()
+
+
+def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
+    process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
+    pending = process.rollout_batch(0, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's business
+        process.process.send_signal(number)
+    assert process.serving and not run.died
+    process.process.kill()
+    with pytest.raises(RolloutDied, match=rf"\(pid {process.process.pid}\) was killed by SIGKILL; its log is .*\.log"):
+        pending.result(GONE_WITHIN_S)
+    assert len(run.died) == 1
+    with pytest.raises(RolloutDied, match="was killed by SIGKILL"):
+        process.metrics()
+
+
+def test_one_that_cannot_begin_says_why(run, scripted):
+    with pytest.raises(ValueError, match="has no 'nothing'"):
+        run.start([scripted().url], "rollout.reward=own_rewards:nothing")
+    with pytest.raises(RuntimeError, match="is the server up"):
+        run.start(["http://127.0.0.1:9"])
+    assert not run.died
+
+
+TRAINER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout.process import RolloutProcess
+folder = Path(sys.argv[1])
+process = RolloutProcess(folder / "log", on_death=print, lock=journal_lock.take(folder, 0))
+writer = os.fork()  # as a checkpoint's
+if writer:
+    print(process.process.pid, writer, flush=True)
+time.sleep(100)
+"""
+
+
+def test_it_dies_with_its_trainer_and_gives_the_journal_free(tmp_path):
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
+    pid, writer = map(int, trainer.stdout.readline().split())
+    try:
+        with pytest.raises(BlockingIOError, match=rf"process {pid} on .* still writes it"):
+            journal_lock.wait_for_owners(tmp_path, patience_s=0.1)
+        trainer.kill()
+        trainer.wait()
+        wait_for(lambda: not psutil.pid_exists(pid), "the rollout process outlived its trainer")
+        assert psutil.pid_exists(writer), "which still has what it inherited"
+        journal_lock.wait_for_owners(tmp_path, patience_s=0.1)
+        os.close(journal_lock.take(tmp_path, 0, patience_s=0.1))
+    finally:
+        for left in (trainer.pid, writer):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)

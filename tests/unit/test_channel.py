@@ -1,0 +1,190 @@
+"""Calls over a socket are calls: what they give and raise is what a call here would."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+
+import pytest
+import torch
+
+from megatron_rl.rollout.channel import Caller, Wire, serve
+from megatron_rl.rollout.server_client import RequestRefused
+
+
+class Servant:
+    """What the calls of these tests reach, in a thread."""
+
+    def __init__(self):
+        self.futures: dict[str, Future] = {}
+        self.heard = []
+
+    def echo(self, *args, **kwargs):
+        return args, kwargs
+
+    def note(self, word):
+        self.heard.append(word)
+        return list(self.heard)
+
+    def fail(self, error):
+        raise error
+
+    def promise(self, *names):
+        self.futures |= {name: Future() for name in names}
+        return {name: self.futures[name] for name in names}
+
+
+class Unspeakable(Exception):
+    """An error that pickle cannot take."""
+
+    def __init__(self):
+        super().__init__("a lock is in it")
+        self.lock = threading.Lock()
+
+
+@pytest.fixture
+def ends():
+    return socket.socketpair()
+
+
+@pytest.fixture
+def servant():
+    return Servant()
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def caller(ends, servant, told):
+    ours, theirs = ends
+    wire = Wire(theirs)
+
+    def answer(name, args, kwargs):
+        return getattr(servant, name)(*args, **kwargs)
+
+    serving = threading.Thread(target=serve, args=(wire, answer))
+    serving.start()
+    on_end = lambda: RuntimeError("it is gone")  # noqa: E731
+    caller = Caller(Wire(ours), on_told=lambda *call: told.append(call), on_end=on_end)
+    caller.servant_wire = wire
+    yield caller
+    caller.close()
+    serving.join()
+
+
+# Every size class of a frame: nothing, one number, a view with gaps, more than the socket holds at once.
+TENSORS = {
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.arange(5),
+    "float32": torch.randn(3, 4),
+    "bfloat16": torch.randn(7).bfloat16(),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "strided": torch.arange(24).reshape(4, 6)[:, ::2],
+    "large": torch.randn(1 << 20),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_arrive_bit_for_bit_and_belong_to_whoever_got_them(name, caller):
+    (there_and_back,), _ = caller.call("echo", TENSORS[name])
+    assert there_and_back.dtype == TENSORS[name].dtype and torch.equal(there_and_back, TENSORS[name])
+    there_and_back.zero_()
+    assert name == "empty" or TENSORS[name].any()
+
+
+def test_tensors_do_not_go_through_pickle():
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    Wire(ours).send(torch.zeros(10_000))
+    count, head, content = (int.from_bytes(theirs.recv(size), "little") for size in (4, 8, 8))
+    assert (count, content) == (2, 40_000) and head < 300
+
+
+def test_keywords_cross_whatever_their_name(caller):
+    assert caller.call("echo", 1, name="group", args=2) == ((1,), {"name": "group", "args": 2})
+
+
+@pytest.mark.parametrize("error", [RequestRefused("no such token"), TimeoutError("late"), KeyError("key")])
+def test_an_error_keeps_type_and_words_and_says_where_it_was_raised(error, caller):
+    with pytest.raises(type(error)) as raised:
+        caller.call("fail", error)
+    assert raised.value.args == error.args
+    assert "in fail\n" in str(raised.value.__cause__)
+
+
+def test_an_error_that_cannot_cross_is_told_in_words(caller, servant):
+    servant.hurt = lambda: servant.fail(Unspeakable())
+    with pytest.raises(RuntimeError, match="Unspeakable: a lock is in it"):
+        caller.call("hurt")
+
+
+def test_futures_in_an_answer_end_as_their_originals_do(caller, servant):
+    promised = caller.call("promise", "good", "bad", "late")
+    assert not any(future.done() for future in promised.values())
+    servant.futures["bad"].set_exception(RequestRefused("no"))
+    servant.futures["good"].set_result(torch.ones(2))
+    assert torch.equal(promised["good"].result(5), torch.ones(2))
+    with pytest.raises(RequestRefused, match="no"):
+        promised["bad"].result(5)
+    assert not promised["late"].done()
+
+
+def test_a_future_that_was_over_before_its_answer_left_is_over_here_too(caller, servant):
+    done: Future = Future()
+    done.set_result(3)
+    servant.over = lambda: {"server": done}
+    assert [caller.call("over")["server"].result(5) for _ in range(50)] == [3] * 50
+
+
+def test_to_cancel_a_future_cancels_the_original(caller, servant):
+    promised = caller.call("promise", "slow")
+    assert promised["slow"].cancel()
+    caller.call("note", "after it")
+    assert servant.futures["slow"].cancelled()
+    with pytest.raises(CancelledError):
+        promised["slow"].result(5)
+
+
+def test_calls_are_served_in_their_order_whether_they_wait_or_not(caller):
+    for number in range(20):
+        caller.tell("note", number)
+    assert caller.call("note", "last") == [*range(20), "last"]
+
+
+def test_what_is_told_unasked_comes_before_the_answer_that_follows_it(caller, servant, told):
+    servant.drop = lambda: caller.servant_wire.send((None, ("dropped", ("server",)), None))
+    for number in range(1, 20):
+        caller.call("drop")
+        assert told == [("dropped", ("server",))] * number
+
+
+def test_when_the_other_end_is_gone_all_calls_say_so(caller):
+    waiting = caller.call("promise", "never")["never"]
+    caller.servant_wire.hang_up()
+    with pytest.raises(RuntimeError, match="it is gone"):
+        waiting.result(5)
+    with pytest.raises(RuntimeError, match="it is gone"):
+        caller.call("echo")
+    caller.tell("note", "nobody hears it")
+
+
+def test_a_forked_process_does_not_keep_the_connection_open(ends):
+    ours, theirs = ends
+    wire, other = Wire(ours), Wire(theirs)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        wire.close()
+        theirs.settimeout(5)
+        with pytest.raises(EOFError):
+            other.receive()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
