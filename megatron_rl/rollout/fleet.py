@@ -228,11 +228,11 @@ class Fleet:
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
-        checksums = {
-            server.info.checksum_form: self._held[server].checksums
-            for server in servers
-            if server in self._held and server.info is not None and server.info.checksum_form is not None
-        }
+        checksums = {}
+        for server in servers:
+            form, held = server.info.checksum_form if server.info else None, self._held.get(server)
+            if form is not None and held is not None and held.version in (None, version):
+                checksums[form] = held.checksums
         return Current(version, checksums, self._folder)
 
     @property

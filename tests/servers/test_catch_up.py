@@ -78,11 +78,8 @@ def late(scripted, connect):
     def make(info=EMBEDDED, **options):
         late, steady = scripted(info=info), scripted(info=info)
         for server in (late, steady):
+            keep_name(server)
             server.answers["/weights_checker"] = lambda _: {"ranks": [{"checksums": SUMS}]}
-            server.answers["/update_weight_version"] = lambda body, s=server: (
-                setattr(s, "weight_version", body["new_version"]),
-                {"success": True},
-            )[1]
         engine = connect([late.url, steady.url])
         publish(engine, 1)
         for endpoint, answer in options.items():
@@ -94,6 +91,16 @@ def late(scripted, connect):
         return engine, steady, late
 
     return make
+
+
+def keep_name(server):
+    """Let a scripted server go by the version that it was given last."""
+
+    def rename(body):
+        server.weight_version = body.get("new_version") or body["weight_version"]
+        return {"success": True}
+
+    server.answers["/update_weight_version"] = server.answers["/update_weights_from_distributed"] = rename
 
 
 def publish(engine, version):

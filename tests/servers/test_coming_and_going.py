@@ -15,7 +15,7 @@ from training_runs import COUNT, ROOT, command, environment, steps_of
 from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.registry import Lease, Registration, registered_urls
 from megatron_rl.types import LLMRequest
-from tests.servers.test_catch_up import EMBEDDED, publish
+from tests.servers.test_catch_up import EMBEDDED, keep_name, publish
 from tests.servers.test_membership import ask, eventually
 
 RUN = "r"
@@ -42,11 +42,7 @@ def honest(scripted):
         server.weight_version = "none"
         server.answers["/weights_checker"] = lambda _: {"ranks": [{"checksums": {"w": "current"}}]}
 
-        def rename(body):
-            server.weight_version = body.get("new_version") or body["weight_version"]
-            return {"success": True}
-
-        server.answers["/update_weight_version"] = server.answers["/update_weights_from_distributed"] = rename
+        keep_name(server)
         return server
 
     return make
