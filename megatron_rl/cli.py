@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--device", choices=["a100", "h100", "h200", "b200"], default="h100")
     plan.add_argument("--json", action="store_true", help="for machines")
     commands.add_parser(
-        "serve", help="the embedded rollout server: megatron-rl serve MODEL --port 30000", add_help=False
+        "serve",
+        help="a rollout server: megatron-rl serve MODEL --port 30000; with --backend sglang a real one",
+        add_help=False,
     )
     convert = commands.add_parser(
         "convert", help="a Hugging Face folder -> checkpoint, a checkpoint or a GGUF file -> Hugging Face folder"
@@ -34,7 +36,10 @@ def main(argv: list[str] | None = None) -> None:
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     args, rest = parser.parse_known_args(argv)
     if args.command == "serve":
-        from megatron_rl.serving.server import main as serve
+        if any(word.startswith("--backend") for word in rest):
+            from megatron_rl.serving.registered import main as serve
+        else:
+            from megatron_rl.serving.server import main as serve
 
         serve(rest)
         return

@@ -332,6 +332,14 @@ class RolloutConfig:
     """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
     servers: list[str] = field(default_factory=list)
     """URLs of running SGLang (or embedded) servers; empty starts `server_count` of `backend` on this host."""
+    registry: str = ""
+    """Folder, shared with the servers, in which those of this run register: they may come and go while it lasts.
+
+    `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The run starts
+    once `server_count` are there; none are started.
+    """
+    router: str = ""
+    """URL of an SGLang router (sglang-router 0.3) that picks a server for each request; it is told which there are."""
     backend: str = "auto"
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
     server_count: int = 1
@@ -387,6 +395,11 @@ class RolloutConfig:
         check(
             "rollout",
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
+            registry=(
+                self.registry,
+                not (self.registry and self.servers),
+                "must be empty where rollout.servers names them; give one of the two",
+            ),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
             publication=(
                 self.publication,

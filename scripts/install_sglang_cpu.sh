@@ -2,7 +2,7 @@
 # Install real SGLang beside a virtual environment on a machine without CUDA, for the tests in tests/servers.
 # Usage: scripts/install_sglang_cpu.sh PYTHON        e.g. .venv/bin/python; needs torch 2.13.0 and transformers there
 # About a minute the first time, a second when everything is there. An older version comes along, for the protocol
-# without weight sessions: only the package itself, which runs on the other one's dependencies.
+# without weight sessions: only the package itself, which runs on the other one's dependencies. And so does its router.
 set -euo pipefail
 
 python=${1:?usage: scripts/install_sglang_cpu.sh PYTHON}
@@ -11,6 +11,7 @@ requirements=$(cd "$(dirname "$0")/.." && pwd)/requirements
 # itself it would break every import of a transformers model.
 target=$("$python" -c 'import sys; print(sys.prefix)')/share/sglang-cpu
 older=$target-0.5.19
+router=${target%-cpu}-router
 
 is_installed() {
   PYTHONPATH=$1 "$python" - "${@:2}" <<'EOF'
@@ -24,7 +25,8 @@ EOF
 }
 
 if is_installed "$target" "$requirements"/sglang-cpu*.txt 2>/dev/null \
-  && is_installed "$older" "$requirements/sglang-older.txt" 2>/dev/null; then
+  && is_installed "$older" "$requirements/sglang-older.txt" 2>/dev/null \
+  && is_installed "$router" "$requirements/sglang-router.txt" 2>/dev/null; then
   echo "sglang is installed in $target"
   exit 0
 fi
@@ -36,6 +38,7 @@ trap 'rm -f "$constraints"' EXIT
 
 set -x
 "$python" -m pip install --quiet --quiet -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
-rm -rf "$target" "$older"
+rm -rf "$target" "$older" "$router"
 "$python" -m pip install --quiet --quiet --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
 "$python" -m pip install --quiet --quiet --no-deps --target "$older" -r "$requirements/sglang-older.txt"
+"$python" -m pip install --quiet --quiet --no-deps --target "$router" -r "$requirements/sglang-router.txt"

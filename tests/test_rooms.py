@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"config", "platform"},
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "types"},
-    "rollout": {"api", "config", "telemetry", "types", "update_group"},
-    "serving": {"api", "config", "shared_bucket", "telemetry", "types", "update_group", "weight_delta"},
+    "rollout": {"api", "config", "launch", "telemetry", "types", "update_group"},
+    "serving": {"api", "config", "launch", "shared_bucket", "telemetry", "types", "update_group", "weight_delta"},
     "weights": {"api", "config", "ops", "parallel", "shared_bucket", "types", "update_group", "weight_delta"},
     "engine": {
         "algo",

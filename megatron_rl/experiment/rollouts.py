@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.api import NoServerLeft
+from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.launch import watch
+from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.types import TrajectoryBatch
@@ -46,12 +48,14 @@ class Rollouts:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Rank 0 starts the servers, or takes those of the config; every head connects to all of them."""
+        """Rank 0 starts the servers, or takes those of the config or the registry; every head connects to all."""
         x = self.x
         if x.groups.is_data_head:  # first, so that it makes itself ready while the servers do
             self._start_process()
         urls: list[Any] = [list(x.config.rollout.servers)]
-        if x.groups.is_main and not urls[0]:
+        if x.groups.is_main and x.config.rollout.registry:
+            urls = [self._registered_servers()]
+        elif x.groups.is_main and not urls[0]:
             urls = [self._start_servers()]
         dist.broadcast_object_list(urls, src=0, group=x.groups.control)
         if self.process is not None:
@@ -83,6 +87,11 @@ class Rollouts:
         )
         x.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
         return self.supervisor.start()
+
+    def _registered_servers(self) -> list[str]:
+        options, run = self.x.config.rollout, self.x.folder.name
+        self.x.say(f"waiting for {options.server_count} rollout server(s) of run {run} in {options.registry}")
+        return wait_for_servers(options.registry, run, options.server_count, timeout_s=options.start_timeout_s)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -139,6 +148,7 @@ class Rollouts:
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
         if self.process is not None and not groups.is_main:
             self.process.settle(served_by[0], version)
+        leave_weights(engine, self.process, groups, self.x.folder / "late_servers", self.x.config.model.path)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,28 @@
 """The servers of one client, commanded together: pause, resume, whatever a publication needs. Coroutines of one loop.
 
 A server that fails a command is dropped and the others go on. After an update that did not reach every server that
-takes part, none of them gets requests until a later one is whole.
+takes part, none of them gets requests until a later one is whole. One that comes back between publications is brought
+to the current weights, where this client has published them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 
-from megatron_rl.api import NoServerLeft
+from megatron_rl.api import HeldWeights, NoServerLeft
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.registry import registered_urls
+from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
-from megatron_rl.rollout.server_client import CommandRefused, ServerClient, ServerError
+from megatron_rl.rollout.router import Router, check_versions
+from megatron_rl.rollout.server_client import CommandRefused, ReplyPart, ServerClient, ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +31,48 @@ KEEPALIVE_S = 2.0
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
 """A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
+REGISTRY_EVERY_S = 2.0
+ROUTER_TIMEOUT_S = 60.0
+ROUTER_RETRY_S = 1.0
 
 
 class Fleet:
     """Made on the loop it runs on. `connect` before anything else, `close` at the end."""
 
-    def __init__(self, config: RolloutConfig, urls: list[str], on_drop: Callable[[str, str], None] | None) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        urls: list[str],
+        on_drop: Callable[[str, str], None] | None,
+        *,
+        run_name: str = "",
+    ) -> None:
+        """With a run's name, that run's servers in the registry are the fleet's, also those that come later."""
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self.config = config
-        freezes = config.interruption == "in_place"
-        self.servers = [ServerClient(url, self._session, freezes_steps=freezes) for url in urls]
-        self.members = Membership(self.servers, on_drop=on_drop)
+        self.run_name = run_name
+        self.servers = [self._client(url) for url in urls]
+        self.router = Router(self._client(config.router)) if config.router else None
+        self.members = Membership(
+            self.servers, catch_up=self._catch_up, on_drop=on_drop, looks_at_weights=self.router is not None
+        )
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
         self.open.set()
         self.update_is_whole = True
         """False from the start of an update until every server that takes part has all of it."""
         self._published: int | None = None
+        self._folder: str | None = None
+        self._held: dict[ServerClient, HeldWeights] = {}
+        """What each server said of its weights in this publication."""
+        self._current: Current | None = None
+        """None until this client has published."""
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(url, self._session, freezes_steps=self.config.interruption == "in_place")
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
@@ -58,10 +87,85 @@ class Fleet:
 
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.begin(self.config.health_timeout_s)
+        if self.run_name:
+            self._watchers.append(asyncio.create_task(self._watch_registry()))
+        if self.router is not None:
+            self.router.client.info = self.servers[0].info
+            await self._tell_router()
+            self._watchers.append(asyncio.create_task(self._keep_router()))
 
     async def close(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
         self.members.close()
         await self._session.close()
+
+    # -- requests
+
+    def entrance(self) -> ServerClient | None:
+        """Where requests go to instead of to a server, if to a router."""
+        return None if self.router is None else self.router.client
+
+    def accept(self, server: ServerClient, part: ReplyPart, version: int) -> None:
+        """A reply came to a request that was sent under `version`; ServerError where it cannot be meant."""
+        if self.router is None:
+            self.members.praise(server)
+        else:
+            check_versions(part, version)
+
+    def blame(self, server: ServerClient, trouble: str) -> None:
+        """A request failed at `server`."""
+        if self.router is None:
+            self.members.lose(server, trouble)
+        else:
+            self.members.suspect()
+
+    async def _tell_router(self) -> None:
+        """Let the router send requests to the servers that serve, and to no others."""
+        assert self.router is not None
+        self.members.changed.clear()
+        await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
+
+    async def _keep_router(self) -> None:
+        while True:
+            await self.members.changed.wait()
+            try:
+                await self._tell_router()
+            except ServerError as error:
+                logger.warning("%s", error)
+                self.members.changed.set()
+                await asyncio.sleep(ROUTER_RETRY_S)
+
+    # -- the registry
+
+    async def _watch_registry(self) -> None:
+        while True:
+            await asyncio.sleep(REGISTRY_EVERY_S)
+            try:
+                urls = await asyncio.to_thread(registered_urls, self.config.registry, self.run_name)
+            except OSError as error:
+                logger.warning("rollout.registry = %r cannot be read: %s", self.config.registry, error)
+            else:
+                self.enlist(urls)
+
+    def enlist(self, urls: list[str]) -> None:
+        """Make the fleet these servers: new ones are caught up, those that are not among them are forgotten.
+
+        In a publication nobody leaves, and where no server is named all stay: to forget them would gain nothing.
+        """
+        known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
+        for url in urls:
+            if url not in known:
+                logger.info("%s is a new rollout server", url)
+                self.servers.append(self._client(url))
+                self.members.add(self.servers[-1])
+        if urls and not self.members.is_publishing:
+            for server in [server for url, server in known.items() if url not in urls]:
+                logger.warning("%s has left the registry", server.url)
+                self.servers.remove(server)
+                self.members.forget(server)
+
+    # -- control
 
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
@@ -85,6 +189,7 @@ class Fleet:
     async def pause(self) -> None:
         """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
         self.open.clear()
+        await self.members.stop_catching_up()
 
         async def pause(server: ServerClient) -> None:
             mode = self.config.interruption
@@ -104,16 +209,77 @@ class Fleet:
         await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
         if self.update_is_whole:
             if self._published is not None:
-                self.settle(self.members.publishing, self._published)
+                servers, version = self.members.publishing, self._published
+                self._current = self._confirmed(servers, str(version))
+                self.settle(servers, version)
                 self._published = None
+                if self.router is not None:
+                    with contextlib.suppress(ServerError):  # it is told again, and again
+                        await self._tell_router()
+            self.members.allow_catching_up()
             self.open.set()
+
+    def begin_update(self, folder: str | None = None) -> None:
+        """Servers are about to get new weights, from `folder` where they come over a disk."""
+        self.update_is_whole, self._folder, self._held = False, folder, {}
+
+    def note_held(self, server: ServerClient, held: HeldWeights) -> None:
+        """A server has said what it holds; where that is wrong, the publisher drops it."""
+        self._held[server] = held
+
+    def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
+        checksums = {}
+        for server in servers:
+            form, held = server.info.checksum_form if server.info else None, self._held.get(server)
+            if form is not None and held is not None and held.version in (None, version):
+                checksums[form] = held.checksums
+        return Current(version, checksums, self._folder)
+
+    @property
+    def wants_folder(self) -> bool:
+        """From any thread. A server that was restarted as often as it may be is not coming back."""
+        current, patience_s = self._current, self.config.start_timeout_s * (1 + self.config.server_restarts)
+        return current is not None and any(
+            server.info is not None and needs_folder(server, self.members.serving, current)
+            for server in self.members.away_for(patience_s)
+        )
+
+    def offer_folder(self, path: str, version: str) -> None:
+        """The weights of `version`, if that is still the current one, lie at `path`."""
+        if self._current is not None and self._current.version == version:
+            self._current = dataclasses.replace(self._current, folder=path)
+
+    async def _catch_up(self, server: ServerClient) -> str | None:
+        """Bring a server that does not serve to the current weights; None where there is no way to."""
+        current = self._current
+        source = source_for(server, self.members.serving, current) if current is not None else None
+        if current is None or source is None:
+            return None
+        await catch_up(server, source, current, self.config)
+        server.cache.publish(current.version, flushed=True)
+        origin = source if isinstance(source, str) else source.url
+        logger.info("%s has caught up with version %s, from %s", server.url, current.version, origin)
+        return current.version
 
     def finish_update(self, version: int) -> None:
         """Every server that takes part has all weights of `version`; they serve it once resumed."""
         self.update_is_whole, self._published = True, version
 
+    async def follow(self, urls: list[str], version: int) -> None:
+        """Another client has published `version` to the servers at `urls`, of which some may be new to this one."""
+        if self.config.registry:
+            self.enlist(urls)
+        servers = [server for server in self.servers if server.url in urls]
+        unknown = [server.probe(timeout_s=PROBE_TIMEOUT_S) for server in servers if server.info is None]
+        for failure in await asyncio.gather(*unknown, return_exceptions=True):
+            if isinstance(failure, BaseException) and not isinstance(failure, ServerError):
+                raise failure
+        self.settle([server for server in servers if server.info is not None], version)
+
     def settle(self, servers: list[ServerClient], version: int) -> None:
-        """`servers` have `version` and serve; all others wait for a later publication."""
+        """`servers` have `version` and serve; all others wait until they are caught up or take part in a later one."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
+        if self.router is not None:
+            self.router.client.cache.publish(str(version), flushed=not any(server.keeps_cache for server in servers))
         self.members.settle(servers, str(version))

@@ -43,7 +43,11 @@ class RolloutHead:
         self.books = HeadBooks(self.prompts, place, config.rollout, folder / journal.FOLDER if keeps_journal else None)
         dead_letters = DeadLetters(folder / f"dead_letters{f'-{place.head}' if place.head else ''}.jsonl")
         events = [*self.books.events, dead_letters]
-        self.engine = RemoteSGLangEngine(config.rollout, seed=config.run.seed, events=events, on_drop=on_drop)
+        # The head that publishes watches the registry; others learn from it which servers there are.
+        run_name = folder.name if config.rollout.registry and place.head == 0 else ""
+        self.engine = RemoteSGLangEngine(
+            config.rollout, seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
+        )
         self.tokenizer = load_tokenizer(config.model.path)
         self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
         self._evaluating: dict[str, RolloutWorkflow] = {}

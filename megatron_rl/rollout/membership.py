@@ -1,15 +1,18 @@
 """Which servers get requests, and which take part in the next publication of weights.
 
 A server serves until a call to it fails. Then it is lost, and looked at until it answers as before, with the weights it
-had. One that answers with other weights was started anew: it waits for a publication. One that failed in a publication
-is dropped: whatever it answers, only a later publication brings it back. Everything here runs on one event loop.
+had. One that answers with other weights was started anew, and one that failed in a publication is dropped whatever it
+answers: these two serve again once they were caught up, or took part in a publication, whichever comes first.
+Everything here runs on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from megatron_rl.rollout.server_client import RequestRefused, ServerClient, ServerError
@@ -30,28 +33,47 @@ class Member:
 
     server: ServerClient
     weights: str | None = None
-    """Name of the weights it must have to serve again; None once only a publication can bring it back."""
+    """Name of the weights it must have to serve again; None where its own word for them is not enough."""
     failures: int = 0
     """Calls that failed since one last went well."""
     answers: bool = True
     """It has answered since it was lost, but with other weights."""
+    away_since: float = 0.0
+    """On the monotonic clock: when it was lost, or found where it is new."""
     dropped_in: int = -1
     """The publication that it failed."""
     trouble: str = ""
+    is_catching_up: bool = False
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Membership:
     """The servers of one client. `serving` get requests; `publishing` take part in control calls."""
 
-    def __init__(self, servers: list[ServerClient], *, on_drop: Callable[[str, str], None] | None = None) -> None:
-        """`on_drop(url, reason)` is told of servers that failed a publication."""
+    def __init__(
+        self,
+        servers: list[ServerClient],
+        *,
+        catch_up: Callable[[ServerClient], Awaitable[str | None]],
+        on_drop: Callable[[str, str], None] | None = None,
+        looks_at_weights: bool = False,
+    ) -> None:
+        """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
+
+        `looks_at_weights`: no call fails where a server is started anew, so each is asked what it has now and then.
+        `on_drop(url, reason)` is told of servers that failed a publication.
+        """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
         self.publishing = list(servers)
         self.number = 0
         """Counts changes: a weight group made under another number no longer fits."""
-        self._on_drop = on_drop
+        self._catch_up, self._on_drop = catch_up, on_drop
+        self._looks_at_weights = looks_at_weights
+        self._may_catch_up = True
+        self.changed = asyncio.Event()
+        """Set whenever `serving` may have changed."""
+        self._is_suspicious = asyncio.Event()
         self._publications = 0
         self._patrol: asyncio.Task[None] | None = None
         self._some_serve = asyncio.Event()
@@ -66,10 +88,31 @@ class Membership:
             member.weights = server.info.weight_version if server.info else None
         self._patrol = asyncio.get_running_loop().create_task(self._go_round(patience_s))
 
+    def add(self, server: ServerClient) -> None:
+        """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
+        member = Member(server, answers=False, trouble="is new", away_since=time.monotonic())
+        self._members[server] = member
+        self._watch(member)
+
+    def forget(self, server: ServerClient) -> None:
+        """A server that is gone for good. What it was generating moves to others."""
+        self.lose(server, "is gone")
+        self._stop_watching(self._members.pop(server))
+        if server in self.publishing:
+            self.publishing.remove(server)
+            self.number += 1
+        server.abandon_calls()
+
     @property
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
-        return not self.serving and any(member.answers for member in self._members.values())
+        return not self.serving and any(member.answers for member in list(self._members.values()))
+
+    def away_for(self, at_most_s: float) -> list[ServerClient]:
+        """The servers that have not served for so long at most. From any thread."""
+        since = time.monotonic() - at_most_s
+        members = list(self._members.values())
+        return [m.server for m in members if m.server not in self.serving and m.away_since >= since]
 
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
@@ -93,9 +136,10 @@ class Membership:
         if server not in self.serving:
             return
         self.serving.remove(server)
+        self.changed.set()
         self.number += 1
         member.failures += 1
-        member.answers = False
+        member.answers, member.away_since = False, time.monotonic()
         self._watch(member)
         if not self.serving:
             self._some_serve.clear()
@@ -120,6 +164,7 @@ class Membership:
 
         ServerError where none answers for `timeout_s`.
         """
+        await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not (present := self._present()):
             if asyncio.get_running_loop().time() > deadline:
@@ -130,6 +175,24 @@ class Membership:
         if present != self.publishing:
             self.number += 1
         self.publishing = present
+
+    async def stop_catching_up(self) -> None:
+        """Let no server catch up until `settle` or `allow_catching_up`; those that are at it have stopped by then."""
+        self._may_catch_up = False
+        for member in [member for member in self._members.values() if member.is_catching_up]:
+            if member.watcher is not None:
+                member.watcher.cancel()
+                await asyncio.wait([member.watcher])
+            if member.server not in self.serving:
+                self._watch(member)
+
+    def allow_catching_up(self) -> None:
+        self._may_catch_up = True
+
+    @property
+    def is_publishing(self) -> bool:
+        """From `muster` to the end of the publication."""
+        return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if server in self.serving or member.answers]
@@ -147,7 +210,9 @@ class Membership:
                 if server in self.serving:
                     self.lose(server, "left out of a publication")
         self._publications += 1
+        self._may_catch_up = True
         self.serving = list(servers)
+        self.changed.set()
         if servers:
             self._some_serve.set()
 
@@ -162,14 +227,25 @@ class Membership:
 
         async def visit(server: ServerClient) -> None:
             try:
-                await server.give_sign_of_life(timeout_s=patience_s)
+                weights = await server.give_sign_of_life(timeout_s=patience_s)
             except ServerError as error:
                 self.lose(server, str(error))
                 server.abandon_calls()
+            else:
+                expected = self._members[server].weights if server in self._members else None
+                if self._looks_at_weights and not self.is_publishing and None not in (weights, expected):
+                    if weights != expected:
+                        self.lose(server, f"has weights {weights!r}, and was published {expected!r}")
 
         while True:
-            await asyncio.sleep(min(PATROL_EVERY_S, patience_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_suspicious.wait(), min(PATROL_EVERY_S, patience_s))
+            self._is_suspicious.clear()
             await asyncio.gather(*(visit(server) for server in self.serving))
+
+    def suspect(self) -> None:
+        """Something failed, and nobody knows at which server: look at all of them now."""
+        self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
@@ -191,9 +267,32 @@ class Membership:
                     await server.check_health(timeout_s=LOOK_TIMEOUT_S)
                     break
                 member.answers = True
+                if self._may_catch_up and await self._has_caught_up(member):
+                    break
             except (ServerError, RequestRefused) as error:
                 member.trouble, member.answers = str(error), False
             await asyncio.sleep(LOOK_EVERY_S)
         member.watcher = None
         self.serving.append(server)
+        self.changed.set()
         self._some_serve.set()
+
+    async def _has_caught_up(self, member: Member) -> bool:
+        """Bring it to the current weights where there is a way; one that fails is tried ever more rarely."""
+        member.is_catching_up = True
+        try:
+            weights = await self._catch_up(member.server)
+        except ServerError as error:
+            member.trouble, member.failures = f"catching up: {error}", member.failures + 1
+            logger.warning("%s did not catch up: %s", member.server.url, error)
+            await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2**member.failures))
+            return False
+        finally:
+            member.is_catching_up = False
+        if weights is None:
+            return False
+        member.weights = weights
+        if member.server not in self.publishing:
+            self.publishing.append(member.server)
+            self.number += 1
+        return True

@@ -170,6 +170,15 @@ class RolloutProcess:
         """Another head has published `version` to the servers `serving`: send requests to these alone."""
         self._caller.call("settle", serving, version)
 
+    @property
+    def wants_folder(self) -> bool:
+        """True where a server that may come back soon could have the weights just published from a folder alone."""
+        return self._caller.call("wants_folder")
+
+    def offer_folder(self, path: str, version: int) -> None:
+        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
+        self._caller.call("offer_folder", path, version)
+
     def __getattr__(self, name: str) -> Any:
         """A WeightReceiver's calls go to the engine over there."""
         member = getattr(WeightReceiver, name)

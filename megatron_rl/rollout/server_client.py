@@ -189,12 +189,15 @@ class ServerClient:
         """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
         await self.call("GET", "/health", timeout_s=timeout_s)
 
-    async def give_sign_of_life(self, *, timeout_s: float) -> None:
-        """Raise ServerError where it does not answer. A paused or busy server does."""
+    async def give_sign_of_life(self, *, timeout_s: float) -> str | None:
+        """Return the name of its weights, None where it does not say; ServerError where it does not answer at all.
+
+        A paused or busy server does.
+        """
         try:
-            await self.call("GET", "/model_info", timeout_s=timeout_s)
+            return (await self.call_json("GET", "/model_info", timeout_s=timeout_s)).get("weight_version")
         except RequestRefused:
-            pass
+            return None
 
     def abandon_calls(self) -> None:
         """Cancel what it is generating; whoever waits for it asks another server."""

@@ -55,9 +55,15 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         seed: int | None = None,
         events: Sequence[RolloutEvents] = (),
         on_drop: Callable[[str, str], None] | None = None,
+        run_name: str = "",
     ) -> None:
-        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication."""
+        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication.
+
+        With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
+        it; others follow that one, by `settle`.
+        """
         self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
+        self.run_name = run_name
         self._version = 0
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
@@ -78,7 +84,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
 
         async def connect() -> None:
-            self._fleet = Fleet(self.config, urls, self.on_drop)
+            self._fleet = Fleet(self.config, urls, self.on_drop, run_name=self.run_name)
             await self._fleet.connect()
 
         try:
@@ -182,23 +188,23 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]
     ) -> ReplyPart:
         """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile."""
-        members = self._fleet.members
-        call = asyncio.create_task(server.generate(rid, tokens, params, version=self._version))
+        fleet, version = self._fleet, self._version
+        call = asyncio.create_task(server.generate(rid, tokens, params, version=version))
         server.calls.add(call)
         try:
             part = await call
+            fleet.accept(server, part, version)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise  # this episode is cancelled, not the call
             raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
         except ServerError as error:
-            members.lose(server, str(error))
+            fleet.blame(server, str(error))
             self._tally.add(server_failures=1)
             raise
         finally:
             server.calls.discard(call)
-        members.praise(server)
         return part
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
@@ -217,6 +223,8 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 await members.wait_for_one(self.config.start_timeout_s)
             if left_s is not None:
                 deadline.reschedule(clock() + left_s)
+        if (entrance := self._fleet.entrance()) is not None:
+            return entrance
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
             others = [server for server in members.serving if server is not avoid]
@@ -302,12 +310,21 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     def settle(self, serving: list[str], version: int) -> None:
         """Another client has published `version` to the servers `serving`: send requests to these alone."""
-
-        async def settle() -> None:
-            self._fleet.settle([server for server in self._fleet.servers if server.url in serving], version)
-
-        self._running_thread().run(settle())
+        self._running_thread().run(self._fleet.follow(serving, version))
         self.set_version(version)
+
+    @property
+    def wants_folder(self) -> bool:
+        """True where a server that may come back soon could have the weights just published from a folder alone."""
+        return self._fleet.wants_folder
+
+    def offer_folder(self, path: str, version: int) -> None:
+        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
+
+        async def offer() -> None:
+            self._fleet.offer_folder(path, str(version))
+
+        self._running_thread().run(offer())
 
     # -- weights; what a publication needs is in ServerWeights
 
@@ -337,7 +354,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if was_open:
             await fleet.pause()
         try:
-            fleet.update_is_whole = False
+            fleet.begin_update(folder=path)
             await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
             fleet.finish_update(version)
         finally:

@@ -79,7 +79,7 @@ class ServerWeights(abc.ABC):
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight session on servers that have them (SGLang 0.5.21)."""
-        self._fleet.update_is_whole = False
+        self._fleet.begin_update()
         begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
 
         async def open_session(server: ServerClient) -> None:
@@ -144,7 +144,7 @@ class ServerWeights(abc.ABC):
         self._command_all("/end_weight_update", {}, sessions_only=True)
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        self._fleet.update_is_whole = False
+        self._fleet.begin_update(folder=str(path))
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
         timeout_s = max(self.config.request_timeout_s, self.config.start_timeout_s)
         return self._ask(self._command("/update_weights_from_disk", body, timeout_s=timeout_s))
@@ -156,7 +156,9 @@ class ServerWeights(abc.ABC):
     def held_weights(self) -> dict[str, Future[HeldWeights]]:
         async def held(server: ServerClient) -> HeldWeights:
             form = server.info.checksum_form if server.info is not None else None
-            return await server.held_weights(form=form, timeout_s=self.config.request_timeout_s)
+            answer = await server.held_weights(form=form, timeout_s=self.config.request_timeout_s)
+            self._fleet.note_held(server, answer)
+            return answer
 
         return self._ask(held)
 

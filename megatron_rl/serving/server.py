@@ -6,6 +6,7 @@ error is `{"error": {"message": ...}}`, and no body can stop the server. Start: 
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import orjson
 import torch
 from aiohttp import web
 
+from megatron_rl.launch.registry import Lease, Registration
 from megatron_rl.serving import protocol
 from megatron_rl.serving.answers import (
     answer_errors,
@@ -32,6 +34,7 @@ from megatron_rl.serving.answers import (
 )
 from megatron_rl.serving.batcher import Batcher
 from megatron_rl.serving.model import Decoder, ModelConfig
+from megatron_rl.serving.peer import PeerEndpoints
 from megatron_rl.serving.request import Request
 from megatron_rl.serving.sampling import SamplingParams
 from megatron_rl.serving.text import Text
@@ -89,7 +92,7 @@ class RolloutServer:
         ):
             for method in methods:
                 app.router.add_route(method, path, handler)
-        app.add_routes(self.weights.routes())
+        app.add_routes([*self.weights.routes(), *PeerEndpoints(self.batcher).routes()])
         return app
 
     # Generation
@@ -306,7 +309,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
     )
-    options = {k: v for k, v in vars(args).items() if k not in ("api_key", "model", "ready_file")}
+    options = {k: v for k, v in vars(args).items() if k not in ("api_key", "model", "ready_file", "register", "run")}
     options |= {"model_path": str(folder), "dtype": str(dtype).removeprefix("torch."), "device": device.type}
     return RolloutServer(batcher, text, model_path=str(folder), options=options)
 
@@ -363,7 +366,11 @@ async def serve(server: RolloutServer, args: argparse.Namespace) -> None:
         partial.replace(args.ready_file)
     count, dtype = sum(p.numel() for p in batcher.model.parameters.values()), server.options["dtype"]
     print(f"rollout server ready at {url} (model {server.model_name}, dtype {dtype}, {count:,} parameters)", flush=True)
-    await stop.wait()
+    with contextlib.ExitStack() as stack:
+        if args.register is not None:
+            registration = Registration(url=url, run=args.run)
+            stack.enter_context(Lease(args.register, registration, is_well=lambda: batcher.failure is None))
+        await stop.wait()
     batcher.stop()
     await asyncio.to_thread(thread.join, 5)
     await runner.cleanup()
@@ -390,7 +397,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", help="clients must send it as a bearer token")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     parser.add_argument("--ready-file", type=Path, help="the URL is written there once the server listens")
+    add_registry_arguments(parser)
     return parser
+
+
+def add_registry_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--register", type=Path, metavar="FOLDER", help="the trainer's rollout.registry")
+    parser.add_argument("--run", default="", help="the run that may use the server: the last part of its run.folder")
+
+
+def check_registry_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for a registration that no trainer could use."""
+    if (args.register is not None) != bool(args.run):
+        raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
+    if args.register is not None and args.host in ("0.0.0.0", "::"):
+        raise ValueError(f"--host {args.host}: must be an address that the trainer reaches, as it is registered")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -399,6 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.parent_pid is not None:
         watch_parent(args.parent_pid)
     try:
+        check_registry_arguments(args)
         server = build_server(args.model, args)
     except ValueError as error:
         raise SystemExit(f"rollout server: {error}") from None

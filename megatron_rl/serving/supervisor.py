@@ -139,6 +139,12 @@ class Supervisor:
     def urls(self) -> list[str]:
         return [server.url for server in self._servers if server.url is not None]
 
+    @property
+    def all_answer(self) -> bool:
+        """Every server is up, and has answered since it was last started. From any thread."""
+        with self._changing:
+            return all(server.is_ready and server.process.poll() is None for server in self._servers)
+
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer. RuntimeError shows the log of one that does not."""
         self.folder.mkdir(parents=True, exist_ok=True)

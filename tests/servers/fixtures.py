@@ -52,17 +52,18 @@ def real_sglang(real_supervisor: Supervisor) -> str:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
-    """Make clients: connect(urls, seed=..., on_drop=..., **RolloutConfig fields)."""
+    """Make clients: connect(urls, seed=..., on_drop=..., run_name=..., **RolloutConfig fields)."""
     engines = []
 
     def make(
         addr: str | list[str],
         seed: int | None = None,
         on_drop: Callable[[str, str], None] | None = None,
+        run_name: str = "",
         **config: object,
     ) -> RemoteSGLangEngine:
         options = RolloutConfig(**{"request_timeout_s": 30.0} | config)
-        engines.append(RemoteSGLangEngine(options, seed=seed, on_drop=on_drop))
+        engines.append(RemoteSGLangEngine(options, seed=seed, on_drop=on_drop, run_name=run_name))
         engines[-1].initialize(addr)
         return engines[-1]
 

@@ -61,6 +61,8 @@ class ScriptedServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
         """Endpoint -> (status, body) in place of success."""
+        self.answers: dict[str, Answer] = {}
+        """Control endpoint -> what makes its answer, or a coroutine of it."""
         self.hang_up_on: set[str] = set()
         """Endpoints at which it closes the connection, as a process does that dies."""
         self.weight_version = "default"
@@ -119,9 +121,10 @@ class ScriptedServer:
         if path in self.refusals:
             status, answer = self.refusals[path]
             return web.json_response(answer, status=status)
-        if path != "/generate":
-            return web.json_response({"success": True, "message": "done"})
-        answer = (self.script.popleft() if self.script else counting)(body)
+        if path == "/generate":
+            answer = (self.script.popleft() if self.script else counting)(body)
+        else:
+            answer = self.answers.get(path, lambda _: {"success": True, "message": "done"})(body)
         if asyncio.iscoroutine(answer):
             answer = await answer
         return answer if isinstance(answer, web.Response) else web.json_response(answer)

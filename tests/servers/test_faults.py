@@ -109,6 +109,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     old, new = (load_file(folder / "model.safetensors") for folder in (tiny_model, other_tiny_model))
     servers.publish(old, version=0)
     calm = roll_out(engine, max_new_tokens=100)
+    calm_start = roll_out(engine, max_new_tokens=8)
 
     # In the middle of generation: the other server gives the same replies.
     with ThreadPoolExecutor(1) as pool:
@@ -118,17 +119,22 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
         assert_same(batch.result(60), calm)
     assert engine.serving == [urls[1]]
 
-    # In the middle of a publication: the other one gets all of it, in a group of its own.
-    assert servers.is_back(2)
+    # It serves again without a publication, with the other's weights.
+    assert eventually(lambda: len(engine.serving) == 2, seconds=60)
+    assert_same(roll_out(engine, max_new_tokens=8), calm_start)
 
+    # In the middle of a publication: the other one gets all of it, in a group of its own.
     servers.publish(new, version=1, on_the_way=lambda number: servers.kill(1) if number == 12 else None)
     assert engine.serving == [urls[0]]
     expected = reference_greedy(other_tiny_model, [1], 16)
-    reply = ask(engine, max_new_tokens=16, greedy=True, ignore_eos=True)
-    assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 16)
+    assert eventually(lambda: len(engine.serving) == 2, seconds=60)
+    for rid in ("a", "b"):  # one server each
+        reply = ask(engine, rid=rid, max_new_tokens=16, greedy=True, ignore_eos=True)
+        assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 16)
 
     # Both of them, before a publication: it waits for one that is restarted.
     servers.kill(0)
+    servers.kill(1)
     servers.publish(new, version=2)
     assert servers.is_back(2)
     servers.publish(new, version=3)

@@ -7,10 +7,13 @@ import time
 
 import aiohttp
 import pytest
+from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.workflows import ReMaxWorkflow
 from megatron_rl.types import LLMRequest
+from megatron_rl.update_group import TensorSpec
+from megatron_rl.weights.publish import DiskPublisher
 from tests.servers.reference import (
     interrupt,
     publish,
@@ -167,6 +170,31 @@ def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(conne
     with weight_group(engine) as group:
         publish(engine, group, tiny_model, version=2)
     assert ask(engine, PROMPT, max_new_tokens=4, greedy=True).output_versions == [2] * 4
+
+
+def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_serves_at_once(
+    connect, real_sglang, tiny_model, other_tiny_model, tmp_path
+):
+    engine = connect(real_sglang)
+    weights = load_file(other_tiny_model / "model.safetensors")
+    publisher = DiskPublisher(engine, folder=tmp_path, model_folder=str(other_tiny_model), timeout_s=60)
+    engine.muster()
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    publisher.publish(specs, iter(weights.items()), 5)
+    assert publisher.last.verified > 0
+    # What a restart leaves: other weights under another name.
+    other_client = connect(real_sglang)
+    other_client.update_weights(tiny_model, 0)
+    members = engine._fleet.members
+    engine._thread.loop.call_soon_threadsafe(members.lose, members.serving[0], "restarted")
+    deadline = time.monotonic() + 60
+    while members.serving:
+        time.sleep(0.01)
+    while not members.serving and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert asyncio.run(versions_said(real_sglang))["/model_info"] == "5"
+    reply = ask(engine, PROMPT, max_new_tokens=16, greedy=True)
+    assert (reply.output_tokens, reply.output_versions) == (reference_greedy(other_tiny_model, PROMPT, 16), [5] * 16)
 
 
 def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(

@@ -73,6 +73,8 @@ OUR_KEYS = {
         "workflow_args",
         "reward",
         "servers",
+        "registry",
+        "router",
         "backend",
         "server_count",
         "server_restarts",
@@ -291,6 +293,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.publication=delta", "rollout.backend=sglang"],
             "rollout.publication = 'delta': .*SGLang does not take",
+        ),
+        (
+            ["rollout.servers=[http://a]", "rollout.registry=b"],
+            "rollout.registry = 'b': must be empty where rollout.ser",
         ),
         (
             ["rollout.max_staleness=1", "batch.updates_per_step=2"],

@@ -1,0 +1,136 @@
+"""The real SGLang router before embedded servers: versions stay right whatever it does with a server's requests."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rl.rollout.router import check_versions
+from megatron_rl.rollout.server_client import ReplyPart, ServerError
+from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, free_port
+from megatron_rl.weights.publish import GroupPublisher
+from tests.servers.reference import reference_greedy, used_tokens
+from tests.servers.test_catch_up import post, specs_of
+from tests.servers.test_faults import assert_same, roll_out
+from tests.servers.test_membership import ask, eventually
+
+
+@pytest.fixture(scope="module")
+def router():
+    # Apart from SGLang, which its launcher would import where it could.
+    folder = SGLANG_CPU_PACKAGES.with_name("sglang-router")
+    paths = [path for path in (str(folder), os.environ.get("PYTHONPATH")) if path]
+    if not (folder / "sglang_router").is_dir() and importlib.util.find_spec("sglang_router") is None:
+        pytest.skip("sglang-router is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    # By turns, so that every server gets requests.
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "round_robin"]
+    command += ["--port", url.rpartition(":")[2], "--prometheus-port", str(free_port("127.0.0.1"))]
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.DEVNULL
+    )
+
+    def answers():
+        try:
+            return urllib.request.urlopen(f"{url}/liveness", timeout=2).status == 200
+        except OSError:
+            return False
+
+    assert eventually(answers, seconds=30)
+    yield url
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def engine(embedded_servers, router, connect, tiny_model):
+    """A client behind the router whose servers have version 1, which is that of the tiny model."""
+    engine = connect(embedded_servers, seed=7, router=router)
+    publisher = GroupPublisher(engine, bucket_bytes=100_000, backend="gloo", timeout_s=30)
+    engine.muster()
+    weights = load_file(tiny_model / "model.safetensors")
+    publisher.publish(specs_of(weights), iter(weights.items()), 1)
+    yield engine
+    publisher.close()
+    connect(embedded_servers).update_weights(tiny_model, 2)
+
+
+def test_replies_through_the_router_are_those_of_the_servers(engine, embedded_servers, connect):
+    direct = connect(embedded_servers, seed=7)
+    direct.set_version(1)
+    assert_same(roll_out(engine, max_new_tokens=16), roll_out(direct, max_new_tokens=16))
+
+
+def test_update_goes_through_replies_under_way(engine, other_tiny_model, embedded_servers):
+    with ThreadPoolExecutor(1) as pool:
+        batch = pool.submit(roll_out, engine, 100)
+        assert eventually(lambda: min(used_tokens(url) for url in embedded_servers) > 100)
+        engine.update_weights(other_tiny_model, 2)
+        versions = batch.result(60)["versions"]
+    assert set(versions[versions >= 0].tolist()) == {1, 2}
+    expected = reference_greedy(other_tiny_model, [1], 16)
+    for rid in "ab":
+        reply = ask(engine, rid=rid, max_new_tokens=16, greedy=True, ignore_eos=True)
+        assert (reply.output_tokens, reply.output_versions) == (expected, [2] * 16)
+
+
+@pytest.mark.parametrize("name", ["none", "0"])
+def test_server_that_was_restarted_behind_the_routers_back_gives_no_reply_before_it_caught_up(
+    engine, embedded_servers, tiny_model, other_tiny_model, name
+):
+    restarted, _ = embedded_servers
+    post(restarted, "/update_weights_from_disk", {"model_path": str(other_tiny_model), "weight_version": name})
+    expected = reference_greedy(tiny_model, [1], 8)
+    for rid in "abcd":  # the router asks both in turn
+        reply = ask(engine, rid=rid, max_new_tokens=8, greedy=True, ignore_eos=True)
+        assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 8)
+    assert engine.metrics()["rollout/server_failures"] > 0
+    assert eventually(lambda: len(engine.serving) == 2)
+    again = post(restarted, "/generate", {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 8}})
+    assert (again["output_ids"], again["meta_info"]["weight_version"]) == (expected, "1")
+
+
+def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_again(
+    engine, embedded_servers, tiny_model, router
+):
+    dropped, left = embedded_servers
+    calm = roll_out(engine, max_new_tokens=100)
+    with ThreadPoolExecutor(1) as pool:
+        batch = pool.submit(roll_out, engine, 100)
+        assert eventually(lambda: used_tokens(dropped) > 100)
+        engine.muster()
+        engine.pause()
+        engine.drop(dropped, "its weights are wrong")  # it stays paused, and with it what it was asked
+        engine.resume()
+        assert_same(batch.result(60), calm)
+    assert eventually(lambda: len(engine.serving) == 2)  # from its peer
+    reply = ask(engine, max_new_tokens=8, greedy=True, ignore_eos=True)
+    assert reply.output_tokens == reference_greedy(tiny_model, [1], 8)
+
+
+@pytest.mark.parametrize(
+    ("spans", "is_good"),
+    [
+        ([("3", 2)], True),
+        ([("3", 1), ("4", 1)], True),
+        ([("2", 1), ("3", 1)], False),
+        ([("none", 2)], False),
+        ([("3", 1)], False),
+        ([], False),
+    ],
+)
+def test_reply_counts_only_where_each_token_names_a_version_that_may_serve(spans, is_good):
+    tokens = [5, 6]
+    part = ReplyPart(
+        tokens=tokens, logprobs=[0.0] * 2, versions=[3] * 2, stop_reason="stop", text="", cached_tokens=0, spans=spans
+    )
+    if is_good:
+        check_versions(part, 3)
+    else:
+        with pytest.raises(ServerError, match="rollout.router"):
+            check_versions(part, 3)
