@@ -282,7 +282,11 @@ class TrainEngine(abc.ABC):
     def step_lr_scheduler(self) -> None: ...
 
     @abc.abstractmethod
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Return the number that the policy is published under: train_batch raises it where it changes the weights.
+
+        A loop that publishes after several of them sets it, so that versions count what servers have been sent.
+        """
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None: ...

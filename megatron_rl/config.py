@@ -246,9 +246,10 @@ class CorrectionConfig:
     """
 
     proximal: str = "recompute"
-    """recompute: a forward pass before the step's first update, saved where there is one update only. loglinear:
-    between the behaviour's and the trained log-prob, by the share of updates that lie before the step. behavior: the
-    behaviour policy itself, plain PPO; then there is no weight."""
+    """recompute: a forward pass, before the step's first update, over the tokens of the later ones; the first has the
+    proximal policy's log-probs from its own. loglinear: without that pass, between the behaviour's and the trained
+    log-prob by the share of updates that lie before the step. behavior: the behaviour policy itself, plain PPO; then
+    there is no weight."""
     weight: str = "off"
     """p(proximal) / p(behaviour), constant for the gradient. clamp: moved into [low, high], truncated importance
     sampling. mask: a token outside them does not train, IcePop (arXiv 2510.18855); by sequence this masks sequences.
@@ -355,7 +356,8 @@ class RolloutConfig:
     api_key: str = ""
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
-    """Most policy versions between sampling and training; 0 is synchronous."""
+    """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
+    number of updates."""
     stale: str = "drop"
     """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
     tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
@@ -577,12 +579,6 @@ class TrainConfig:
             raise ValueError(
                 f"rollout.workflow = {self.rollout.workflow!r}: algo.advantage = remax needs a workflow that reports "
                 f"greedy_reward; use megatron_rl.rollout.workflows:ReMaxWorkflow."
-            )
-        if self.rollout.max_staleness > 0 and batch.updates_per_step > 1:
-            raise ValueError(
-                f"rollout.max_staleness = {self.rollout.max_staleness}: the bound counts policy versions, and "
-                f"batch.updates_per_step = {batch.updates_per_step} makes several in one step; set one of them to its "
-                f"default (0 and 1)."
             )
         if self.critic.warmup_steps >= self.run.steps:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_rl.algo import advantage
@@ -42,32 +41,39 @@ class PolicyActor:
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set what the loss needs to know of other policies, before the first update.
 
-        With one update in the step the training pass computes the proximal log-probs itself, and this pass is saved.
+        The proximal policy is that of the first update, whose training pass computes its log-probs: it needs no more.
         """
         for number, share in enumerate(shares):
-            if len(shares) > 1 and self.correction.proximal == "recompute":
+            if number > 0 and self.correction.proximal == "recompute":
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
-            if len(shares) > 1 and self.correction.proximal == "loglinear":
-                age = self.engine.get_version() - share["versions"]
+            if number > 0 and self.correction.proximal == "loglinear":
+                age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
             if self.reference is not None:
                 share.tokens["ref_logprobs"] = self.reference.forward(share, temperature=self.temperature)
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
-        """Apply one optimizer step per share; all ranks call it with as many shares."""
+        """Apply one optimizer step per share; all ranks call it with as many shares.
+
+        However many there are, the policy that comes of them is one version, which is published once; where all were
+        skipped it is the one that was. So a token's age is the number of publications since it was sampled.
+        """
         loss = PolicyLoss(self.options, self.correction)
-        by_row = not loss.terms.by_sequence
-        return update_each(self.engine, shares, LogprobLoss(loss, temperature=self.temperature, by_row=by_row))
+        by_row, version = not loss.terms.by_sequence, self.engine.get_version()
+        stats = update_each(self.engine, shares, LogprobLoss(loss, temperature=self.temperature, by_row=by_row))
+        self.engine.set_version(version + any(s.applied for s in stats))
+        return stats
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Where the proximal policy lies between the behaviour policy (0) and the trained one (1), `[N]` float32.
 
     age: `[N]` updates between the behaviour policy and the step's beginning, where the proximal one is; updates_done:
-    those of this step before this one. The log-probability is taken to move evenly with the updates.
+    those of this step before this one, at least 1. The log-probability is taken to move evenly with the updates (A-3PO,
+    arXiv 2512.06547, equation of alpha).
     """
     before = age.clamp_min(0).float()
-    return torch.where(before + updates_done > 0, before / (before + updates_done), 1.0)
+    return before / (before + updates_done)
 
 
 def update_each(engine: TrainEngine, shares: list[TrajectoryBatch], loss: LogprobLoss | ValueLoss) -> list[StepStats]:

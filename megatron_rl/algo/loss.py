@@ -46,7 +46,7 @@ class PolicyLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for a
         weight by sequence. The proximal policy is that of `proximal_logprobs` where rows have them, lies at
-        `proximal_share` of the way from the behaviour policy to this one, or is this one: the step's only update.
+        `proximal_share` of the way from the behaviour policy to this one, or is this one: in the step's first update.
         """
 
         def column(name: str) -> Tensor:

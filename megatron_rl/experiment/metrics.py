@@ -81,7 +81,7 @@ def mismatch_metrics(
     """
     if not stats or stats[0].logprobs is None:
         return {}
-    share, version = shares[0], version - sum(s.applied for s in stats)
+    share, version = shares[0], version - any(s.applied for s in stats)
     columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
     if not groups.is_data_head:

@@ -56,8 +56,6 @@ class BatchPlan:
     microbatches: Bounds
     """Of one update on the replica with most of them, where trajectories cost alike."""
     updates: int
-    versions: int
-    """Policy versions that a step adds once the critic is warm."""
     groups_in_flight: int
     """Most prompts that are with servers, or wait to be trained, at one time."""
     episodes_running: int
@@ -100,7 +98,6 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         trajectories_per_replica=per_replica,
         microbatches=microbatches(config, tokens, per_replica),
         updates=batch.updates_per_step,
-        versions=batch.updates_per_step,
         groups_in_flight=groups,
         episodes_running=running,
         replies_running=running * (requests // prompts),

@@ -103,7 +103,7 @@ def _step(plan: Plan) -> dict[str, str]:
         f"{generation.max_new_tokens:,} tokens",
         "tokens": f"{batch.prompt_tokens:,} of prompts, up to {batch.most_reply_tokens:,} of replies; a model "
         f"computes up to {batch.computed_rows:,} rows",
-        "updates": f"{batch.updates}, so {batch.versions} policy version{'s' * (batch.versions > 1)} a step",
+        "updates": f"{batch.updates}, which make one policy version",
         "of one update": f"{batch.trajectories_per_replica} trajectories a replica, in {batch.microbatches} "
         f"microbatch{'es' * (batch.microbatches.most > 1)} of up to {config.batch.tokens_per_microbatch:,} rows",
         "in flight": f"{flight} (max_staleness {config.rollout.max_staleness})",

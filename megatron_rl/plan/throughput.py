@@ -81,7 +81,8 @@ def passes(model: Model, config: TrainConfig) -> float:
     training = 4.0 if config.megatron.get("recompute_granularity") == "full" else 3.0
     if model.name == "critic":
         return training + 1
-    return training + (config.batch.updates_per_step > 1 and config.correction.proximal == "recompute")
+    recomputed = 1 - 1 / config.batch.updates_per_step  # the first update's pass is the proximal policy's
+    return training + (recomputed if config.correction.proximal == "recompute" else 0)
 
 
 def update_seconds(

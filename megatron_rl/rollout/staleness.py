@@ -1,6 +1,6 @@
 """When another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298), as arithmetic.
 
-Owns counts only. The version must rise by one per step at most, or the bound means something else.
+Owns counts only. A version is a publication: it rises by one per step at most, however many updates a step has.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ SMALL = (
 )
 MODES = {
     "synchronous": (),
-    "asynchronous": ("batch.updates_per_step=1", "rollout.max_staleness=2", "correction.weight=mask"),
+    "asynchronous": ("rollout.max_staleness=2", "correction.weight=mask"),
 }
 PLACES = ("in a checkpoint", "in a step", "in a checkpoint", "in a step", "at the start")
 """Where the kills of a run fall, in turn."""

@@ -84,8 +84,6 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     folder.mkdir()
     overrides = (f"run.folder={folder}", *settings, "rollout.workflow=third_step:StuckInTheThirdStep")
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=8")
-    if staleness:
-        overrides += ("batch.updates_per_step=1",)
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)
     time.sleep(0.5)

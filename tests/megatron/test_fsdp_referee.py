@@ -173,7 +173,7 @@ def act(backend, folder):
 def test_policy_actor_runs_unchanged_on_it(tied):
     ours, version = run_ranks(2, act, "fsdp", tied)[0]
     megatrons, _ = run_ranks(2, act, "dp2", tied)[0]
-    assert version == 2 and ours[1].sums["reference_kl"] > 0
+    assert version == 1 and ours[1].sums["reference_kl"] > 0
     for one, other in zip(ours, megatrons, strict=True):
         assert one.loss == pytest.approx(other.loss, abs=1e-5) and one.weight == other.weight
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)

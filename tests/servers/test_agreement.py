@@ -1,25 +1,28 @@
 """Trainer and server hold the same weights and compute the same log-probabilities: embedded and real SGLang."""
 
 import json
-import subprocess
-import sys
+import os
 import urllib.request
 
 import pytest
 import torch
 from ranks import run_ranks
 from tiny import LAYOUTS, make_engine
-from training_runs import ROOT, environment, steps_of
+from training_runs import COUNT, ROOT, mean, steps_of
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
 from megatron_rl.batch import exchange
-from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig, load_config
+from megatron_rl.rollout.groups import join_groups, trained_versions
+from megatron_rl.rollout.journal import read_file
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.train import train
 from megatron_rl.update_group import checksum
 from megatron_rl.weights.hf_files import write_hf_folder
+from tests.servers.reference import reference_logprobs, reference_logprobs_on_old_keys
 
 VERSION = 9
 TEMPERATURE = 0.8
@@ -116,39 +119,99 @@ def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
     return sum(token < 256 for token in completion_ids) / len(completion_ids)
 
 
+GRPO = (
+    *("model.init=hf", "warm_start.updates=0", "data.evaluation=", "run.save_at_end=false"),
+    *(f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
+)
+
+
+def experiment(arguments):
+    os.chdir(ROOT)
+    train(load_config(COUNT, [*GRPO, *arguments]))
+
+
+def grpo(model, servers, folder, *arguments):
+    """Train in a process of its own, against servers that get their first weights back afterwards."""
+    arguments += (f"model.path={model}", f"rollout.servers={servers}", f"run.folder={folder}")
+    try:
+        run_ranks(1, experiment, arguments, timeout_s=200)
+    finally:
+        for url in servers:
+            post(url, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "0"})
+    return steps_of(folder)
+
+
 @pytest.mark.slow
 def test_five_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
-    arguments = [
-        "configs/count_grpo.yaml",
-        f"model.path={tiny_model}",
-        "model.init=hf",
-        "warm_start.updates=0",
-        f"rollout.servers=[{real_sglang}]",
-        "rollout.reward=test_agreement:prefers_low_ids",
-        "generation.max_new_tokens=8",
-        "optimizer.lr=3e-3",
-        "batch.prompts_per_step=8",
-        "data.evaluation=''",
-        "run.steps=5",
-        "run.save_at_end=false",
-        f"run.folder={tmp_path}/run",
-    ]
-    env = environment() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/servers:{ROOT}/tests/megatron:{ROOT}/tests/end_to_end"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_rl.train", *arguments],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        steps = steps_of(tmp_path / "run")
-        assert len(steps) == 5
-        for number, step in enumerate(steps):
-            assert step["policy/version"] == 2 * (number + 1), "two updates a step"
-            assert step["mismatch/mean"] < 1e-4 and step["policy/first_ratio_deviation"] < 1e-5
-        assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
-    finally:
-        post(real_sglang, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
+    arguments = ("run.steps=5", "batch.prompts_per_step=8", "generation.max_new_tokens=8")
+    steps = grpo(tiny_model, [real_sglang], tmp_path, *arguments)
+    assert [step["policy/version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert all(step["mismatch/mean"] < 1e-4 and step["policy/first_ratio_deviation"] == 0 for step in steps)
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
+
+
+def asynchronous(*arguments):
+    """Two updates a step; replies that take longer than a step."""
+    small = ("rollout.max_staleness=1", "correction.weight=mask", "batch.prompts_per_step=4", "optimizer.lr=1e-3")
+    return (*small, "run.checkpoint_every_steps=100", *arguments)  # where checkpoints are, there is a journal
+
+
+def met_by_new_weights(folder, steps):
+    """Do the books of a run by its journal: every prompt once, no token too old.
+
+    Return the trained replies that hold two versions: (prompt, tokens, log-probs, versions), of tokens of the reply.
+    """
+    last, trained, met = {}, [], []
+    for path in sorted((folder / "journal").iterdir()):
+        records, fault = read_file(path)
+        assert not fault
+        for record in records:
+            if record.event["event"] == "accepted":
+                last[tuple(record.event["prompt"])] = record
+            if record.event["event"] == "consumed":
+                trained += [tuple(prompt) for prompt in record.event["prompts"]]
+                group = join_groups([last[tuple(prompt)].group() for prompt in record.event["prompts"]])
+                ages = record.event["version"] - trained_versions(group)
+                assert record.event["version"] == record.event["step"] and ages.min() >= 0 and ages.max() <= 1
+                for reply in (group.select([number]) for number in range(len(group))):
+                    own = reply["loss_mask"]
+                    if len(reply["versions"][own].unique()) > 1:
+                        columns = (reply[name][own].tolist() for name in ("input_ids", "logprobs", "versions"))
+                        met.append((reply["input_ids"][~own].tolist(), *columns))
+    assert len(trained) == len(set(trained)) == 4 * steps, "every prompt once"
+    return met
+
+
+@pytest.mark.slow
+def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
+    steps = grpo(tiny_model, [real_sglang], tmp_path, *asynchronous("run.steps=20", "generation.max_new_tokens=24"))
+    assert [step["policy/version"] for step in steps] == list(range(1, 21))
+    assert max(step["rollout/staleness_max"] for step in steps) == 1, "it ran ahead, and never further than it may"
+    # What a server computes with the weights that a token names is what the trainer computes with them.
+    assert max(step.get("mismatch/mean_age_0", 0.0) for step in steps) < 1e-4
+    assert min(step["mismatch/ess"] for step in steps) > 0.8, "the policy's own drift is no more than one step's"
+    assert mean(step["reward/mean"] for step in steps[-5:]) > mean(step["reward/mean"] for step in steps[:5]) + 0.05
+    assert len(met_by_new_weights(tmp_path, 20)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode,cache_age", [("abort", 0), ("retract", 0), ("in_place", 1)])
+def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
+    arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
+    arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=48")
+    steps = grpo(tiny_model, embedded_servers, tmp_path, *arguments, "run.steps=6")
+    assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
+    met = met_by_new_weights(tmp_path, 6)
+    if mode == "in_place":  # odd versions flush the cache all the same
+        met = [reply for reply in met if reply[-1][-1] % 2 == 0]
+    assert met
+    for prompt, tokens, logprobs, versions in met[:: len(met) // 4 + 1]:
+        old, new = (tmp_path / f"step-{v}" if v else tiny_model for v in (versions[0], versions[-1]))
+        before = versions.count(versions[0])
+        assert versions == [versions[0]] * before + [versions[0] + 1] * (len(versions) - before)
+        if mode == "in_place":
+            expected = reference_logprobs_on_old_keys(old, new, prompt, tokens, before)
+        else:
+            first, second = (reference_logprobs(folder, prompt, tokens) for folder in (old, new))
+            expected = first[:before] + second[before:]
+        assert logprobs == pytest.approx(expected, abs=1e-3)

@@ -9,6 +9,7 @@ from megatron_rl.algo.actor import PolicyActor, proximal_share
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
 from megatron_rl.types import TrajectoryBatch
+from tests.unit.counting_engine import CountingEngine
 
 
 def test_group_norm_by_hand():
@@ -148,11 +149,11 @@ def test_proximal_policy_is_the_behaviour_policy_or_lies_between():
 
 
 def test_share_of_the_way_to_the_proximal_policy_by_updates():
-    # No update of this step yet: the trained policy is the proximal one. Sampled at the step's beginning: so is the
-    # behaviour policy. Sampled 3 updates before, and 1 done: three of four.
+    # Sampled at the step's beginning, the behaviour policy is the proximal one. Sampled 3 updates before, and 1 done:
+    # three of four.
     age = torch.tensor([0, 3, -1])
-    assert proximal_share(age, updates_done=0).tolist() == [1.0, 1.0, 1.0]
     assert proximal_share(age, updates_done=1).tolist() == [0.0, 0.75, 0.0]
+    assert proximal_share(age, updates_done=3).tolist() == [0.0, 0.5, 0.0]
 
 
 def test_a_weight_by_sequence_masks_whole_sequences():
@@ -173,3 +174,12 @@ def test_a_weight_by_sequence_masks_whole_sequences():
     total, sums = masked(torch.full((4,), -1.0), torch.zeros(4), data)
     assert masked.terms.by_sequence and sums["dropped_tokens"] == 2
     torch.testing.assert_close(total, 2 * torch.tensor(0.05).exp())
+
+
+@pytest.mark.parametrize(
+    ("applied", "version"), [([True], 8), ([True] * 4, 8), ([False, True], 8), ([False, False], 7), ([], 7)]
+)
+def test_updates_of_a_step_make_one_version_or_none_where_all_were_skipped(applied, version):
+    actor = PolicyActor(CountingEngine(7), AlgorithmConfig(), temperature=1.0)
+    assert [stats.applied for stats in actor.update(applied)] == applied
+    assert actor.engine.version == version

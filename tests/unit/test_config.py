@@ -299,10 +299,6 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             "rollout.registry = 'b': must be empty where rollout.ser",
         ),
         (
-            ["rollout.max_staleness=1", "batch.updates_per_step=2"],
-            "rollout.max_staleness = 1: .*batch.updates_per_step = 2 makes several in one step",
-        ),
-        (
             ["rollout.max_staleness=1", "rollout.oversample=1.5"],
             r"rollout.oversample = 1.5: .*1 where max_staleness > 0",
         ),

@@ -1,7 +1,7 @@
 """What the executor promises whatever servers and episodes do: its own code, on simulated servers and time.
 
 An example is a world: how long each piece of each reply takes, which episodes fail or are rejected, how long the
-trainer's steps are and which of them leave the policy as it was.
+trainer's steps are, how many updates they have and which of these are skipped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.api import RolloutWorkflow
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import AlgorithmConfig, RolloutConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
 from megatron_rl.types import Trajectory, TrajectoryBatch
+from tests.unit.counting_engine import CountingEngine
 from tests.unit.simulated_time import Deadlock, simulate
 
 SECONDS = st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0, 10.0, 50.0])  # equal ones often: things happen at once
 ENDS = st.one_of(st.just("group"), st.sampled_from(["group", "uniform", "none", "error", "refusal"]))
+UPDATES = st.lists(st.booleans().map(lambda b: not b), min_size=1, max_size=3)
 worlds_examples = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
 # A prompt's last event -> what may follow it.
@@ -52,8 +55,8 @@ class World:
     attempts: int
     episodes: list[tuple[list[float], str]]
     """Of the k-th try of any episode: the seconds that each of its tokens takes, and how it ends."""
-    steps: list[tuple[float, bool]]
-    """Seconds of training, and whether the policy changes."""
+    steps: list[tuple[float, list[bool]]]
+    """Seconds of training, and of each update whether it is applied."""
     evaluates: bool
     oversample: float
     resamples: int
@@ -77,19 +80,24 @@ def worlds(draw):
         stale=draw(st.sampled_from(["drop", "mask"])),
         attempts=draw(st.integers(1, 3)),
         episodes=draw(st.lists(st.tuples(st.lists(SECONDS, min_size=1, max_size=3), ENDS), min_size=1, max_size=20)),
-        steps=draw(st.lists(st.tuples(SECONDS, st.booleans().map(lambda b: not b)), min_size=1, max_size=12)),
+        steps=draw(st.lists(st.tuples(SECONDS, UPDATES), min_size=1, max_size=12)),
     )
 
 
-class Servers(RolloutWorkflow):
-    """Engine, servers and workflow of a world in one."""
+class Servers(CountingEngine, RolloutWorkflow):
+    """Trainer, engine, servers and workflow of a world in one."""
 
     def __init__(self, world):
-        self.world, self.version = world, 0
+        super().__init__(version=0)
+        self.world, self.actor = world, PolicyActor(self, AlgorithmConfig(), temperature=1.0)
         self.tries, self.running, self.most_running = itertools.count(), 0, 0
 
-    def get_version(self):
-        return self.version
+    def update(self, updates):
+        """Train a step and publish once; True where that is another policy than before."""
+        before = self.version
+        self.actor.update(updates)
+        assert self.version == before + any(updates), "versions count publications"
+        return any(updates)
 
     async def arun_episode(self, engine, data):
         durations, end = self.world.episodes[next(self.tries) % len(self.world.episodes)]
@@ -208,7 +216,7 @@ def test_asynchronous_training_keeps_every_promise(world):
     source = ({"n": n} for n in taken)
 
     async def train():
-        for seconds, is_applied in world.steps:
+        for seconds, updates in world.steps:
             batch = await executor.prepare_batch(source, servers, world.groups)
             consumed.extend(check_batch(batch, world, servers, ledger))
             if world.evaluates:
@@ -216,10 +224,10 @@ def test_asynchronous_training_keeps_every_promise(world):
             await asyncio.sleep(seconds)
             waiting = ledger.count("queued", "requeued")
             assert not (waiting and ledger.has_room(world, steps_ahead=world.eta)), "work lies while servers idle"
-            servers.version += is_applied
+            is_new = servers.update(updates)
             executor.notice_version()
             if world.eta > 0 and all(end == "group" for _, end in world.episodes):
-                assert not ledger.has_room(world, steps_ahead=world.eta + is_applied), "new weights start new work"
+                assert not ledger.has_room(world, steps_ahead=world.eta + is_new), "new weights start new work"
         # However full training kept the servers, evaluations come to their end, or to nothing where none succeeded.
         for outcome in await asyncio.gather(*evaluations, return_exceptions=True):
             assert isinstance(outcome, TrajectoryBatch) or "evaluate: none of" in str(outcome)
@@ -256,7 +264,7 @@ def test_submitted_episodes_all_come_back(world, count):
                 continue
             come.append(int(batch["input_ids"][0]))
             assert servers.version - batch["versions"][batch["loss_mask"]].min() <= world.eta
-            servers.version += world.steps[len(come) % len(world.steps)][1]
+            servers.update(world.steps[len(come) % len(world.steps)][1])
             executor.notice_version()
 
     simulate(submit_and_wait())

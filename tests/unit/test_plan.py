@@ -14,6 +14,7 @@ from megatron_rl.cli import main
 from megatron_rl.config import (
     AlgorithmConfig,
     BatchConfig,
+    CorrectionConfig,
     DataConfig,
     GenerationConfig,
     ModelConfig,
@@ -35,7 +36,7 @@ from megatron_rl.plan.memory import (
     server_memory,
     trainer_memory,
 )
-from megatron_rl.plan.throughput import forward_flops, matrix_parameters, update_seconds
+from megatron_rl.plan.throughput import forward_flops, matrix_parameters, passes, update_seconds
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -298,6 +299,14 @@ def test_twice_the_gpus_update_in_half_the_time(tmp_path):
     batch = plan_batch(config, TOKENS, replicas=1)
     seconds = [update_seconds(models_of(config), config, batch, TOKENS, gpus, DEVICES["h100"]) for gpus in (4, 8)]
     assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+# Forward once, backward twice; and the tokens of all updates but the first once more, to measure the proximal policy.
+@pytest.mark.parametrize("updates,proximal,count", [(1, "recompute", 3), (4, "recompute", 3.75), (4, "loglinear", 3)])
+def test_passes_over_the_steps_tokens(updates, proximal, count):
+    batch, correction = BatchConfig(updates_per_step=updates), CorrectionConfig(proximal=proximal)
+    config = experiment(batch=batch, correction=correction)
+    assert passes(models_of(config)[0], config) == count
 
 
 # One node is enough with other settings, or it is not.
