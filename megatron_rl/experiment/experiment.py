@@ -223,6 +223,8 @@ class Experiment:
             self._continue_from(self.resumed_from)
         else:
             self.warm_start.run()
+        for fault in self.books.faults:
+            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
@@ -238,8 +240,6 @@ class Experiment:
             self.warm_start.load(self.reference)
         for fault in self.checkpoints.passed_over:
             self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
-        for fault in self.books.faults:
-            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.say(f"resumed after step {self.first_step} from {path}")
 
     @property
@@ -274,7 +274,7 @@ class Experiment:
         try:
             yield
         except CheckpointError as error:
-            self.say(f"WARNING: {error} Training goes on; the next checkpoint is tried when it is due.")
+            self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()
@@ -462,12 +462,12 @@ class Experiment:
         mismatch.check_alarm(differences, self.config.correction.alarm)
 
     def save(self, *, step: int) -> None:
-        """Write HF weights where it is time to."""
+        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
         options = self.config.run
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
-            with self.timers("save"):
-                name = "final" if is_last else f"step-{step}"
+            name = "final" if is_last else f"step-{step}"
+            with self.timers("save"), nullcontext() if is_last else self._warning_of_checkpoints():
                 self.engine.save(self.folder / name)
                 if self.critic is not None:
                     self.critic.engine.save(self.folder / f"{name}-critic")

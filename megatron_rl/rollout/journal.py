@@ -69,18 +69,19 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
         self._file, self._files = -1, 0
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.begin_file()
 
     def begin_file(self) -> None:
         """Bring the records so far to the disk and continue in a new file, as with every checkpoint."""
         with self._lock:
-            if self._file >= 0:
-                os.fsync(self._file)
-                os.close(self._file)
-            self._files += 1
-            self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
             try:
+                if self._file >= 0:
+                    os.fsync(self._file)
+                    os.close(self._file)
+                    self._file = -1
+                self._files += 1
+                self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             except OSError as error:
                 raise self._failure(error) from error
@@ -88,8 +89,9 @@ class RolloutJournal(RolloutEvents):
 
     def close(self) -> None:
         with self._lock:
-            os.close(self._file)
-            self._file = -1
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Replay:
     def __init__(self, folder: str | Path, *, life: int, version: int, max_staleness: int, fingerprint: str) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
-        """What could not be read, file by file."""
+        """What could not be read or is another run's, file by file."""
         self.replayed = 0
         self._sampled: dict[str, Sampled] = {}
         branches: dict[int, int] = {life: version}
@@ -241,6 +243,8 @@ class Replay:
             opened = records[0].event
             branches.setdefault(opened["life"], opened["version"])
             if opened["fingerprint"] != fingerprint:
+                groups = sum(record.event["event"] == "accepted" for record in records)
+                self.faults.append(f"{path.name} is of a run with other settings, its {groups} groups are not used")
                 continue
             branch = min(start for other, start in branches.items() if other > opened["life"])
             for record in reversed(records):

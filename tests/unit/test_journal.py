@@ -141,6 +141,26 @@ def test_only_groups_young_enough_are_replayed(tmp_path):
     assert len(replay(tmp_path, version=4, fingerprint="another reward")) == 0
 
 
+def test_a_journal_of_another_run_is_named_and_not_used(three_groups):
+    (fault,) = replay(three_groups.parent, fingerprint="another seed").faults
+    assert fault == f"{three_groups.name} is of a run with other settings, its 3 groups are not used"
+
+
+def test_a_replayed_group_from_before_the_version_of_now_is_trained_and_not_sampled_again(tmp_path):
+    start(tmp_path).accepted(episode(0), group(0, versions=(3, 4)))
+    found, workflow, engine, thread = (
+        replay(tmp_path, version=4),
+        Sampling(random.Random(0)),
+        Engine(),
+        EventLoopThread(""),
+    )
+    engine.version = 5
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=4), Tally())
+    batch = thread.run(executor.rollout_batch([episode(0).data], ReplayingWorkflow(workflow, found)))
+    thread.stop()
+    assert workflow.sampled == [] and batch["versions"].tolist() == [-1, 3, 3, -1, 4, 4]
+
+
 def test_versions_that_several_lives_had_are_told_apart(tmp_path):
     start(tmp_path, life=1).accepted(episode(0), group(0, versions=(6,)))
     start(tmp_path, life=2, first_step=4, version=4).accepted(episode(1), group(1, versions=(6,)))
