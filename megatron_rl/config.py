@@ -374,6 +374,11 @@ class RolloutConfig:
     """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
+    journal_replies: bool = False
+    """Runs with checkpoints: a killed run keeps the finished replies of unfinished episodes too, not only whole groups.
+
+    For long replies and many turns. The journal doubles in size.
+    """
 
     def __post_init__(self) -> None:
         for key in ("workflow", "reward"):

@@ -260,11 +260,18 @@ class RolloutBooks:
         return self.replay.faults if self.replay is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """How many groups of earlier processes this one has trained or is about to, in all."""
-        return {"rollout/replayed_groups": self.replay.replayed} if self.replay is not None else {}
+        """How many groups, and replies to others, of earlier processes this one has trained or is about to, in all."""
+        if self.replay is None:
+            return {}
+        groups = {"rollout/replayed_groups": self.replay.replayed}
+        replies = {"rollout/replayed_replies": self.replay.replayed_replies}
+        return groups | (replies if self.options.journal_replies else {})
 
     def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
-        return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
+        replies = self.journal if self.options.journal_replies else None
+        if self.replay is None and replies is None:
+            return workflow
+        return ReplayingWorkflow(workflow, self.replay, replies)
 
     def note_step(self) -> None:
         """A step begins or has ended: this is the place that `state_dict` tells of."""

@@ -5,16 +5,17 @@ import signal
 import time
 
 import pytest
-from kills import MODES, SMALL, do_the_books, experiment, one_server, run_to_the_end, soak, start_ranks
+from kills import ASYNCHRONOUS, MODES, SMALL, do_the_books, experiment, one_server, run_to_the_end, soak, start_ranks
 from training_runs import steps_of
 
 pytestmark = pytest.mark.slow
 
 
 def test_runs_that_are_killed_again_and_again_end_as_if_nobody_had(tmp_path):
-    results = list(soak(tmp_path, points=6, seed=4))
+    results = list(soak(tmp_path, points=8, seed=4))
     kills = [place for result in results for place in result.kills]
-    assert len(kills) == 6 and {"in a checkpoint", "in a step"} <= set(kills)
+    assert len(kills) == 8 and {"in a checkpoint", "in a step"} <= set(kills)
+    assert {result.mode for result in results} == set(MODES)
     for result in results:
         assert result.is_good, result
     assert {result.is_same for result in results} == {True, None}, "of synchronous runs the losses are compared too"
@@ -25,7 +26,7 @@ def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(tmp_
     folder.mkdir()
     with one_server(tmp_path / "servers") as server:
         overrides = (f"run.folder={folder}", f"rollout.servers=[{server.urls[0]}]", "warm_start.updates=0", *SMALL)
-        overrides += (*MODES["asynchronous"], "run.checkpoint_every_steps=3")
+        overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=3")
         pids = start_ranks(2, experiment, overrides, output)
         deadline = time.monotonic() + 60
         while not (folder / "checkpoints" / "step-6").exists():

@@ -90,6 +90,7 @@ OUR_KEYS = {
         "start_timeout_s",
         "publication",
         "episode_attempts",
+        "journal_replies",
     ],
     "data": ["train", "train_args", "evaluation", "evaluation_args", "shuffle"],
     "warm_start": ["updates", "prompts_per_update", "lr", "stop_at_reward", "check_every_updates", "folder"],
