@@ -557,6 +557,11 @@ class TrainConfig:
                 f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
                 f"every group is uniform; raise it, or leave the key out."
             )
+        if self.rollout.journal_replies and self.run.checkpoint_every_steps == 0:
+            raise ValueError(
+                "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
+                "journal; set that, or leave the key out."
+            )
         if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
             raise ValueError(
                 f"rollout.workflow = {self.rollout.workflow!r}: algo.advantage = remax needs a workflow that reports "

@@ -135,7 +135,7 @@ def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance
         if not wait_for(place, folder, pids, chance):
             assert exit_codes(pids) == [0] * ranks, output.read_text()
             break
-        kill_one(pids, chance, output)
+        end_without(pids, chance.choice(pids), output)
         places.append(place)
         resumed.append(newest_checkpoint(folder))
     ranks, layout = next(lives)
@@ -144,9 +144,8 @@ def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance
     return Trial(mode=name, kills=places, resumed=resumed, lost=lost, twice=twice, is_same=None)
 
 
-def kill_one(pids: list[int], chance: random.Random, output: Path) -> None:
+def end_without(pids: list[int], victim: int, output: Path) -> None:
     """Kill one rank with SIGKILL and see that the others end because of it."""
-    victim = chance.choice(pids)
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + OUTLIVES_S
     while not all(has_ended(pid) for pid in pids):

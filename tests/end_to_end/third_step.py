@@ -19,6 +19,19 @@ class StuckInTheThirdStep(RLVRWorkflow):
         return await super().arun_episode(engine, data)
 
 
+class RewardsHangFromTheThirdStepOn(RLVRWorkflow):
+    """Answers 16 prompts and gets replies to the others, but no reward for them, unless TEST_NOT_STUCK is set."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
+            await asyncio.gather(*map(engine.agenerate, self.sample_requests(data)))
+            await asyncio.sleep(1000)
+        self.answered += 1
+        return await super().arun_episode(engine, data)
+
+
 class DiskFullFromTheThirdStepOn(RLVRWorkflow):
     """Lets the process write small files only: the log, but no checkpoint."""
 
