@@ -92,7 +92,8 @@ class Experiment:
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
         self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
-        self.resumed_from = self.checkpoints.choose(self.resume)
+        with self.timers("resume"):
+            self.resumed_from = self.checkpoints.choose(self.resume)
         resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
         self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
@@ -229,7 +230,9 @@ class Experiment:
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
             self.evaluate(step=self.first_step)
-        self.timers.snapshot()  # starting up is not part of the first step
+        starting_up = self.timers.snapshot()  # which is not part of the first step
+        if self.resumed_from:
+            self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
     def _continue_from(self, path: Path) -> None:
         with self.timers("resume"):

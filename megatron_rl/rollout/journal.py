@@ -88,6 +88,7 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
         self._file, self._files = -1, 0
+        self._failed: RuntimeError | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -134,7 +135,8 @@ class RolloutJournal(RolloutEvents):
         if not is_indexed(data) or reply.stop_reason == "abort" or not reply.output_versions:
             return
         columns = {name: torch.tensor(getattr(reply, name), dtype=dtype) for name, dtype in _REPLY_COLUMNS.items()}
-        rest = {key: value for key, value in dataclasses.asdict(reply).items() if key not in columns}
+        rest = {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply)}
+        rest = {name: value for name, value in rest.items() if name not in columns}
         about = {"event": "replied", "prompt": place_of(data), "key": data["sample_key"], "request": request}
         about |= {"versions": [min(reply.output_versions), max(reply.output_versions)], "rest": rest}
         blob = save_tensors(columns, metadata={"record": json.dumps(about)})
@@ -165,6 +167,8 @@ class RolloutJournal(RolloutEvents):
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
     def _write(self, kind: bytes, payload: bytes) -> None:
+        if self._failed is not None:  # nobody would read what follows a torn record
+            raise self._failed
         record = _HEAD.pack(_MAGIC, kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
         try:
             written = os.write(self._file, record)
@@ -174,7 +178,8 @@ class RolloutJournal(RolloutEvents):
             raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
 
     def _failure(self, fault: object) -> RuntimeError:
-        return RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+        self._failed = RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+        return self._failed
 
 
 def is_indexed(data: dict[str, Any]) -> bool:

@@ -176,6 +176,7 @@ def write_hf_folder(
             (aside / "config.json").write_text(json.dumps(config, indent=2))
         replace_folder(aside, folder)
     except (OSError, SafetensorError) as error:
+        recover_folder(folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"{folder}: {error}") from error
 

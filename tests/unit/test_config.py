@@ -302,6 +302,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
         ),
         (
+            ["rollout.journal_replies=true"],
+            "rollout.journal_replies = true: .*run.checkpoint_every_steps = 0 .*keeps no journal",
+        ),
+        (
             ["batch.prompts_per_step=2", "batch.updates_per_step=17"],
             "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
         ),

@@ -64,6 +64,8 @@ def test_a_run_stops_where_its_journal_cannot_be_written_and_the_next_one_has_th
         assert part in str(raised.value)
     with pytest.raises(RuntimeError, match="rollout journal"):  # also where somebody asks again
         thread.run(executor.rollout_batch(prompts[:1], Steady()))
+    with pytest.raises(RuntimeError, match="rollout journal"):  # nor is anything written behind what is torn
+        journal.accepted(episode(9), group(9))
     journal.close()
     left, found = journal.path.read_bytes(), replay(tmp_path)
     assert found.faults == [f"{journal.path.name} ends in the middle of a record, 200 bytes of it are left"]
