@@ -33,12 +33,12 @@ class RewardsHangFromTheThirdStepOn(RLVRWorkflow):
 
 
 class DiskFullFromTheThirdStepOn(RLVRWorkflow):
-    """Lets the process write small files only: the log, but no checkpoint."""
+    """Lets the process write small files only: the log, but neither checkpoints nor weights."""
 
     answered = 0
 
     async def arun_episode(self, engine, data):
         if self.answered >= 16:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         self.answered += "prompt_index" in data
         return await super().arun_episode(engine, data)
