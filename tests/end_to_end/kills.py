@@ -61,8 +61,8 @@ MODES = {
     "synchronous": Mode(),
     "asynchronous": Mode(settings=ASYNCHRONOUS),
     "tensor=2": Mode(layouts=((2, TENSOR),)),
-    # Two ranks with one journal, two with one each, and one.
-    "layouts": Mode(settings=ASYNCHRONOUS, layouts=((2, TENSOR), (2, ()), (1, ()))),
+    # Two ranks with one journal, two with one each, and one; with single replies in the journals.
+    "layouts": Mode(settings=(*ASYNCHRONOUS, "rollout.journal_replies=true"), layouts=((2, TENSOR), (2, ()), (1, ()))),
 }
 """By their names in the table; `layouts` is asynchronous too."""
 OUTLIVES_S = 60.0
