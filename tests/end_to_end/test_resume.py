@@ -1,6 +1,5 @@
 """A resumed run is the run that was never interrupted: losses, log and samples, in the same layout bit by bit."""
 
-import itertools
 import json
 import os
 import shutil
@@ -148,24 +147,16 @@ def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before
     assert log_of(folder) == log_of(whole)
 
 
-def experiment_whose_journal_fills_the_disk(config, overrides, resume):
-    write, groups = os.write, itertools.count()
-
-    def write_what_fits(file, data):
-        is_past_the_end = data[4:5] == b"G" and next(groups) >= 36  # in the fifth step
-        return write(file, data[:100] if is_past_the_end else data)
-
-    os.write = write_what_fits
-    experiment(config, overrides, resume)
-
-
-def test_a_run_whose_journal_fills_the_disk_stops_and_resumes_from_its_checkpoint(warm, server, tmp_path, capfd):
+def test_a_run_whose_journal_fills_the_disk_stops_and_resumes_from_its_checkpoint(
+    warm, server, tmp_path, capfd, monkeypatch
+):
     whole, overrides = warm
     folder = tmp_path / "run"
+    overrides += ("rollout.workflow=third_step:JournalFullFromTheFifthStepOn",)
     with pytest.raises(AssertionError, match="rollout journal .*only 100 of .* make room on the disk and resume"):
-        arguments = (COUNT, (server, f"run.folder={folder}", *overrides), "")
-        run_ranks(1, experiment_whose_journal_fills_the_disk, *arguments)
-    journals = {path: path.read_bytes() for path in (folder / "journal").iterdir()}
+        run(folder, server, *overrides)
+    journals = {path: path.read_bytes() for path in (folder / "journal").glob("*.journal")}
+    monkeypatch.setenv("TEST_DISK_HAS_ROOM", "1")
     run(folder, server, *overrides, resume="auto")
     said = capfd.readouterr().out
     assert (

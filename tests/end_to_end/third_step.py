@@ -1,4 +1,4 @@
-"""Workflows to which something happens in the third step, of 8 prompts each."""
+"""Workflows to which something happens in the third step or later; a step has 8 prompts."""
 
 import asyncio
 import os
@@ -40,5 +40,18 @@ class DiskFullFromTheThirdStepOn(RLVRWorkflow):
     async def arun_episode(self, engine, data):
         if self.answered >= 16:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        self.answered += "prompt_index" in data
+        return await super().arun_episode(engine, data)
+
+
+class JournalFullFromTheFifthStepOn(RLVRWorkflow):
+    """From then on the disk takes 100 bytes of a group, unless TEST_DISK_HAS_ROOM is set."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered == 32 and "TEST_DISK_HAS_ROOM" not in os.environ:
+            write = os.write
+            os.write = lambda file, record: write(file, record[:100] if record[4:5] == b"G" else record)
         self.answered += "prompt_index" in data
         return await super().arun_episode(engine, data)
