@@ -112,7 +112,7 @@ def test_replies_whose_rewards_never_came_are_not_generated_again(tmp_path, monk
 
 
 def events(folder):
-    return [record.event for path in sorted((folder / JOURNAL).glob("*")) for record in read_file(path)[0]]
+    return [record.event for path in sorted((folder / JOURNAL).glob("*.journal")) for record in read_file(path)[0]]
 
 
 def wait_until(holds, output):
