@@ -470,7 +470,7 @@ class Experiment:
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
             name = "final" if is_last else f"step-{step}"
-            with self.timers("save"), nullcontext() if is_last else self._warning_of_checkpoints():
+            with self.timers("save"), contextlib.nullcontext() if is_last else self._warning_of_checkpoints():
                 self.engine.save(self.folder / name)
                 if self.critic is not None:
                     self.critic.engine.save(self.folder / f"{name}-critic")
