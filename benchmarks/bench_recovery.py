@@ -72,13 +72,15 @@ def first_step(folder: Path, steps: int, *, resume: bool) -> tuple[float, float]
 
     Return the seconds until the first of these was logged, and those that the checkpoint took of them.
     """
-    command = [sys.executable, "-m", "megatron_rl.launch", "configs/demo.yaml", f"run.folder={folder}"]
-    command += ["data.evaluation=", "run.save_at_end=false", "run.checkpoint_every_steps=2", f"run.steps={steps}"]
-    command += ["rollout.backend=embedded", *(["--resume", "auto"] if resume else [])]
+    settings = [f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every_steps=2", "run.save_at_end=false"]
+    settings += ["data.evaluation=", "rollout.backend=embedded", *(["--resume", "auto"] if resume else [])]
+    launcher = [sys.executable, "-m", "megatron_rl.launch", "--exit-with", str(os.getpid())]
     log, first = folder / "metrics.jsonl", f'"step": {steps - 2},'
     began, took = time.perf_counter(), 0.0
     with tempfile.TemporaryFile("w+") as output:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(
+            [*launcher, "configs/demo.yaml", *settings], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
         while run.poll() is None:
             if not took and log.exists() and first in log.read_text():
                 took = time.perf_counter() - began
