@@ -7,13 +7,19 @@ of a checkpoint; the first one in the background also gets its memory, so a late
 step while it is written, beside one with nothing else going on; `there after` counts from the beginning to its
 appearance. The plain writer puts as many bytes into one file and fsyncs it: what the disk allows. Resuming compares
 every file with its checksum first; a run does that once and then loads without.
+
+The way back is that of a whole run, configs/demo.yaml with its embedded server, from the start of the process to the
+first step that it trained: fresh, and with `--resume auto` in the same folder, in turn; medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +35,7 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.types import FinetuneSpec
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK_BYTES = 16 * 1024 * 1024
 
 
@@ -60,12 +67,56 @@ def write_plainly(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
+def first_step(folder: Path, steps: int, *, resume: bool) -> tuple[float, float]:
+    """Run the demo to the end of `steps` steps, the last two of them new.
+
+    Return the seconds until the first of these was logged, and those that the checkpoint took of them.
+    """
+    settings = [f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every_steps=2", "run.save_at_end=false"]
+    settings += ["data.evaluation=", "rollout.backend=embedded", *(["--resume", "auto"] if resume else [])]
+    launcher = [sys.executable, "-m", "megatron_rl.launch", "--exit-with", str(os.getpid())]
+    log, first = folder / "metrics.jsonl", f'"step": {steps - 2},'
+    began, took = time.perf_counter(), 0.0
+    with tempfile.TemporaryFile("w+") as output:
+        run = subprocess.Popen(
+            [*launcher, "configs/demo.yaml", *settings], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
+        while run.poll() is None:
+            if not took and log.exists() and first in log.read_text():
+                took = time.perf_counter() - began
+            time.sleep(0.02)
+        output.seek(0)
+        said = output.read()
+    if run.returncode or not took:
+        sys.exit(said)
+    of_checkpoint = re.search(r"the checkpoint took ([\d.]+) s", said)
+    return took, float(of_checkpoint[1]) if of_checkpoint else 0.0
+
+
+def measure_starts(folder: Path, starts: int) -> str:
+    fresh, resumed = [], []
+    for number in range(starts):
+        run = folder / f"run-{number}"
+        fresh.append(first_step(run, 2, resume=False)[0])
+        resumed.append(first_step(run, 4, resume=True))
+    alone, (back, checkpoint) = (
+        statistics.median(fresh),
+        (statistics.median(column) for column in zip(*resumed, strict=True)),
+    )
+    return (
+        f"{'from process to first step':<28}{'s':>8}{'beside fresh':>14}{'the checkpoint s':>18}\n"
+        f"{'fresh':<28}{alone:>8.1f}{1.0:>14.2f}\n"
+        f"{'resumed after step 2':<28}{back:>8.1f}{back / alone:>14.2f}{checkpoint:>18.1f} = {checkpoint / back:.0%}"
+    )
+
+
 def main() -> None:
     on_gpu = platform.has_cuda()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b" if on_gpu else "135m")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training process")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=3, help="of the demo, fresh and resumed; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the file system to measure is")
     args = parser.parse_args()
     from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -74,6 +125,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix=".bench-recovery-", dir=args.folder) as name:
         folder, path = Path(name), Path(name) / "checkpoint"
+        starts = measure_starts(folder.resolve(), args.starts) if args.starts else ""
         write_model_folder(SHAPES[args.shape], folder)
         model = ModelConfig(path=name, init="random", dtype="bfloat16" if on_gpu else "float32")
         engine = MegatronEngine(EngineConfig(model=model, optimizer=OptimizerConfig(lr=1e-6)))
@@ -107,7 +159,7 @@ def main() -> None:
         row = f"{standstill:>14.2f}{beside:>9.2f}{beside / alone:>14.2f}{there:>15.1f}"
         print(f"{f'in the background, {which}':<28}{row}")
     print(f"{'plain writer':<28}{'':>37}{plain:>15.1f}\n")
-    print(f"resume: {checked:.1f} s with all checksums, {unchecked:.1f} s without")
+    print(f"loading: {checked:.1f} s with all checksums, {unchecked:.1f} s without\n\n{starts}")
 
 
 if __name__ == "__main__":

@@ -387,6 +387,11 @@ class RolloutConfig:
     """
     episode_attempts: int = 3
     """Tries of an episode before its prompt is given up and counted."""
+    journal_replies: bool = False
+    """Runs with checkpoints: a killed run keeps the finished replies of unfinished episodes too, not only whole groups.
+
+    For long replies and many turns. The journal doubles in size.
+    """
 
     def __post_init__(self) -> None:
         for key in ("workflow", "reward"):
@@ -574,6 +579,11 @@ class TrainConfig:
             raise ValueError(
                 f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
                 f"every group is uniform; raise it, or leave the key out."
+            )
+        if self.rollout.journal_replies and self.run.checkpoint_every_steps == 0:
+            raise ValueError(
+                "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
+                "journal; set that, or leave the key out."
             )
         if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
             raise ValueError(

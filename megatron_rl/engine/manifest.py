@@ -48,12 +48,16 @@ def write(folder: Path) -> None:
 
 
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe every file of this part of the manifest that is missing or differs; empty if all is well."""
+    """Describe every file of this part of the manifest that is missing or differs; empty if all is well.
+
+    A file without an entry is a fault too, as nobody knows what was written there; hidden ones may be anybody's.
+    """
     try:
         entries = _read(folder)
     except (OSError, ValueError, KeyError) as error:
         return [f"{NAME} is not readable ({error})"]
-    found = []
+    there = sorted(str(path.relative_to(folder)) for path in folder.rglob("[!.]*") if path.is_file())
+    found = [f"{name} is not in {NAME}" for name in there[part::parts] if name not in entries and name != NAME]
     for name in sorted(entries)[part::parts]:
         path, expected = folder / name, entries[name]
         if not path.is_file():

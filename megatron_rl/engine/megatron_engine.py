@@ -7,6 +7,7 @@ Results do not depend on the layout or the microbatch split; tests/megatron hold
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.host_memory import left_out_of_forks
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
@@ -440,18 +442,19 @@ class MegatronEngine(TrainEngine):
             self.save_async(path, in_background=False)
             self.finish_saves()
             return
-        if self.groups.is_main:
-            write_hf_folder(
-                path,
-                self.hf_tensors(),
-                model_folder=self.config.model.path,
-                dtype=self.dtype,
-                head=self.arch.head,
-            )
-        else:
-            for _ in self.hf_tensors():
-                pass
-        dist.barrier(group=self.groups.control)
+        tensors = self.hf_tensors()
+
+        def write() -> None:
+            model = {"model_folder": self.config.model.path, "head": self.arch.head}
+            try:
+                write_hf_folder(path, tensors, dtype=self.dtype, **model)
+            finally:
+                deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
+
+        if not self.groups.is_main:
+            deque(tensors, maxlen=0)
+        if fault := self.groups.on_main(write):
+            raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
 
     def save_async(
         self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True

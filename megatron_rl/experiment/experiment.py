@@ -77,7 +77,8 @@ class Experiment:
             )
         wait_for_earlier_processes(self.folder, self.groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
-        self.resumed_from = self.checkpoints.choose(self.resume)
+        with self.timers("resume"):
+            self.resumed_from = self.checkpoints.choose(self.resume)
         resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
         self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
@@ -161,11 +162,15 @@ class Experiment:
             self._continue_from(self.resumed_from)
         else:
             self.warm_start.run()
+        for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
+            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.rollouts.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
             self.evaluate(step=self.first_step)
-        self.timers.snapshot()  # starting up is not part of the first step
+        starting_up = self.timers.snapshot()  # which is not part of the first step
+        if self.resumed_from:
+            self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
     def _continue_from(self, path: Path) -> None:
         with self.timers("resume"):
@@ -176,8 +181,6 @@ class Experiment:
             self.warm_start.load(self.reference)
         for fault in self.checkpoints.passed_over:
             self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
-        for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
-            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         self.say(f"resumed after step {self.first_step} from {path}")
 
     @property
@@ -212,7 +215,7 @@ class Experiment:
         try:
             yield
         except CheckpointError as error:
-            self.say(f"WARNING: {error} Training goes on; the next checkpoint is tried when it is due.")
+            self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()
@@ -338,12 +341,12 @@ class Experiment:
         mismatch.check_alarm(differences, self.config.correction.alarm)
 
     def save(self, *, step: int) -> None:
-        """Write HF weights where it is time to."""
+        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
         options = self.config.run
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
-            with self.timers("save"):
-                name = "final" if is_last else f"step-{step}"
+            name = "final" if is_last else f"step-{step}"
+            with self.timers("save"), contextlib.nullcontext() if is_last else self._warning_of_checkpoints():
                 self.engine.save(self.folder / name)
                 if self.critic is not None:
                     self.critic.engine.save(self.folder / f"{name}-critic")

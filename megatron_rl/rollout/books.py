@@ -58,11 +58,18 @@ class HeadBooks:
         return self.replay.faults if self.replay is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """How many groups of earlier processes this one has trained or is about to, in all."""
-        return {"rollout/replayed_groups": self.replay.replayed} if self.replay is not None else {}
+        """How many groups, and replies to others, of earlier processes this one has trained or is about to, in all."""
+        if self.replay is None:
+            return {}
+        groups = {"rollout/replayed_groups": self.replay.replayed}
+        replies = {"rollout/replayed_replies": self.replay.replayed_replies}
+        return groups | (replies if self.options.journal_replies else {})
 
     def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
-        return ReplayingWorkflow(workflow, self.replay) if self.replay is not None else workflow
+        replies = self.journal if self.options.journal_replies else None
+        if self.replay is None and replies is None:
+            return workflow
+        return ReplayingWorkflow(workflow, self.replay, replies)
 
     def turn_the_page(self, oldest_checkpoint: int) -> None:
         """Begin a new journal file with a checkpoint; head 0 drops those that none which is left can need."""

@@ -11,7 +11,10 @@ from megatron_rl.rollout.events import Episode, RolloutEvents
 
 
 class DeadLetters(RolloutEvents):
-    """Appends one JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself."""
+    """Appends one JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself.
+
+    RuntimeError, which ends the run, where it cannot be written.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -23,5 +26,8 @@ class DeadLetters(RolloutEvents):
             "traceback": "".join(traceback.format_exception(error)),
             "prompt": episode.data,
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        except OSError as fault:
+            raise RuntimeError(f"dead letters {self.path}: {fault}; make room on the disk and resume.") from fault

@@ -334,8 +334,8 @@ class RolloutExecutor:
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:  # of an observer: episodes' own are kept
-            self.fail(f"rollout: {type(error).__name__}: {error}")
+        if not task.cancelled():
+            task.exception()  # which `_fly` has made known
 
     async def _fly(self, episode: Episode) -> None:
         is_counted.set(episode.is_training)  # for this task and what it starts
@@ -345,7 +345,9 @@ class RolloutExecutor:
             if task is None or self._running.pop(task, None) is None:
                 return  # recalled
             self._book(episode, outcome)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # of an observer: episodes' own are kept
+                self.fail(f"rollout: {type(error).__name__}: {error}")
             self._abandon(episode)
             raise
         if episode.outcome is not None:
@@ -395,7 +397,7 @@ class RolloutExecutor:
             version = self._engine.get_version()
             try:
                 group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
-                refuse_older(group, version)
+                refuse_older(group, version, self._config.max_staleness)
                 return Outcome(group=group)
             except RequestRefused as refusal:
                 return Outcome(error=refusal)

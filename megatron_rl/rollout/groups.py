@@ -71,13 +71,14 @@ def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
     return int(old.sum())
 
 
-def refuse_older(group: TrajectoryBatch | None, version: int) -> None:
-    """Raise RuntimeError for tokens from before `version`, which was published before the episode began.
+def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
+    """Raise RuntimeError for tokens that were too old to be trained when the episode began, at `version`.
 
-    They would be sampled again and again: no later try is younger.
+    They would be sampled again and again: no later try is younger. What is only older than `version` may come from a
+    journal.
     """
     versions = trained_versions(group) if group is not None else ()
-    if len(versions) and (oldest := int(versions.min())) < version:
+    if len(versions) and (oldest := int(versions.min())) < version - max_staleness:
         raise RuntimeError(
             f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "
             f"server did not get the weights, or the workflow writes versions of its own."

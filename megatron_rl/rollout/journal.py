@@ -1,5 +1,7 @@
 """The rollout journal: every group that was sampled, so that a killed run's successor need not sample it again.
 
+With `rollout.journal_replies` it has the single replies of episodes that go on, too.
+
 Append-only files, one per data head and stretch between two checkpoints; each process writes files of its own and never
 touches those of earlier ones. A record is there as soon as it is written, whatever happens to the process; it is on the
 disk (for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and left as
@@ -8,35 +10,45 @@ it is, and its prompts are sampled again.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import struct
 import threading
 import zlib
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_versions
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
 
 FOLDER, SUFFIX = "journal", ".journal"
 _HEAD = struct.Struct("<4scQI")
 """Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
-_MAGIC, _GROUP, _EVENT = b"mrlj", b"G", b"E"
+_MAGIC, _GROUP, _REPLY, _EVENT = b"mrlj", b"G", b"R", b"E"
+_REPLY_COLUMNS = {
+    **dict.fromkeys(("input_tokens", "output_tokens", "output_versions"), torch.int64),
+    "output_logprobs": torch.float64,
+}
 _METADATA_BYTES = struct.Struct("<Q")
 """What a safetensors blob begins with: the length of its JSON header."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One record as read back. `event` has its `event` name; a group's payload stays in the file."""
+    """One record as read back. `event` has its `event` name; a group's or reply's payload stays in the file."""
 
     event: dict[str, Any]
     path: Path
@@ -44,15 +56,22 @@ class Record:
     size: int
 
     def group(self) -> TrajectoryBatch:
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            tensors = load_tensors(file.read(self.size))
+        tensors = self._tensors()
         parts: dict[str, dict[str, Any]] = {"tokens": {}, "sequences": {}}
         for name, tensor in tensors.items():
             where, _, key = name.partition(".")
             if key:
                 parts[where][key] = tensor
         return TrajectoryBatch(parts["tokens"], parts["sequences"], tensors["cu_seqlens"])
+
+    def reply(self) -> LLMResponse:
+        lists = {name: tensor.tolist() for name, tensor in self._tensors().items()}
+        return LLMResponse(**lists, **self.event["rest"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            return load_tensors(file.read(self.size))
 
 
 class RolloutJournal(RolloutEvents):
@@ -69,18 +88,20 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
         self._file, self._files = -1, 0
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._failed: RuntimeError | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
         """Bring the records so far to the disk and continue in a new file, as with every checkpoint."""
         with self._lock:
-            if self._file >= 0:
-                os.fsync(self._file)
-                os.close(self._file)
-            self._files += 1
-            self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
             try:
+                if self._file >= 0:
+                    os.fsync(self._file)
+                    os.close(self._file)
+                    self._file = -1
+                self._files += 1
+                self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             except OSError as error:
                 raise self._failure(error) from error
@@ -88,8 +109,9 @@ class RolloutJournal(RolloutEvents):
 
     def close(self) -> None:
         with self._lock:
-            os.close(self._file)
-            self._file = -1
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -104,6 +126,22 @@ class RolloutJournal(RolloutEvents):
         blob = save_tensors(tensors | {"cu_seqlens": group.cu_seqlens}, metadata={"record": json.dumps(about)})
         with self._lock:
             self._write(_GROUP, blob)
+
+    def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
+        """Keep a reply of an unfinished episode; `request` names it among those of the episode. No event: any thread.
+
+        One that was given up, or has no token, is no reply.
+        """
+        if not is_indexed(data) or reply.stop_reason == "abort" or not reply.output_versions:
+            return
+        columns = {name: torch.tensor(getattr(reply, name), dtype=dtype) for name, dtype in _REPLY_COLUMNS.items()}
+        rest = {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply)}
+        rest = {name: value for name, value in rest.items() if name not in columns}
+        about = {"event": "replied", "prompt": place_of(data), "key": data["sample_key"], "request": request}
+        about |= {"versions": [min(reply.output_versions), max(reply.output_versions)], "rest": rest}
+        blob = save_tensors(columns, metadata={"record": json.dumps(about)})
+        with self._lock:
+            self._write(_REPLY, blob)
 
     def requeued(self, episode: Episode, why: str) -> None:
         self._note("requeued", [episode], why=why)
@@ -129,6 +167,8 @@ class RolloutJournal(RolloutEvents):
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
     def _write(self, kind: bytes, payload: bytes) -> None:
+        if self._failed is not None:  # nobody would read what follows a torn record
+            raise self._failed
         record = _HEAD.pack(_MAGIC, kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
         try:
             written = os.write(self._file, record)
@@ -138,7 +178,8 @@ class RolloutJournal(RolloutEvents):
             raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
 
     def _failure(self, fault: object) -> RuntimeError:
-        return RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+        self._failed = RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+        return self._failed
 
 
 def is_indexed(data: dict[str, Any]) -> bool:
@@ -166,7 +207,7 @@ def read_file(path: Path) -> tuple[list[Record], str]:
             if len(head) < _HEAD.size:
                 return records, f"{path.name} ends in the middle of a record, {size - at:,} bytes of it are left"
             magic, kind, length, crc = _HEAD.unpack(head)
-            if magic != _MAGIC or kind not in (_GROUP, _EVENT):
+            if magic != _MAGIC or kind not in (_GROUP, _REPLY, _EVENT):
                 return records, f"{path.name} is damaged from byte {at:,} on ({size - at:,} bytes are not read)"
             payload = file.read(length) if length <= size - file.tell() else b""
             if len(payload) < length:
@@ -211,14 +252,14 @@ def drop_files_before(folder: str | Path, step: int) -> None:
 
 @dataclass(kw_only=True)
 class Sampled:
-    """A group of an earlier process. `branch` is the version up to which its policy and this run's were the same."""
+    """A group or reply of an earlier process, whose policy and this run's were the same up to version `branch`."""
 
     record: Record
     branch: int
 
 
 class Replay:
-    """The groups of a run's earlier processes that one which resumes at `version` may still train.
+    """What earlier processes sampled, groups and replies, that a run which resumes at `version` may still train.
 
     A token counts as sampled by the last version that its policy and this run have in common: at a version that was
     lost with its process, it is as old as the checkpoint. Neither that age nor the distance of the lost version from
@@ -228,9 +269,10 @@ class Replay:
     def __init__(self, folder: str | Path, *, life: int, version: int, max_staleness: int, fingerprint: str) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
-        """What could not be read, file by file."""
-        self.replayed = 0
+        """What could not be read or is another run's, file by file."""
+        self.replayed = self.replayed_replies = 0
         self._sampled: dict[str, Sampled] = {}
+        self._replies: dict[tuple[str, str], Sampled] = {}
         branches: dict[int, int] = {life: version}
         for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
             records, fault = read_file(path)
@@ -241,11 +283,16 @@ class Replay:
             opened = records[0].event
             branches.setdefault(opened["life"], opened["version"])
             if opened["fingerprint"] != fingerprint:
+                groups = sum(record.event["event"] == "accepted" for record in records)
+                self.faults.append(f"{path.name} is of a run with other settings, its {groups} groups are not used")
                 continue
             branch = min(start for other, start in branches.items() if other > opened["life"])
             for record in reversed(records):
-                if record.event["event"] == "accepted":
-                    self._sampled.setdefault(record.event["key"], Sampled(record=record, branch=branch))
+                event, sampled = record.event, Sampled(record=record, branch=branch)
+                if event["event"] == "accepted":
+                    self._sampled.setdefault(event["key"], sampled)
+                elif event["event"] == "replied" and event["key"] not in self._sampled:  # else the group came of it
+                    self._replies.setdefault((event["key"], event["request"]), sampled)
 
     def __len__(self) -> int:
         return len(self._sampled)
@@ -253,27 +300,84 @@ class Replay:
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
         """Return the group sampled under `key`, once, if it is young enough for a trainer at `version`."""
         sampled = self._sampled.pop(key, None)
-        if sampled is None or not sampled.record.event["versions"]:
-            return None
-        oldest, newest = sampled.record.event["versions"]
-        age = version - min(oldest, sampled.branch)
-        if not 0 <= age <= self.max_staleness or newest - sampled.branch > self.max_staleness:
+        if sampled is None or not self._is_young(sampled, version):
             return None
         group = sampled.record.group()
         group.tokens["versions"] = group["versions"].clamp(max=sampled.branch)
         self.replayed += 1
         return group
 
+    def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
+        """Return the reply to that request of the unfinished episode, once, under the same conditions."""
+        sampled = self._replies.pop((key, request), None)
+        if sampled is None or not self._is_young(sampled, version):
+            return None
+        reply = sampled.record.reply()
+        reply.output_versions = [min(sampled_by, sampled.branch) for sampled_by in reply.output_versions]
+        self.replayed_replies += 1
+        return reply
+
+    def _is_young(self, sampled: Sampled, version: int) -> bool:
+        if not sampled.record.event["versions"]:
+            return False
+        oldest, newest = sampled.record.event["versions"]
+        age = version - min(oldest, sampled.branch)
+        return 0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness
+
 
 class ReplayingWorkflow(RolloutWorkflow):
-    """Another workflow, whose episodes end at once where an earlier process has finished them."""
+    """Another workflow, whose episodes end at once where an earlier process has finished them.
 
-    def __init__(self, workflow: RolloutWorkflow, replay: Replay) -> None:
-        self.workflow, self.replay = workflow, replay
+    replies: keeps those of its unfinished episodes, and gives back those of earlier processes.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, replay: Replay | None, replies: RolloutJournal | None = None) -> None:
+        self.workflow, self.replay, self.replies = workflow, replay, replies
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        group = self.replay.take(data["sample_key"], engine.get_version())
-        return group if group is not None else await self.workflow.arun_episode(engine, data)
+        group = None if self.replay is None else self.replay.take(data["sample_key"], engine.get_version())
+        if group is not None:
+            return group
+        seen: Any = engine if self.replies is None else RememberingEngine(engine, data, self.replay, self.replies)
+        return await self.workflow.arun_episode(seen, data)
+
+
+class RememberingEngine:
+    """The engine as one episode sees it: what an earlier process was answered need not be generated again.
+
+    A request is the same one if it has the same prompt tokens, options and sample, and as many like it came before it
+    in its episode. So each turn gets its own reply whatever was finished first, and a turn whose prompt came out
+    differently this time, such as by a tool's other answer, gets a new one.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, data: dict[str, Any], replay: Replay | None, journal: RolloutJournal
+    ) -> None:
+        self._engine, self._data, self._replay, self._journal = engine, data, replay, journal
+        self._asked: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        name = request_name(req)
+        self._asked[name] += 1
+        name = f"{name} {self._asked[name]}"
+        if self._replay is not None:
+            reply = self._replay.take_reply(self._data["sample_key"], name, self._engine.get_version())
+            if reply is not None:
+                return reply
+        reply = await self._engine.agenerate(req)
+        self._journal.replied(self._data, name, reply)
+        return reply
+
+
+def request_name(req: LLMRequest) -> str:
+    """Sum up what a reply is sampled from, and which sample of the episode it is for."""
+    options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    digest.update(array("q", req.input_ids).tobytes())
+    return digest.hexdigest()[:32]
 
 
 def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:

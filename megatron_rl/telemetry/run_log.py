@@ -4,11 +4,13 @@
     samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name)
     config.yaml     the experiment as it ran
 
-A line is flushed as a whole, so a killed process leaves at most one torn line, which `read_run` drops.
+A line is written as a whole, so a killed process leaves at most one torn line, which `read_run` drops. RuntimeError,
+which ends the run, where one cannot be written.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -69,8 +71,9 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = [make_room(self.folder / name, first_step) for name in (METRICS, SAMPLES)]
-            self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
-            self._samples = (self.folder / SAMPLES).open("a", encoding="utf-8")
+            # Without buffers, which after a failure would be written once more by whoever closes the file.
+            self._metrics = (self.folder / METRICS).open("ab", buffering=0)
+            self._samples = (self.folder / SAMPLES).open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"run.folder = {str(folder)!r}: cannot be written ({error}); name another one.") from error
         self._console = console or Console(highlight=False)
@@ -102,7 +105,10 @@ class RunLog:
     def log_config(self, yaml: str) -> None:
         """Write config.yaml."""
         if self.is_main:
-            (self.folder / CONFIG).write_text(yaml, encoding="utf-8")
+            try:
+                (self.folder / CONFIG).write_text(yaml, encoding="utf-8")
+            except OSError as error:
+                raise failure(self.folder / CONFIG, error) from error
 
     def say(self, text: str) -> None:
         """Show one line on the console, above the progress bar; allowed after `close` too."""
@@ -134,7 +140,10 @@ class RunLog:
         """Bring what was written to the disk: a checkpoint of this moment counts on it."""
         if self.is_main:
             for file in (self._metrics, self._samples):
-                os.fsync(file.fileno())
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    raise failure(file.name, error) from error
 
     def close(self) -> None:
         """Finish the console display and close the files. A second call does nothing."""
@@ -149,12 +158,14 @@ class RunLog:
         elapsed = round(time.monotonic() - self._start, 3)
         line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
         # Samples first: a reader that sees a step's metrics then finds its samples too.
-        for number, sample in enumerate(samples):
-            row = {"step": head["step"], "split": split, "number": number} | asdict(sample)
-            self._samples.write(json.dumps(row | {"reward": as_json(sample.reward)}, ensure_ascii=False) + "\n")
-        self._samples.flush()
-        self._metrics.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._metrics.flush()
+        rows = [
+            {"step": head["step"], "split": split, "number": number}
+            | asdict(sample)
+            | {"reward": as_json(sample.reward)}
+            for number, sample in enumerate(samples)
+        ]
+        append(self._samples, rows)
+        append(self._metrics, [line])
 
     def _step_line(self, step: int, metrics: dict[str, Any]) -> str:
         width = len(str(self.total_steps))
@@ -180,6 +191,21 @@ class RunLog:
     def _show(self, line: str) -> None:
         # soft_wrap keeps one line per step in a log file, however narrow rich thinks the terminal is.
         self._console.print(line, soft_wrap=True)
+
+
+def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
+    """Write one line of JSON per row, in one piece."""
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    try:
+        written = file.write(data) if data else 0
+    except OSError as error:
+        raise failure(file.name, error) from error
+    if written < len(data):
+        raise failure(file.name, f"only {written:,} of {len(data):,} bytes could be written")
+
+
+def failure(path: object, fault: object) -> RuntimeError:
+    return RuntimeError(f"{path}: {fault}; make room on the disk and resume.")
 
 
 def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -161,11 +161,30 @@ def write_hf_folder(
 
     It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
     At most `shard_bytes` of tensors are held at a time. dtype None keeps each tensor's own and config.json as it is.
+    OSError where a file cannot be written: the earlier folder is untouched then.
     """
     folder = Path(folder)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    try:
+        aside.mkdir(parents=True)
+        _write_tensors(aside, tensors, dtype, shard_bytes)
+        copy_model_files(model_folder, aside, head=head)
+        if dtype is not None:
+            config = json.loads((aside / "config.json").read_text())
+            config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+            (aside / "config.json").write_text(json.dumps(config, indent=2))
+        replace_folder(aside, folder)
+    except (OSError, SafetensorError) as error:
+        recover_folder(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"{folder}: {error}") from error
+
+
+def _write_tensors(
+    aside: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Write the safetensors of a folder, and the index of more than one."""
     weight_map, shard, shard_size, count, total = {}, {}, 0, 0, 0
 
     def flush() -> None:
@@ -195,12 +214,6 @@ def write_hf_folder(
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
         (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-    copy_model_files(model_folder, aside, head=head)
-    if dtype is not None:
-        config = json.loads((aside / "config.json").read_text())
-        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        (aside / "config.json").write_text(json.dumps(config, indent=2))
-    replace_folder(aside, folder)
 
 
 def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:

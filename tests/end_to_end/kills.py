@@ -1,8 +1,9 @@
 """Kills trainers with SIGKILL again and again, resumes them, and does the books: `make soak` prints the table.
 
 A run's processes are forked from this one, which has imported everything, and share one rollout server: a life begins
-in a second. A trial is one run of 12 steps with several kills, after which three questions are asked. Was every prompt
-trained once (lost, twice)? Are the steps and their losses those of a run that nobody killed (synchronous runs)?
+in a second. A trial is one run of 12 steps with several kills, each of one rank, which the others must not outlive.
+After it three questions are asked. Was every prompt trained once (lost, twice)? Are the steps and their losses those of
+a run that nobody killed (synchronous runs)?
 """
 
 from __future__ import annotations
@@ -40,10 +41,32 @@ SMALL = (
     # All checkpoints and with them all journals stay: the books are done at the end.
     *("run.checkpoint_every_steps=2", "run.keep_checkpoints=100", "run.save_at_end=false"),
 )
+ASYNCHRONOUS = ("rollout.max_staleness=2", "correction.weight=mask")
+TENSOR = ("parallel.tensor=2",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What is common to all lives of a run, and the layouts, (ranks, settings), that they have in turn."""
+
+    settings: tuple[str, ...] = ()
+    layouts: tuple[tuple[int, tuple[str, ...]], ...] = ((1, ()),)
+
+    @property
+    def has_same_losses(self) -> bool:
+        return not self.settings and len(self.layouts) == 1
+
+
 MODES = {
-    "synchronous": (),
-    "asynchronous": ("rollout.max_staleness=2", "correction.weight=mask"),
+    "synchronous": Mode(),
+    "asynchronous": Mode(settings=ASYNCHRONOUS),
+    "tensor=2": Mode(layouts=((2, TENSOR),)),
+    # Two ranks with one journal, two with one each, and one; with single replies in the journals.
+    "layouts": Mode(settings=(*ASYNCHRONOUS, "rollout.journal_replies=true"), layouts=((2, TENSOR), (2, ()), (1, ()))),
 }
+"""By their names in the table; `layouts` is asynchronous too."""
+OUTLIVES_S = 60.0
+"""How long the ranks may go on that have lost one."""
 PLACES = ("in a checkpoint", "in a step", "in a checkpoint", "in a step", "at the start")
 """Where the kills of a run fall, in turn."""
 
@@ -90,49 +113,67 @@ def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...],
     return [fork(rank, place, output) for place in places]
 
 
-def run_to_the_end(folder: Path, overrides: tuple[str, ...]) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(fork(experiment, overrides, folder / "output.txt"), 0)[1])
-    assert code == 0, (folder / "output.txt").read_text()
+def run_to_the_end(folder: Path, overrides: tuple[str, ...], ranks: int = 1) -> None:
+    codes = exit_codes(start_ranks(ranks, experiment, overrides, folder / "output.txt"))
+    assert codes == [0] * ranks, (folder / "output.txt").read_text()
 
 
-def trial(folder: Path, mode: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
+def exit_codes(pids: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
     """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the warm start."""
     folder.mkdir(parents=True)
-    overrides = (f"run.folder={folder}", *settings, *SMALL, *MODES[mode])
+    mode, output = MODES[name], folder / "output.txt"
+    lives = itertools.cycle(mode.layouts)
+    common = (f"run.folder={folder}", *settings, *SMALL, *mode.settings)
     places, resumed = [], []
     for place in PLACES[:kills]:
-        pid = fork(experiment, overrides, folder / "output.txt")
-        is_alive = wait_for(place, folder, pid, chance)
-        if is_alive:
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        if not is_alive:
+        ranks, layout = next(lives)
+        pids = start_ranks(ranks, experiment, (*common, *layout), output)
+        if not wait_for(place, folder, pids, chance):
+            assert exit_codes(pids) == [0] * ranks, output.read_text()
             break
+        end_without(pids, chance.choice(pids), output)
         places.append(place)
         resumed.append(newest_checkpoint(folder))
-    run_to_the_end(folder, overrides)
+    ranks, layout = next(lives)
+    run_to_the_end(folder, (*common, *layout), ranks)
     lost, twice = do_the_books(folder)
-    return Trial(mode=mode, kills=places, resumed=resumed, lost=lost, twice=twice, is_same=None)
+    return Trial(mode=name, kills=places, resumed=resumed, lost=lost, twice=twice, is_same=None)
 
 
-def wait_for(place: str, folder: Path, pid: int, chance: random.Random) -> bool:
+def end_without(pids: list[int], victim: int, output: Path) -> None:
+    """Kill one rank with SIGKILL and see that the others end because of it."""
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + OUTLIVES_S
+    while not all(has_ended(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"a rank outlives another by {OUTLIVES_S:g} s\n{output.read_text()}"
+        time.sleep(0.01)
+    codes = dict(zip(pids, exit_codes(pids), strict=True))
+    assert codes.pop(victim) == -signal.SIGKILL and 0 not in codes.values(), codes
+
+
+def wait_for(place: str, folder: Path, pids: list[int], chance: random.Random) -> bool:
     """Wait until it is time to kill; False if the run ended before."""
+    has_ended_too_early = lambda: any(map(has_ended, pids))  # noqa: E731
     begun = time.monotonic()
     before, seen, skipped = partial_checkpoints(folder), set(), chance.randrange(3)
     steps = len(logged(folder)) + chance.randrange(1, 5)
     at_start_s = chance.uniform(0.05, 1.0)
     while time.monotonic() < begun + 120:
-        if has_ended(pid):
+        if has_ended_too_early():
             return False
         if place == "at the start" and time.monotonic() > begun + at_start_s:
             return True
         if place == "in a step" and len(logged(folder)) >= steps:
             time.sleep(chance.uniform(0.0, 0.15))
-            return not has_ended(pid)
+            return not has_ended_too_early()
         seen |= partial_checkpoints(folder) - before
         if place == "in a checkpoint" and len(seen) > skipped:
             time.sleep(chance.choice([0.0, chance.uniform(0.0, 0.12)]))
-            return not has_ended(pid)
+            return not has_ended_too_early()
         time.sleep(0.001)
     raise AssertionError((folder / "output.txt").read_text())
 
@@ -169,9 +210,10 @@ def do_the_books(folder: Path) -> tuple[int, int]:
     prompts = PromptIterator(count_ones("train"), seed=1)
     place_of = lambda n: (prompts.at(n)["epoch"], prompts.at(n)["prompt_index"])  # noqa: E731
     ledgers = state["ledgers"] or [{"open": [], "next": state["prompts"]["number"], "size": 1}]
-    (ledger,) = ledgers
-    handed_out = {place_of(number) for number in range(ledger["next"])}
-    still_open = {place_of(number) for number in ledger["open"]}
+    furthest = max(ledger["next"] for ledger in ledgers)
+    to_come = {number for ledger in ledgers for number in range(ledger["next"], furthest, ledger["size"])}
+    handed_out = {place_of(number) for number in range(furthest) if number not in to_come}
+    still_open = {place_of(number) for ledger in ledgers for number in ledger["open"]}
     lost = handed_out - set(trained) - still_open
     twice = len(trained) - len(set(trained)) + len(set(trained) & still_open)
     return len(lost), twice
@@ -183,22 +225,30 @@ def losses(folder: Path) -> list[tuple]:
 
 
 def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
-    """Kill runs at `points` points in all, half of them asynchronous ones, at most 5 times each."""
+    """Kill runs at `points` points in all, of every mode about as often, at most 5 times each."""
     chance = random.Random(seed)
     with one_server(folder / "servers") as server:
         settings = (f"rollout.servers=[{server.urls[0]}]", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
-        (folder / "whole").mkdir()
-        run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings, *SMALL))
-        expected = losses(folder / "whole")
-        for mode, wanted in zip(MODES, (points - points // 2, points // 2), strict=True):
-            done, number = 0, itertools.count()
-            while done < wanted:
-                target = folder / f"{mode}-{next(number)}"
-                result = trial(target, mode, min(len(PLACES), wanted - done), settings, chance)
-                if mode == "synchronous":
+        for number, (name, mode) in enumerate(MODES.items()):
+            expected = uninterrupted(folder / f"{name}-whole", mode, settings) if mode.has_same_losses else None
+            done, wanted = 0, points // len(MODES) + (number < points % len(MODES))
+            for attempt in itertools.count():
+                if done == wanted:
+                    break
+                target = folder / f"{name}-{attempt}"
+                result = trial(target, name, min(len(PLACES), wanted - done), settings, chance)
+                if expected is not None:
                     result.is_same = losses(target) == expected
                 done += len(result.kills)
                 yield result
+
+
+def uninterrupted(folder: Path, mode: Mode, settings: tuple[str, ...]) -> list[tuple]:
+    """Return the losses of a run that nobody kills."""
+    folder.mkdir()
+    ranks, layout = mode.layouts[0]
+    run_to_the_end(folder, (f"run.folder={folder}", *settings, *SMALL, *layout), ranks)
+    return losses(folder)
 
 
 def row(trial: Trial) -> str:
@@ -211,7 +261,7 @@ def main() -> None:
     from rollout_server import commit, cpu_name
 
     parser = argparse.ArgumentParser(description="Kill, resume, and count what was lost.")
-    parser.add_argument("--points", type=int, default=50, help="kills in all, half of them of asynchronous runs")
+    parser.add_argument("--points", type=int, default=50, help="kills in all, as many of every kind of run")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(f"{STEPS} steps, a checkpoint every 2; {cpu_name()}, commit {commit()}\n")

@@ -128,17 +128,42 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server,
 def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
     whole, overrides = warm
     folder = tmp_path / "run"
-    run(folder, server, *overrides, "run.save_at_end=false", "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
-    said = capfd.readouterr().out
-    for step in (4, 6):
-        warning = next(line for line in said.splitlines() if "WARNING" in line and f"step-{step}" in line)
-        for part in ("a writer failed", "that the disk has space", "GB are free", "Training goes on"):
+    full = ("run.save_at_end=false", "run.save_every_steps=4", "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
+    run(folder, server, *overrides, *full)
+    warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
+    for what, parts in {
+        "checkpoints/.step-4.": ("a writer failed", "GB are free"),
+        "checkpoints/.step-6.": ("a writer failed", "GB are free"),
+        f"weights {folder}/step-4": (),
+    }.items():
+        (warning,) = (line for line in warnings if what in line)
+        for part in (*parts, "that the disk has space", "Training goes on"):
             assert part in warning, warning
+    assert not list(folder.glob("*step-4*")), "nothing half is left"
     names = sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
     assert names == ["step-2"] and log_of(folder) == log_of(whole)
     run(folder, server, *overrides, resume="auto")
     assert "resumed after step 2" in capfd.readouterr().out
     assert log_of(folder) == log_of(whole)
+
+
+def test_a_run_whose_journal_fills_the_disk_stops_and_resumes_from_its_checkpoint(
+    warm, server, tmp_path, capfd, monkeypatch
+):
+    whole, overrides = warm
+    folder = tmp_path / "run"
+    overrides += ("rollout.workflow=third_step:JournalFullFromTheFifthStepOn",)
+    with pytest.raises(AssertionError, match="rollout journal .*only 100 of .* make room on the disk and resume"):
+        run(folder, server, *overrides)
+    journals = {path: path.read_bytes() for path in (folder / "journal").glob("*.journal")}
+    monkeypatch.setenv("TEST_DISK_HAS_ROOM", "1")
+    run(folder, server, *overrides, resume="auto")
+    said = capfd.readouterr().out
+    assert (
+        "resumed after step 2" in said and ".journal ends in the middle of a record, 100 bytes of it are left" in said
+    )
+    assert log_of(folder) == log_of(whole)
+    assert all(path.read_bytes() == data for path, data in journals.items() if path.exists())
 
 
 def refused(folder, server, overrides, resume, error, *parts):

@@ -1,4 +1,4 @@
-"""Workflows to which something happens in the third step, of 8 prompts each."""
+"""Workflows to which something happens in the third step or later; a step has 8 prompts."""
 
 import asyncio
 import os
@@ -19,6 +19,19 @@ class StuckInTheThirdStep(RLVRWorkflow):
         return await super().arun_episode(engine, data)
 
 
+class RewardsHangFromTheThirdStepOn(RLVRWorkflow):
+    """Answers 16 prompts and gets replies to the others, but no reward for them, unless TEST_NOT_STUCK is set."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
+            await asyncio.gather(*map(engine.agenerate, self.sample_requests(data)))
+            await asyncio.sleep(1000)
+        self.answered += 1
+        return await super().arun_episode(engine, data)
+
+
 class DiskFullFromTheThirdStepOn(RLVRWorkflow):
     """Lets the trainer write small files only: the log, but no checkpoint."""
 
@@ -27,6 +40,19 @@ class DiskFullFromTheThirdStepOn(RLVRWorkflow):
     async def arun_episode(self, engine, data):
         if self.answered >= 16:
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (300_000, hard))
+            resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (200_000, hard))
+        self.answered += "prompt_index" in data
+        return await super().arun_episode(engine, data)
+
+
+class JournalFullFromTheFifthStepOn(RLVRWorkflow):
+    """From then on the disk takes 100 bytes of a group, unless TEST_DISK_HAS_ROOM is set."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if self.answered == 32 and "TEST_DISK_HAS_ROOM" not in os.environ:
+            write = os.write
+            os.write = lambda file, record: write(file, record[:100] if record[4:5] == b"G" else record)
         self.answered += "prompt_index" in data
         return await super().arun_episode(engine, data)

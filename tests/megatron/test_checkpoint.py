@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import time
 
@@ -16,6 +17,7 @@ from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.platform import upstream
 from megatron_rl.types import FinetuneSpec
@@ -201,6 +203,26 @@ def test_a_killed_writer_is_reported_and_leaves_the_earlier_checkpoint(tmp_path)
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], third[name]) for name in first)
     assert os.listdir(tmp_path / "checkpoint" / "hf") == ["config.json", "generation_config.json"]
+
+
+def save_weights_to_a_full_disk(folder, target):
+    engine = make_engine(folder, LAYOUTS["tp2"][1])
+    engine.save(target)
+    before = (target / "model.safetensors").read_bytes()
+    train(engine)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    with pytest.raises(CheckpointError, match=f"weights {target}: .*see that the disk has space"):
+        engine.save(target)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (target / "model.safetensors").read_bytes() == before
+    engine.save(target)  # all ranks are still where the others are
+    assert (target / "model.safetensors").read_bytes() != before
+
+
+def test_weights_that_a_full_disk_does_not_take_are_named_on_all_ranks_which_go_on(tmp_path):
+    make_model("llama", tmp_path / "model")
+    run_ranks(2, save_weights_to_a_full_disk, tmp_path / "model", tmp_path / "weights")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The checkpoints of a run as a whole: all engines or nothing, the newest few, and nothing that is damaged goes."""
 
+import json
 import os
 import shutil
 
@@ -118,3 +119,57 @@ def test_no_rank_resumes_a_run_that_another_process_goes_on_with(tmp_path):
         run_ranks(2, starts_beside_another, tmp_path)
     finally:
         os.close(lock)
+
+
+def cut(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+DAMAGE = {
+    "run.json cut short": (lambda step: cut(step / "run.json", 9), "run.json has 9 bytes, but"),
+    "run.json gone": (lambda step: (step / "run.json").unlink(), "run.json is missing"),
+    "a file gone": (lambda step: (step / "policy" / "weights").unlink(), "policy/weights is missing"),
+    "an engine gone": (lambda step: shutil.rmtree(step / "policy"), "manifest.json is not readable"),
+    "the manifest cut short": (lambda step: cut(step / "manifest.json", 30), "manifest.json is not readable"),
+    "the manifest gone": (lambda step: (step / "manifest.json").unlink(), "manifest.json is not readable"),
+    "an engine's manifest cut short": (lambda step: cut(step / "policy" / "manifest.json", 30), "manifest.json is not"),
+    "a file that the manifest lacks": (
+        lambda step: without(step / "manifest.json", "run.json"),
+        "run.json is not in manifest.json",
+    ),
+}
+
+
+def without(manifest_file, name):
+    entries = json.loads(manifest_file.read_text())
+    del entries["files"][name]
+    manifest_file.write_text(json.dumps(entries))
+
+
+def write_two(folder):
+    checkpoints = start(folder)
+    for step in (1, 2):
+        write(checkpoints, step, {"policy": Engine()})
+
+
+def choose_after_each(template, folder):
+    chosen = {}
+    groups = parallel.start(ParallelConfig(), seed=1)
+    for name, (damage, _) in DAMAGE.items():
+        run = folder / name
+        shutil.copytree(template, run)
+        damage(run / "checkpoints" / "step-2")
+        checkpoints = RunCheckpoints(run, keep=2, groups=groups)
+        files = sum(path.is_file() for path in run.rglob("*"))
+        chosen[name] = (checkpoints.choose("auto").name, checkpoints.passed_over, names(run))
+        assert files == sum(path.is_file() for path in run.rglob("*")), f"{name}: something was deleted"
+    return chosen
+
+
+def test_whatever_is_damaged_is_named_and_the_checkpoint_before_it_taken(tmp_path):
+    run_ranks(1, write_two, tmp_path / "template")
+    (chosen,) = run_ranks(1, choose_after_each, tmp_path / "template", tmp_path)
+    for name, (_, fault) in DAMAGE.items():
+        step, passed_over, left = chosen[name]
+        assert step == "step-1" and left == ["step-1", "step-2.damaged"], name
+        assert len(passed_over) == 1 and f"checkpoint step-2: {fault}" in passed_over[0], (name, passed_over)

@@ -92,6 +92,7 @@ OUR_KEYS = {
         "start_timeout_s",
         "publication",
         "episode_attempts",
+        "journal_replies",
     ],
     "data": ["train", "train_args", "evaluation", "evaluation_args", "shuffle"],
     "warm_start": ["updates", "prompts_per_update", "lr", "stop_at_reward", "check_every_updates", "folder"],
@@ -305,6 +306,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
+        ),
+        (
+            ["rollout.journal_replies=true"],
+            "rollout.journal_replies = true: .*run.checkpoint_every_steps = 0 .*keeps no journal",
         ),
         (
             ["batch.prompts_per_step=2", "batch.updates_per_step=17"],

@@ -1,8 +1,11 @@
 """The journal and the ledger: what a kill leaves is read back, and no prompt is lost or trained twice."""
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -26,7 +29,14 @@ from megatron_rl.rollout.journal import (
 from megatron_rl.rollout.ledger import PromptLedger
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
+
+
+class Engine:
+    version = 0
+
+    def get_version(self):
+        return self.version
 
 
 def episode(index, epoch=0, **data):
@@ -115,6 +125,138 @@ def test_a_flipped_bit_anywhere_is_found_and_what_is_before_it_is_read(three_gro
         assert three_groups.name in fault and ("damaged from byte" in fault or "middle of a record" in fault)
 
 
+# -- replies of unfinished episodes ------------------------------------------------------------------------------------
+
+
+class Replies(Engine):
+    """Answers request after request, slower to the samples of odd numbers, and remembers what it was asked."""
+
+    def __init__(self, version=0):
+        self.version, self.asked = version, []
+
+    async def agenerate(self, req):
+        self.asked.append((*req.input_ids, req.metadata["sample_key"]))
+        await asyncio.sleep(0.02 * (req.metadata["sample_key"] % 2))
+        return LLMResponse(
+            input_tokens=req.input_ids,
+            output_tokens=[sum(req.input_ids), req.metadata["sample_key"]],
+            output_logprobs=[-0.1 / 3, -1e-30],
+            output_versions=[self.version, self.version + 1],
+            stop_reason="stop",
+            text="ä",
+        )
+
+
+class Turns(RolloutWorkflow):
+    """`samples` conversations of `turns` turns beside each other; a tool's answer comes between two turns."""
+
+    def __init__(self, samples=2, turns=3, tool=7, hangs_at=None):
+        self.samples, self.turns, self.tool, self.hangs_at, self.said = samples, turns, tool, hangs_at, []
+
+    async def arun_episode(self, engine, data):
+        conversations = await asyncio.gather(*(self.talk(engine, data, n) for n in range(self.samples)))
+        assert engine.get_version() == engine.version
+        return [self.trajectory(replies, reward=n) for n, replies in enumerate(conversations)]
+
+    async def talk(self, engine, data, sample):
+        ids, replies = [data["prompt_index"]], []
+        for turn in range(self.turns):
+            if (sample, turn) == self.hangs_at:
+                await asyncio.sleep(1000)
+            replies.append(await engine.agenerate(LLMRequest(rid="", input_ids=ids, metadata={"sample_key": sample})))
+            self.said.append((sample, turn))
+            ids = [*ids, *replies[-1].output_tokens, self.tool]
+        return replies
+
+    def trajectory(self, replies, reward):
+        return Trajectory.from_reply(replies[-1], reward)
+
+
+def run_episode(engine, workflow, events=(), seconds=None, index=5):
+    thread = EventLoopThread("test")
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=2), Tally(), events)
+    batch = thread.submit(executor.rollout_batch([episode(index).data], workflow))
+    try:
+        return batch.result(seconds)
+    except TimeoutError:
+        return None
+    finally:
+        thread.stop()  # nothing else is written: for the journal this is a kill
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """The journal of a process that was killed when sample 0 had its three replies and sample 1 one."""
+    journal = start(tmp_path)
+    workflow = Turns(hangs_at=(1, 1))
+    assert run_episode(Replies(), ReplayingWorkflow(workflow, None, journal), [journal], seconds=0.3) is None
+    assert sorted(workflow.said) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    journal.close()
+    return journal.path
+
+
+def test_an_unfinished_episode_gets_the_replies_back_that_it_had_and_only_the_others_anew(unfinished):
+    expected = run_episode(Replies(), Turns())
+    found, engine = replay(unfinished.parent, version=1), Replies()
+    journal = start(unfinished.parent, life=2, version=1)
+    assert_same(run_episode(engine, ReplayingWorkflow(Turns(), found, journal), [journal]), expected)
+    assert [asked[-1] for asked in engine.asked] == [1, 1] and found.replayed_replies == 4
+    again = replay(unfinished.parent, life=3, version=1)
+    assert_same(again.take("prompt 0/5", 0), expected)
+    assert again.take_reply("prompt 0/5", "any", 0) is None and again.replayed_replies == 0
+    assert run_episode(Replies(), ReplayingWorkflow(Turns(), again, journal), index=6) is not None, "of another prompt"
+    assert again.replayed_replies == 0
+
+
+def test_a_reply_is_read_back_bit_by_bit_and_once(tmp_path):
+    reply, journal = (
+        asyncio.run(Replies().agenerate(LLMRequest(rid="", input_ids=[1, 2], metadata={"sample_key": 1}))),
+        start(tmp_path),
+    )
+    journal.replied(episode(3).data, "first", reply)
+    journal.replied(episode(3).data, "second", dataclasses.replace(reply, stop_reason="abort"))
+    journal.replied({"sample_key": "held out"}, "first", reply)
+    found = replay(tmp_path, version=1)
+    assert found.take_reply("prompt 0/3", "first", 1) == reply
+    assert all(
+        found.take_reply(*key, 1) is None
+        for key in [("prompt 0/3", "first"), ("prompt 0/3", "second"), ("held out", "first")]
+    )
+
+
+def test_a_turn_whose_prompt_came_out_differently_gets_a_new_reply(unfinished):
+    found, engine = replay(unfinished.parent), Replies()
+    batch = run_episode(engine, ReplayingWorkflow(Turns(tool=8), found, start(unfinished.parent, life=2)))
+    assert_same(batch, run_episode(Replies(), Turns(tool=8)))
+    assert found.replayed_replies == 2, "the first turn of both samples"
+
+
+@pytest.mark.parametrize(("version", "taken"), [(0, True), (2, True), (3, False)])
+def test_replies_that_are_too_old_are_generated_anew(version, taken, unfinished):
+    # They are of versions 0 and 1, and 1 came after the checkpoint: it counts as 0 here.
+    found, engine = replay(unfinished.parent, max_staleness=2), Replies(version)
+    batch = run_episode(engine, ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=2)))
+    assert found.replayed_replies == (4 if taken else 0) and len(engine.asked) == 6 - found.replayed_replies
+    of_first, of_second = batch["versions"][batch["loss_mask"]].tolist()[:2], batch["versions"][-2:].tolist()
+    assert of_second == [version, version + 1] and of_first == ([0, 0] if taken else of_second)
+
+
+def test_a_reply_cut_short_or_changed_is_named_and_generated_anew(unfinished):
+    data, records = unfinished.read_bytes(), read_file(unfinished)[0]
+    last = records[-1]
+    assert [record.event["event"] for record in records] == ["opened", *["replied"] * 4]
+    changed = data[: last.start + 9] + bytes([data[last.start + 9] ^ 1]) + data[last.start + 10 :]
+    for damaged, fault in ((data[:-5], "ends in the middle of a record"), (changed, "is damaged from byte")):
+        unfinished.write_bytes(damaged)
+        found, engine = replay(unfinished.parent), Replies()
+        assert len(found.faults) == 1 and f"{unfinished.name} {fault}" in found.faults[0]
+        assert run_episode(engine, ReplayingWorkflow(Turns(), found)) is not None and len(engine.asked) == 6
+        found = replay(unfinished.parent)
+        run_episode(Replies(), ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=9)))
+        assert found.replayed_replies == 3
+        max(unfinished.parent.iterdir()).unlink()
+
+
 def test_damage_is_named_and_left_as_it_is_and_the_rest_is_used(three_groups):
     data = bytearray(three_groups.read_bytes())
     data[read_file(three_groups)[0][2].start + 9] ^= 1
@@ -139,6 +281,26 @@ def test_only_groups_young_enough_are_replayed(tmp_path):
     exact = [replay(tmp_path, version=5, max_staleness=0).take(f"prompt 0/{n}", version=5) for n in range(4)]
     assert [batch is not None for batch in exact] == [False, False, True, False], "a synchronous run's own step only"
     assert len(replay(tmp_path, version=4, fingerprint="another reward")) == 0
+
+
+def test_a_journal_of_another_run_is_named_and_not_used(three_groups):
+    (fault,) = replay(three_groups.parent, fingerprint="another seed").faults
+    assert fault == f"{three_groups.name} is of a run with other settings, its 3 groups are not used"
+
+
+def test_a_replayed_group_from_before_the_version_of_now_is_trained_and_not_sampled_again(tmp_path):
+    start(tmp_path).accepted(episode(0), group(0, versions=(3, 4)))
+    found, workflow, engine, thread = (
+        replay(tmp_path, version=4),
+        Sampling(random.Random(0)),
+        Engine(),
+        EventLoopThread(""),
+    )
+    engine.version = 5
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=4), Tally())
+    batch = thread.run(executor.rollout_batch([episode(0).data], ReplayingWorkflow(workflow, found)))
+    thread.stop()
+    assert workflow.sampled == [] and batch["versions"].tolist() == [-1, 3, 3, -1, 4, 4]
 
 
 def test_versions_that_several_lives_had_are_told_apart(tmp_path):
@@ -229,13 +391,6 @@ def test_any_number_of_heads_hands_out_every_prompt_once_over_any_resumptions(da
 # -- kills, simulated --------------------------------------------------------------------------------------------------
 
 
-class Engine:
-    version = 0
-
-    def get_version(self):
-        return self.version
-
-
 class Sampling(RolloutWorkflow):
     """Takes random time and counts how often each prompt was really sampled."""
 
@@ -249,58 +404,71 @@ class Sampling(RolloutWorkflow):
         return group(data["prompt_index"], versions=(version,))
 
 
-def live(folder, life, saved, workflow, steps, chance):
-    """Run from the saved state until the end or a random kill; return the newest saved state and the books."""
+PER_STEP = 6
+
+
+def live(folder, life, saved, workflow, steps, heads, chance):
+    """Run from the saved state until the end or a random kill; return the newest saved state and what was replayed."""
     prompts = PromptIterator([{"prompt": "p"}] * 11, seed=1)
-    ledger, engine, thread = PromptLedger(prompts, rank=0, size=1), Engine(), EventLoopThread("test")
-    if saved["ledgers"]:
+    ledgers = [PromptLedger(prompts, rank=rank, size=heads) for rank in range(heads)]
+    engine, thread = Engine(), EventLoopThread("test")
+    for ledger in ledgers if saved["ledgers"] else []:
         ledger.load_state_dicts(saved["ledgers"])
     engine.version = saved["step"]
-    journal = start(folder, life=life, first_step=saved["step"], version=saved["step"])
-    found = replay(folder, life=life, version=saved["step"], max_staleness=2)
+    journals = [start(folder, life=life, head=n, first_step=saved["step"], version=saved["step"]) for n in range(heads)]
+    found = [replay(folder, life=life, version=saved["step"], max_staleness=2) for _ in range(heads)]
     config = RolloutConfig(max_staleness=2, max_concurrent_episodes=6)
-    executor = RolloutExecutor(engine, config, Tally(), [ledger, journal])
+    executors = [RolloutExecutor(engine, config, Tally(), books) for books in zip(ledgers, journals, strict=True)]
     dies_at = saved["step"] + chance.random() * 6
     for step in range(saved["step"], steps):
-        batch = thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, found), 3))
+        batches = [
+            thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, of_head), PER_STEP // heads))
+            for executor, ledger, of_head in zip(executors, ledgers, found, strict=True)
+        ]
         if step + 1 > dies_at:
-            try:
-                batch.result(timeout=(dies_at - step) * 0.004)  # a kill while the batch is being collected
-            except TimeoutError:
-                pass
+            with contextlib.suppress(TimeoutError):  # a kill while some heads have their batch and others have not
+                batches[0].result(timeout=(dies_at - step) * 0.004)
             break
-        assert int((engine.version - batch.result()["versions"].clamp(min=0)).max()) <= engine.version
+        for batch in batches:
+            versions = batch.result()["versions"]
+            assert engine.version - 2 <= int(versions[versions >= 0].min()) <= int(versions.max()) <= engine.version
         engine.version = step + 1
         if (step + 1) % 3 == 0 or step + 1 == steps:
-            journal.begin_file()
-            saved = {"step": step + 1, "ledgers": [ledger.state_dict()]}
+            for journal in journals:
+                journal.begin_file()
+            saved = {"step": step + 1, "ledgers": [ledger.state_dict() for ledger in ledgers]}
     thread.stop()
-    journal.close()
-    return saved, ledger, found
+    for journal in journals:
+        journal.close()
+    return saved, sum(of_head.replayed for of_head in found)
 
 
-def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(tmp_path):
+# Lives of one data head, as many heads as there are, and another number in every life.
+@pytest.mark.parametrize("heads", [(1,), (2,), (3, 1, 2)])
+def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(heads, tmp_path):
+    order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
+    place = lambda number: (order.at(number)["epoch"], order.at(number)["prompt_index"])  # noqa: E731
     kills = replayed = 0
-    for seed in range(6):
+    for seed in range(4):
         folder, chance = tmp_path / str(seed), random.Random(seed)
         workflow, steps = Sampling(chance), 14
         saved = {"step": 0, "ledgers": []}
         for life in itertools.count(1):
-            saved, ledger, found = live(folder, life, saved, workflow, steps, chance)
-            replayed += found.replayed
+            of_life = heads[life % len(heads)]
+            saved, from_journals = live(folder, life, saved, workflow, steps, of_life, chance)
+            replayed += from_journals
             if saved["step"] == steps:
                 break
             kills += 1
             torn = max(folder.glob("*.journal"))
             torn.write_bytes(torn.read_bytes()[: -chance.randrange(3)] or b"")
-        batches = sorted(consumed_by_step(folder))
-        assert [step for step, _ in batches] == list(range(steps)), "every step trained one batch"
-        trained = [tuple(prompt) for _, prompts in batches for prompt in prompts]
-        assert len(trained) == 3 * steps == len(set(trained)), "none twice"
-        state = ledger.state_dict()
-        places = [divmod(number, 11) for number in range(state["next"])]
-        order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
-        everything = {(epoch, order.at(epoch * 11 + position)["prompt_index"]) for epoch, position in places}
-        left_open = {(n // 11, order.at(n)["prompt_index"]) for n in state["open"]}
-        assert set(trained) | left_open == everything and not set(trained) & left_open, "none lost"
-    assert kills > 6 and replayed > kills
+        trained = [(step, tuple(prompt)) for step, prompts in consumed_by_step(folder) for prompt in prompts]
+        assert Counter(step for step, _ in trained) == dict.fromkeys(range(steps), PER_STEP), "every step once"
+        done = {prompt for _, prompt in trained}
+        assert len(done) == len(trained), "none twice"
+        furthest = max(state["next"] for state in saved["ledgers"])
+        to_come = {n for state in saved["ledgers"] for n in range(state["next"], furthest, state["size"])}
+        left_open = {place(number) for state in saved["ledgers"] for number in state["open"]}
+        handed_out = {place(number) for number in range(furthest) if number not in to_come}
+        assert done | left_open == handed_out and not done & left_open, "none lost"
+    assert kills > 4 and replayed > kills
