@@ -499,6 +499,31 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
+class TelemetryConfig:
+    """Where a run's numbers go besides its own folder."""
+
+    loggers: list[str] = field(default_factory=list)
+    """Any of tensorboard, wandb, trackio."""
+    project: str = "megatron_rl"
+    """The run's project in services that have them; the run is called as its folder."""
+    prometheus: str = ""
+    """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+
+    def __post_init__(self) -> None:
+        known = ("tensorboard", "wandb", "trackio")
+        wrong = [name for name in self.loggers if name not in known]
+        check(
+            "telemetry",
+            loggers=(self.loggers, not wrong, f"each must be one of {', '.join(known)}; leave the others out"),
+            prometheus=(
+                self.prometheus,
+                not self.prometheus or bool(re.fullmatch(r".+:\d{1,5}", self.prometheus)),
+                "must be host:port, e.g. 127.0.0.1:9464",
+            ),
+        )
+
+
+@dataclass(kw_only=True)
 class EngineConfig:
     """What a training engine needs to know; `TrainConfig.actor` cuts it out of an experiment."""
 
@@ -530,6 +555,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to megatron.core's TransformerConfig by its own field names."""
 

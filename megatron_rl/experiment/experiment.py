@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.sinks import Sinks
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -97,6 +99,9 @@ class Experiment:
         self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
+        if self.groups.is_main:
+            settings = dataclasses.asdict(config)
+            self.log_file.sinks = Sinks(config.telemetry, self.folder, self.first_step, settings)
         self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)

@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megatron_rl.telemetry.sinks import Sinks
+
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
     # heading, metric, format
@@ -64,6 +66,8 @@ class RunLog:
         self.folder, self.total_steps, self.is_main = Path(folder), total_steps, is_main
         self._rewards: list[float] = []
         self._progress: Progress | None = None
+        self.sinks: Sinks | None = None
+        """Where the numbers go besides the files."""
         if not is_main:
             return
         try:
@@ -114,6 +118,8 @@ class RunLog:
         if not self.is_main:
             return
         self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
+        if self.sinks is not None:
+            self.sinks.log(step + 1, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
         self._show(self._step_line(step, metrics))
@@ -127,6 +133,8 @@ class RunLog:
         if not self.is_main:
             return
         self._write({"kind": "evaluation", "step": step, "name": name}, metrics, samples or [], split=name)
+        if self.sinks is not None:
+            self.sinks.log(step, {f"{name}/{key}": value for key, value in metrics.items()})
         shown = "  ".join(f"{key} {plain(value)}" for key, value in metrics.items())
         self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
 
@@ -144,6 +152,8 @@ class RunLog:
             self._progress.stop()
         self._metrics.close()
         self._samples.close()
+        if self.sinks is not None:
+            self.sinks.close()
 
     def _write(self, head: dict[str, Any], metrics: dict[str, Any], samples: list[Sample], split: str) -> None:
         elapsed = round(time.monotonic() - self._start, 3)

@@ -106,6 +106,7 @@ OUR_KEYS = {
         "threads_per_rank",
         "offload",
     ],
+    "telemetry": ["loggers", "project", "prometheus"],
 }
 """A new option is a decision: add it here too, and say in the change which two experiments need different values."""
 
