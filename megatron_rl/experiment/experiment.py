@@ -448,7 +448,7 @@ class Experiment:
         RuntimeError where trainer and servers differ by more than correction.alarm.
         """
         version = self.engine.get_version()
-        metrics = batch_metrics(batch) | {
+        metrics = batch_metrics(batch, version - sum(stat.applied for stat in stats)) | {
             "policy/version": version,
             "batch/trained_tokens": sum(stat.weight for stat in stats or critic_stats),
         }

@@ -263,7 +263,12 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def as_json(value: Any) -> Any:
-    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf)."""
+    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf).
+
+    A histogram is a dict, class -> count.
+    """
+    if isinstance(value, dict):
+        return {key: as_json(count) for key, count in value.items()}
     if value is None or isinstance(value, bool | int | str):
         return value
     number = float(value)
