@@ -483,13 +483,18 @@ class RunConfig:
     """Newest checkpoints that stay."""
     grace_s: float = 60.0
     """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
+    phase_timeout_s: float = 3600.0
+    """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
+    and the run ends."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
-        check("run", grace_s=(self.grace_s, self.grace_s > 0, "must be above 0 seconds"))
+        for key in ("grace_s", "phase_timeout_s"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value > 0, "must be above 0 seconds")})
         for key in ("steps", "keep_checkpoints"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 1, "must be at least 1")})
@@ -734,4 +739,5 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "warm_start": WarmStartConfig,
     "run": RunConfig,
+    "telemetry": TelemetryConfig,
 }

@@ -31,6 +31,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
+from megatron_rl.experiment.hang import HangWatch
 from megatron_rl.experiment.metrics import batch_metrics, critic_metrics, mismatch_metrics, policy_metrics
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
@@ -108,6 +109,15 @@ class Experiment:
         self.notice = StopNotice(config.run.grace_s, on_half_time=self._leave_step, says_so=self.groups.is_main)
         if config.run.checkpoint_every_steps > 0:
             self.notice.listen()
+        self.hang_watch = HangWatch(
+            self.folder,
+            rank=self.groups.rank,
+            world_size=self.groups.world_size,
+            control=self.groups.control,
+            limit_s=config.run.phase_timeout_s,
+            on_hang=watch.stop,
+        )
+        self.timers.on_change = self.hang_watch.enter
         try:
             if self.needs_servers:
                 self._start_servers()
@@ -119,6 +129,7 @@ class Experiment:
 
     def __exit__(self, error_type: type | None = None, *_: object) -> None:
         self.notice.close()
+        self.hang_watch.close()
         self.log_file.close()
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group

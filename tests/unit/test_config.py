@@ -103,6 +103,7 @@ OUR_KEYS = {
         "checkpoint_every_steps",
         "keep_checkpoints",
         "grace_s",
+        "phase_timeout_s",
         "threads_per_rank",
         "offload",
     ],
