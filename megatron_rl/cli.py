@@ -1,4 +1,4 @@
-"""The command `megatron-rl`: plan | serve | convert | report."""
+"""The command `megatron-rl`: plan | serve | convert | report | compare."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     convert.add_argument("target", type=Path, help="folder to write")
     report = commands.add_parser("report", help="write report.html and report.png of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
+    against = commands.add_parser("compare", help="several runs side by side: a table, and compare.html beside them")
+    against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
+    against.add_argument("--html", type=Path, help="the page to write")
     args, rest = parser.parse_known_args(argv)
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
@@ -56,6 +59,14 @@ def main(argv: list[str] | None = None) -> None:
 
             options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
             print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+        elif args.command == "compare":
+            from rich import print as show
+
+            from megatron_rl.telemetry.compare import compare
+
+            table, page = compare(args.runs, args.html)
+            show(table)
+            print(page)
         else:
             from megatron_rl.telemetry.report import write_report
 

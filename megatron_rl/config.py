@@ -511,19 +511,49 @@ class RunConfig:
     """Newest checkpoints that stay."""
     grace_s: float = 60.0
     """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
+    phase_timeout_s: float = 3600.0
+    """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
+    and the run ends."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
-        check("run", grace_s=(self.grace_s, self.grace_s > 0, "must be above 0 seconds"))
+        for key in ("grace_s", "phase_timeout_s"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value > 0, "must be above 0 seconds")})
         for key in ("steps", "keep_checkpoints"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 1, "must be at least 1")})
         for key in ("evaluate_every_steps", "save_every_steps", "checkpoint_every_steps", "threads_per_rank"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 0, "must be at least 0")})
+
+
+@dataclass(kw_only=True)
+class TelemetryConfig:
+    """Where a run's numbers go besides its own folder."""
+
+    loggers: list[str] = field(default_factory=list)
+    """Any of tensorboard, wandb, trackio."""
+    project: str = "megatron_rl"
+    """The run's project in services that have them; the run is called as its folder."""
+    prometheus: str = ""
+    """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+
+    def __post_init__(self) -> None:
+        known = ("tensorboard", "wandb", "trackio")
+        wrong = [name for name in self.loggers if name not in known]
+        check(
+            "telemetry",
+            loggers=(self.loggers, not wrong, f"each must be one of {', '.join(known)}; leave the others out"),
+            prometheus=(
+                self.prometheus,
+                not self.prometheus or bool(re.fullmatch(r".+:\d{1,5}", self.prometheus)),
+                "must be host:port, e.g. 127.0.0.1:9464",
+            ),
+        )
 
 
 @dataclass(kw_only=True)
@@ -558,6 +588,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to megatron.core's TransformerConfig by its own field names."""
 
@@ -735,4 +766,5 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "warm_start": WarmStartConfig,
     "run": RunConfig,
+    "telemetry": TelemetryConfig,
 }

@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
+from megatron_rl.experiment.hang import HangWatch
 from megatron_rl.experiment.metrics import (
     batch_metrics,
     critic_metrics,
@@ -34,11 +36,13 @@ from megatron_rl.experiment.metrics import (
 )
 from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.experiment.warm_start import WarmStart
+from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.sinks import Sinks
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
@@ -53,6 +57,8 @@ class Experiment:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         self.config, self.needs_servers, self.resume = config, needs_servers, resume
         self.timers = PhaseTimers()
+        self.trained_version = 0
+        """The policy's when the step's trajectories were complete."""
         self.rollouts = Rollouts(self)
         self.engine: MegatronEngine | None = None
         self.warm_start = WarmStart(self)
@@ -83,12 +89,24 @@ class Experiment:
         self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
         self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
         self.log_file.log_config(config.to_yaml())
+        if self.groups.is_main:
+            settings = dataclasses.asdict(config)
+            self.log_file.sinks = Sinks(config.telemetry, self.folder, self.first_step, settings)
         self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
         self.notice = StopNotice(config.run.grace_s, on_half_time=self.rollouts.leave_step, says_so=self.groups.is_main)
         if config.run.checkpoint_every_steps > 0:
             self.notice.listen()
+        self.hang_watch = HangWatch(
+            self.folder,
+            rank=self.groups.rank,
+            world_size=self.groups.world_size,
+            control=self.groups.control,
+            limit_s=config.run.phase_timeout_s,
+            on_hang=watch.stop,
+        )
+        self.timers.on_change = self.hang_watch.enter
         try:
             if self.needs_servers:
                 self.rollouts.start()
@@ -100,6 +118,7 @@ class Experiment:
 
     def __exit__(self, error_type: type | None = None, *_: object) -> None:
         self.notice.close()
+        self.hang_watch.close()
         self.log_file.close()
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
@@ -241,6 +260,7 @@ class Experiment:
         """
         own: TrajectoryBatch | None = None
         is_left = False
+        self.trained_version = self.engine.get_version()
         with self.timers("rollout"):
             self.books.note_step(self.rollouts.process)
             try:
@@ -319,14 +339,13 @@ class Experiment:
 
         RuntimeError where trainer and servers differ by more than correction.alarm.
         """
-        version = self.engine.get_version()
-        metrics = batch_metrics(batch) | {
-            "policy/version": version,
+        metrics = batch_metrics(batch, self.trained_version) | {
+            "policy/version": self.engine.get_version(),
             "batch/trained_tokens": sum(stat.weight for stat in stats or critic_stats),
         }
         if stats:
             metrics |= policy_metrics(stats)
-        differences = mismatch_metrics(shares, stats, version, self.groups)
+        differences = mismatch_metrics(shares, stats, self.trained_version, self.groups)
         metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)

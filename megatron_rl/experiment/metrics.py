@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.publish import Publication
 
@@ -45,8 +47,8 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
     return {f"critic/{key}": value for key, value in metrics.items()}
 
 
-def batch_metrics(batch: TrajectoryBatch) -> dict[str, Any]:
-    """What the step's trajectories are like, whatever is trained on them."""
+def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
+    """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
     rewards = batch["rewards"]
     groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
     metrics: dict[str, Any] = {
@@ -54,6 +56,11 @@ def batch_metrics(batch: TrajectoryBatch) -> dict[str, Any]:
         "reward/groups_without_variance": float((groups == 0).float().mean()),
         "batch/trajectories": len(batch),
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
+    }
+    trained = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, batch["loss_mask"].long())
+    metrics |= {
+        "histogram/reply_tokens": counts_by_doubling(trained),
+        "histogram/token_age": counts_by_number(version - trained_versions(batch)),
     }
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch["model_rewards"].mean())
@@ -72,16 +79,30 @@ def publication_metrics(publication: Publication) -> dict[str, Any]:
     return metrics
 
 
+def counts_by_doubling(values: Tensor) -> dict[str, int]:
+    """Count whole numbers by the class [2^k, 2^(k+1)) they are in: class -> count, from the lowest one that has any."""
+    classes = torch.bincount(values.clamp_min(1).double().log2().floor().long())
+    present = classes.nonzero().flatten().tolist()
+    first = present[0] if present else 0
+    names = [f"{2**k} to {2 ** (k + 1) - 1}" if k else "0 to 1" for k in range(len(classes))]
+    return dict(zip(names[first:], classes[first:].tolist(), strict=True))
+
+
+def counts_by_number(values: Tensor) -> dict[str, int]:
+    """Count whole numbers from 0: number -> count."""
+    return {str(number): count for number, count in enumerate(torch.bincount(values.clamp_min(0).long()).tolist())}
+
+
 def mismatch_metrics(
     shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
 ) -> dict[str, float]:
     """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
 
-    version: the policy's after the updates. All ranks call it.
+    version: the policy's before the updates. All ranks call it.
     """
     if not stats or stats[0].logprobs is None:
         return {}
-    share, version = shares[0], version - any(s.applied for s in stats)
+    share = shares[0]
     columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
     if not groups.is_data_head:

@@ -124,6 +124,44 @@ def stacked_bars(
     return svg("".join(parts), width, height, title)
 
 
+def heat_map(
+    columns: list[dict[str, float]], x: list[float], classes: list[str], *, width: int, height: int, title: str
+) -> str:
+    """Draw one column of cells per entry of `x`, class -> share in [0, 1]; `classes` go upwards.
+
+    The axis shows the first word of a class, its lowest value.
+    """
+    half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
+    frame = Frame(
+        width=width,
+        height=height,
+        x_ticks=whole_ticks(min(x), max(x)),
+        y_ticks=[0.0, float(len(classes))],
+        x_range=(min(x) - half, max(x) + half),
+    )
+    thick = (width - LEFT - RIGHT) / len(columns)
+    tall = (height - TOP - BOTTOM) / len(classes)
+    parts = []
+    for tick in frame.x_ticks:
+        label = f'y="{height - 6}" text-anchor="middle">{short(tick)}'
+        parts.append(f'<text class="tick" x="{frame.x(tick):.1f}" {label}</text>')
+    for row, name in enumerate(classes):
+        y, label = frame.y(row + 0.5), html.escape(name)
+        # Many classes: no label for those that would overlap.
+        if row % -(-len(classes) // 10) == 0:
+            lowest = html.escape(name.partition(" ")[0])
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y:.1f}" dy="0.35em" text-anchor="end">{lowest}</text>')
+        for place, column in zip(x, columns, strict=True):
+            share = column.get(name, 0.0)
+            if share > 0:
+                parts.append(
+                    f'<rect class="fill c0" x="{frame.x(place) - thick / 2:.1f}" y="{y - tall / 2:.1f}" '
+                    f'width="{thick:.1f}" height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * share:.2f}">'
+                    f"<title>{label}, step {short(place)}: {share:.1%}</title></rect>"
+                )
+    return svg("".join(parts), width, height, title)
+
+
 def svg(body: str, width: int, height: int, title: str) -> str:
     name = html.escape(title, quote=True)
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'

@@ -23,6 +23,7 @@ small{color:var(--soft);font-weight:400;font-size:14px}
 figure{margin:0;padding:12px}
 figcaption{font-size:13px;color:var(--soft);margin:0 0 4px 4px;overflow-wrap:anywhere}
 .grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:12px}
+.halves{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:12px}
 svg{display:block;width:100%;height:auto}
 svg .grid{stroke:var(--rule);stroke-width:1}
 svg .tick{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
@@ -56,5 +57,14 @@ summary{cursor:pointer;color:var(--soft);font-size:14px;margin-bottom:8px}
 .config{margin:0;padding:14px 18px;overflow-x:auto;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .unchanged{color:var(--soft);font-size:13px;margin:12px 4px;overflow-wrap:anywhere}
 .empty{color:var(--soft);font-size:13px}
+.finder{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin-bottom:10px}
+.finder input,.finder select,#more{font:inherit;font-size:14px;color:var(--ink);background:var(--panel);
+border:1px solid var(--rule);border-radius:8px;padding:6px 10px}
+.finder input{flex:1;min-width:200px}
+#found{color:var(--soft);font-size:13px}
+#more{margin-top:10px;cursor:pointer}
+.samples th:nth-child(1){width:9%}.samples th:nth-child(2){width:9%}.samples th:nth-child(3){width:30%}
+.samples th:nth-child(4){width:12%}
+.samples .reward{display:inline-block}
 @media print{.text{max-height:none}}
 """

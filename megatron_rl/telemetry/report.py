@@ -11,7 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.telemetry.charts import Series, line_chart, short, smooth, stacked_bars
+from megatron_rl.telemetry.charts import Series, heat_map, line_chart, short, smooth, stacked_bars
+from megatron_rl.telemetry.explorer import explorer_section
 from megatron_rl.telemetry.page import STYLE
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
 from megatron_rl.telemetry.summary import column, evaluation_curves, phase_seconds, phases_by_size
@@ -35,6 +36,11 @@ TITLES = {
     "rollout/staleness": "Staleness (versions)",
 }
 """Charts that come first, in this order. Every other metric of the run follows under its own name."""
+HISTOGRAMS = {
+    "histogram/reply_tokens": "Trained tokens of a reply",
+    "histogram/token_age": "Age of the trained tokens (versions)",
+}
+MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}
 ROWS_SHOWN = 12
 """Rows of a table before the reader has to unfold the rest."""
 
@@ -60,9 +66,11 @@ def render(run: RunRecord, title: str) -> str:
         headline(run),
         reward_section(run),
         time_section(run),
+        histogram_section(run),
+        mismatch_section(run),
         metric_section(run),
         evaluation_section(run),
-        training_section(run),
+        explorer_section(run),
         f"<h2>Config</h2><pre class='config'>{escape(run.config)}</pre>" if run.config else "",
     ]
     return (
@@ -158,13 +166,68 @@ def time_section(run: RunRecord) -> str:
     )
 
 
+def histogram_section(run: RunRecord) -> str:
+    """How long replies and how old tokens were, as shares of each step's; long runs add up neighbouring steps."""
+    figures = []
+    per_column = -(-len(run.steps) // 120)
+    for key, name in HISTOGRAMS.items():
+        lines = [line for line in run.steps if isinstance(line.get(key), dict)]
+        columns, x = [], []
+        for start in range(0, len(lines), per_column or 1):
+            counts: dict[str, float] = {}
+            for line in lines[start : start + per_column]:
+                for label, count in line[key].items():
+                    counts[label] = counts.get(label, 0.0) + (count or 0)
+            whole = sum(counts.values()) or 1.0
+            columns.append({label: count / whole for label, count in counts.items()})
+            x.append(lines[start]["step"])
+        classes = sorted({label for column in columns for label in column}, key=class_start)
+        if len(classes) > 1:
+            chart = heat_map(columns, x, classes, width=470, height=210, title=name)
+            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>")
+    if not figures:
+        return ""
+    heading = "Distributions <small>share of each step's, by step</small>"
+    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>"
+
+
+def class_start(label: str) -> int:
+    """The lowest number of a histogram's class: 16 of `16 to 31`."""
+    return int(label.partition(" ")[0])
+
+
+def mismatch_section(run: RunRecord) -> str:
+    """How far trainer and servers differ in the log-probs of the same tokens: by age, and by place in the reply."""
+    figures = []
+    for kind, name in MISMATCHES.items():
+        start = f"mismatch/mean_{kind}_"
+        keys = sorted({key for line in run.steps for key in line if key.startswith(start)}, key=_first_number)
+        series, legend = [], []
+        for number, key in enumerate(keys):
+            x, y = [line["step"] for line in run.steps], column(run.steps, key)
+            if any(value is not None for value in y):
+                series.append(Series(x=x, y=y, style=f"line c{number % 8}"))
+                legend.append((f"c{number % 8}", key.removeprefix(start).replace("_", " ")))
+        if series:
+            chart = line_chart(series, width=470, height=210, title=name, y_zero=True)
+            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}{render_legend(legend)}</figure>")
+    if not figures:
+        return ""
+    heading = "Trainer against servers <small>mean |log-prob difference|, nats</small>"
+    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>"
+
+
+def _first_number(key: str) -> int:
+    return int(next(part for part in key.split("_") if part.isdecimal()))
+
+
 def metric_section(run: RunRecord) -> str:
     """One small chart per number that the run logged."""
     hidden = {"step", "elapsed_s", "reward/mean"}
     values: dict[str, set[float]] = {}
     for line in run.steps:
         for key, value in line.items():
-            if is_number(value) and key not in hidden and not key.startswith("time/"):
+            if is_number(value) and key not in hidden and not key.startswith(("time/", "mismatch/mean_")):
                 values.setdefault(key, set()).add(value)
     constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
     changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
@@ -206,16 +269,6 @@ def evaluation_section(run: RunRecord) -> str:
             head = ["prompt", "answer", f"after {steps[0]} steps", f"after {steps[-1]} steps"]
             rows = [[text(b["prompt"]), text(b["answer"]), reply(b), reply(a)] for b, a in pair_by_prompt(first, last)]
         parts.append(f"<h2>Replies <small>{heading}</small></h2>{table(head, rows)}")
-    return "".join(parts)
-
-
-def training_section(run: RunRecord) -> str:
-    steps = sorted(step for split, step in run.samples if split == "train")
-    parts = []
-    for step in dict.fromkeys(steps[:1] + steps[-1:]):
-        rows = [[text(s["prompt"]), text(s["answer"]), reply(s)] for s in run.samples["train", step]]
-        body = table(["prompt", "answer", "reply"], rows)
-        parts.append(f"<details><summary>Training samples of step {step}</summary>{body}</details>")
     return "".join(parts)
 
 

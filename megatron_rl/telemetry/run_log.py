@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megatron_rl.telemetry.sinks import Sinks
+
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
     # heading, metric, format
@@ -66,6 +68,8 @@ class RunLog:
         self.folder, self.total_steps, self.is_main = Path(folder), total_steps, is_main
         self._rewards: list[float] = []
         self._progress: Progress | None = None
+        self.sinks: Sinks | None = None
+        """Where the numbers go besides the files."""
         if not is_main:
             return
         try:
@@ -120,6 +124,8 @@ class RunLog:
         if not self.is_main:
             return
         self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
+        if self.sinks is not None:
+            self.sinks.log(step + 1, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
         self._show(self._step_line(step, metrics))
@@ -133,6 +139,8 @@ class RunLog:
         if not self.is_main:
             return
         self._write({"kind": "evaluation", "step": step, "name": name}, metrics, samples or [], split=name)
+        if self.sinks is not None:
+            self.sinks.log(step, {f"{name}/{key}": value for key, value in metrics.items()})
         shown = "  ".join(f"{key} {plain(value)}" for key, value in metrics.items())
         self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
 
@@ -153,6 +161,8 @@ class RunLog:
             self._progress.stop()
         self._metrics.close()
         self._samples.close()
+        if self.sinks is not None:
+            self.sinks.close()
 
     def _write(self, head: dict[str, Any], metrics: dict[str, Any], samples: list[Sample], split: str) -> None:
         elapsed = round(time.monotonic() - self._start, 3)
@@ -279,7 +289,12 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def as_json(value: Any) -> Any:
-    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf)."""
+    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf).
+
+    A histogram is a dict, class -> count.
+    """
+    if isinstance(value, dict):
+        return {key: as_json(count) for key, count in value.items()}
     if value is None or isinstance(value, bool | int | str):
         return value
     number = float(value)

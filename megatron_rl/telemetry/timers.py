@@ -14,8 +14,11 @@ class PhaseTimers:
     With a GPU the seconds are the host's: a phase ends when its work is queued unless it waits for a result.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_change: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        """on_change is told the innermost phase whenever that changes; '' is none."""
+        self._clock, self.on_change = clock, on_change
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._mark = clock()
@@ -26,11 +29,13 @@ class PhaseTimers:
         """Count the seconds of the `with` block as phase `name`; a block that raises counts too."""
         self._charge()
         self._open.append(name)
+        self.on_change(name)
         try:
             yield
         finally:
             self._charge()
             self._open.pop()
+            self.on_change(self._open[-1] if self._open else "")
 
     def snapshot(self) -> dict[str, float]:
         """Return `time/<phase>` of every phase and `time/step`, in seconds since the last snapshot, and start anew."""

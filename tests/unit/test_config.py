@@ -106,9 +106,11 @@ OUR_KEYS = {
         "checkpoint_every_steps",
         "keep_checkpoints",
         "grace_s",
+        "phase_timeout_s",
         "threads_per_rank",
         "offload",
     ],
+    "telemetry": ["loggers", "project", "prometheus"],
 }
 """A new option is a decision: add it here too, and say in the change which two experiments need different values."""
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import html
 import io
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -18,7 +21,7 @@ HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td
 class Page(HTMLParser):
     """Collects what a browser would see: tags, attributes and text; fails on tags that do not nest."""
 
-    VOID = {"meta", "line", "br"}
+    VOID = {"meta", "line", "br", "input"}
 
     def __init__(self, source: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -40,7 +43,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data):
-        self.text += data
+        self.text += data if self._open[-1:] != ["script"] else ""
 
 
 def write_run(folder, steps=12, reply="7", evaluations=(0, 12)):
@@ -96,9 +99,66 @@ def test_text_of_a_model_is_shown_and_never_becomes_markup(tmp_path):
     write_run(tmp_path, reply=HOSTILE)
     page, source = report(tmp_path)
     assert HOSTILE in page.text and "<b>bold</b>" in page.text
-    assert not {"script", "img", "b"} & set(page.tags)
+    assert not {"img", "b"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert "<script" not in source
+    assert source.count("<script") == page.tags.count("script") == 2  # the samples as data, and what shows them
+
+
+def dom_in_a_browser(page, script="") -> str:
+    """The page as a real browser has it after its scripts, and `script` after these, have run."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    copy = page.with_name("copy.html")
+    copy.write_text(page.read_text(encoding="utf-8") + f"<script>{script}</script>", encoding="utf-8")
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}"]
+    asked = [browser, *arguments, "--dump-dom", copy.as_uri()]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def samples_shown(dom: str) -> list[list[str]]:
+    body = dom[dom.index('id="rows"') : dom.index("</tbody>", dom.index('id="rows"'))]
+    rows = [re.findall(r"<td><div[^>]*>(.*?)</div></td>", row, re.S) for row in body.split("<tr>")[1:]]
+    return [[html.unescape(cell) for cell in row] for row in rows]
+
+
+def test_a_browser_shows_finds_and_orders_samples_and_runs_nothing_that_a_model_wrote(tmp_path):
+    hostile = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    with RunLog(tmp_path, 3, console=Console(file=io.StringIO())) as log:
+        for step, reply in enumerate(["first words", hostile, "other words of it"]):
+            log.log_step(
+                step, {"reward/mean": 0.5}, [Sample(prompt=f"p{step}", reply=reply, reward=step % 2, answer="a")]
+            )
+    page = write_report(tmp_path)
+    dom = dom_in_a_browser(page)
+    assert "<title>taken" not in dom
+    newest_first = [["2", "0", "p2", "a", "other words of it"], ["1", "1", "p1", "a", hostile]]
+    assert samples_shown(dom) == [*newest_first, ["0", "0", "p0", "a", "first words"]]
+    ask = "box = document.getElementById('{}'); box.value = '{}'; box.dispatchEvent(new Event('input'));"
+    dom = dom_in_a_browser(page, ask.format("find", "a WORDS") + ask.format("order", "oldest"))
+    assert [row[2] for row in samples_shown(dom)] == ["p0", "p2"]
+
+
+def test_distributions_are_drawn_with_classes_upwards(tmp_path):
+    with RunLog(tmp_path, 2, console=Console(file=io.StringIO())) as log:
+        log.log_step(0, {"histogram/reply_tokens": {"16 to 31": 3, "0 to 1": 1}})
+        log.log_step(1, {"histogram/reply_tokens": {"128 to 255": 2}})
+    _, source = report(tmp_path)
+    cells = re.findall(r'y="([\d.]+)"[^>]*fill-opacity="([\d.]+)"><title>([^<]*)</title>', source)
+    assert {title: float(shade) for _, shade, title in cells} == {
+        "0 to 1, step 0: 25.0%": pytest.approx(0.06 + 0.94 * 0.25, abs=0.01),
+        "16 to 31, step 0: 75.0%": pytest.approx(0.06 + 0.94 * 0.75, abs=0.01),
+        "128 to 255, step 1: 100.0%": 1.0,
+    }
+    heights = {title.partition(",")[0]: float(y) for y, _, title in cells}
+    assert heights["128 to 255"] < heights["16 to 31"] < heights["0 to 1"]  # y counts downwards
+
+
+def test_page_of_a_long_run_keeps_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.telemetry.explorer.TEXT_BUDGET", 100)
+    write_run(tmp_path, steps=12)
+    _, source = report(tmp_path)
+    assert re.search(r"<h2>Samples <small>\d+ of 40 in samples.jsonl", source)
 
 
 def test_page_asks_no_network(tmp_path):

@@ -1,0 +1,93 @@
+"""The report's sample explorer: every reply that was logged, found by words, reward and step, without a network.
+
+The samples are data in the page (JSON whose `<` is escaped), and become text nodes only: nothing that a model wrote is
+ever read as markup.
+"""
+
+from __future__ import annotations
+
+import json
+
+from megatron_rl.telemetry.run_log import RunRecord
+
+TEXT_BUDGET = 4_000_000
+"""Characters of samples in a page; of a longer run the first and the newest of each split stay, thinned out evenly."""
+COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply")
+
+
+def explorer_section(run: RunRecord) -> str:
+    """Return the section's HTML, with its data and script; nothing where the run has no samples."""
+    rows = [
+        [split, step, sample["reward"], sample["prompt"], sample["answer"], sample["reply"]]
+        for (split, step), samples in sorted(run.samples.items())
+        for sample in samples
+    ]
+    if not rows:
+        return ""
+    kept = thin_out(rows)
+    note = "" if len(kept) == len(rows) else f" of {len(rows):,} in samples.jsonl"
+    data = json.dumps({"columns": COLUMNS, "rows": kept}, ensure_ascii=False).replace("<", "\\u003c")
+    splits = "".join(f"<option>{name}</option>" for name in ("all", *dict.fromkeys(_safe(row[0]) for row in kept)))
+    return (
+        f"<h2>Samples <small>{len(kept):,}{note}</small></h2><div class='finder'>"
+        "<input id='find' type='search' placeholder='words in prompt, answer or reply' aria-label='words'>"
+        f"<select id='split' aria-label='split'>{splits}</select>"
+        "<select id='order' aria-label='order'><option value='newest'>newest first</option>"
+        "<option value='oldest'>oldest first</option><option value='best'>highest reward</option>"
+        "<option value='worst'>lowest reward</option><option value='longest'>longest reply</option></select>"
+        "<span id='found'></span></div><div class='scroll'><table class='samples'><thead><tr><th>step</th>"
+        "<th>reward</th><th>prompt</th><th>answer</th><th>reply</th></tr></thead>"
+        "<tbody id='rows'></tbody></table></div><button id='more'>more</button>"
+        f"<script type='application/json' id='samples'>{data}</script><script>{SCRIPT}</script>"
+    )
+
+
+def thin_out(rows: list[list[object]]) -> list[list[object]]:
+    """Return every k-th sample, with the smallest k that keeps the text within TEXT_BUDGET."""
+    size = sum(len(str(cell)) for row in rows for cell in row)
+    every = -(-size // TEXT_BUDGET) or 1
+    return rows if every == 1 else rows[::every]
+
+
+def _safe(name: object) -> str:
+    return "".join(c for c in str(name) if c.isalnum() or c in "_-. ")
+
+
+SCRIPT = """
+(() => {
+  const PAGE = 20, get = id => document.getElementById(id);
+  const all = JSON.parse(get('samples').textContent).rows;
+  let found = [], shown = 0;
+  const orders = {
+    newest: (a, b) => b[1] - a[1], oldest: (a, b) => a[1] - b[1], best: (a, b) => (b[2] ?? -1e9) - (a[2] ?? -1e9),
+    worst: (a, b) => (a[2] ?? 1e9) - (b[2] ?? 1e9), longest: (a, b) => b[5].length - a[5].length,
+  };
+  const cell = (text, style) => {
+    const td = document.createElement('td'), div = document.createElement('div');
+    div.className = style; div.textContent = text; td.append(div); return td;
+  };
+  const more = () => {
+    for (const [split, step, reward, prompt, answer, reply] of found.slice(shown, shown + PAGE)) {
+      const row = document.createElement('tr');
+      const grade = reward === null ? 'none' : reward >= 0.999 ? 'good' : reward <= 0 ? 'bad' : 'part';
+      row.append(cell(split === 'train' ? step : `${split} ${step}`, 'note'),
+        cell(reward === null ? '–' : +reward.toFixed(3), 'reward ' + grade),
+        cell(prompt, 'text'), cell(answer, 'text'), cell(reply, 'text'));
+      get('rows').append(row);
+    }
+    shown = Math.min(shown + PAGE, found.length);
+    get('found').textContent = `${found.length} found`;
+    get('more').hidden = shown >= found.length;
+  };
+  const search = () => {
+    const words = get('find').value.toLowerCase().split(/\\s+/).filter(Boolean), split = get('split').value;
+    found = all.filter(row => (split === 'all' || row[0] === split) &&
+      words.every(word => row.slice(3).some(text => text.toLowerCase().includes(word))));
+    found.sort(orders[get('order').value]);
+    get('rows').replaceChildren(); shown = 0; more();
+  };
+  for (const id of ['find', 'split', 'order']) get(id).addEventListener('input', search);
+  get('more').addEventListener('click', more);
+  search();
+})();
+"""

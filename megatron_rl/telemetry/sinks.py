@@ -1,0 +1,195 @@
+"""Where a run's numbers go besides its own folder: TensorBoard, Weights & Biases, trackio, a Prometheus endpoint.
+
+metrics.jsonl is the record; these are views of it. One that cannot be opened stops the run before it starts; one that
+fails later is left out with a warning, since training is worth more than a dashboard.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import TelemetryConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(abc.ABC):
+    """Takes the numbers of a run's steps and evaluations as they come."""
+
+    name: str
+
+    @abc.abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take finite numbers by name; `step` counts finished steps and may come twice (a step, its evaluation)."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class TensorBoard(Sink):
+    """Writes folder/tensorboard. A resumed run's reader forgets what was logged from `first_step` on."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        writer = _package("tensorboard.summary.writer.event_file_writer", self.name)
+        self._events = _package("tensorboard.compat.proto.event_pb2", self.name)
+        self._summary = _package("tensorboard.compat.proto.summary_pb2", self.name)
+        self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        summary = self._summary.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Sink):
+    """One run of the service; its id stays in folder/wandb_id, so that a resumed run goes on with it.
+
+    The package's own variables decide the rest (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
+    """
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
+        wandb = _package("wandb", self.name)
+        id_file = folder / "wandb_id"
+        if first_step == 0 or not id_file.is_file():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            id=id_file.read_text(),
+            resume="allow",
+            config=settings,
+            settings=wandb.Settings(silent=True),
+        )
+        self._run.define_metric("*", step_metric="finished_steps")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"finished_steps": step} | dict(metrics))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio(Sink):
+    """One run of trackio, which keeps it on this machine unless TRACKIO_SPACE_ID or its like say otherwise."""
+
+    name = "trackio"
+
+    def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
+        trackio = _package("trackio", self.name)
+        resume = "allow" if first_step else "never"
+        self._run = trackio.init(project=project, name=folder.name, resume=resume, config=settings)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Prometheus(Sink):
+    """The newest value of every number at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
+
+    name = "prometheus"
+
+    def __init__(self, address: str, run: str) -> None:
+        self._package = _package("prometheus_client", self.name)
+        self._registry = self._package.CollectorRegistry()
+        self._run, self._gauges = run, {}
+        host, _, port = address.rpartition(":")
+        try:
+            self._server, _ = self._package.start_http_server(int(port), host, registry=self._registry)
+        except OSError as error:
+            raise ValueError(
+                f"telemetry.prometheus = {address!r}: cannot be listened on ({error}); give another host:port, or '' "
+                f"for none."
+            ) from error
+
+    @property
+    def port(self) -> int:
+        return self._server.server_address[1]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in {"finished_steps": step, **metrics}.items():
+            name = "megatron_rl_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+            if name not in self._gauges:
+                self._gauges[name] = self._package.Gauge(name, key, ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Sinks:
+    """All that a run's config names. ValueError, naming the key, for one that cannot be opened."""
+
+    def __init__(self, config: TelemetryConfig, folder: Path, first_step: int, settings: dict[str, Any]) -> None:
+        self._open: list[Sink] = []
+        try:
+            for name in config.loggers:
+                if name == TensorBoard.name:
+                    self._open.append(TensorBoard(folder, first_step))
+                elif name == WeightsAndBiases.name:
+                    self._open.append(WeightsAndBiases(folder, first_step, config.project, settings))
+                else:
+                    self._open.append(Trackio(folder, first_step, config.project, settings))
+            if config.prometheus:
+                self._open.append(Prometheus(config.prometheus, folder.name))
+        except BaseException:
+            self.close()
+            raise
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Pass on the finite numbers among `metrics`."""
+        numbers = {key: float(value) for key, value in metrics.items() if _is_number(value)}
+        for sink in list(self._open):
+            try:
+                sink.log(step, numbers)
+            # Packages of others that talk to services may raise anything; the run's own record has the numbers.
+            except Exception as error:
+                logger.warning("telemetry: %s is left out from here on: %s: %s", sink.name, type(error).__name__, error)
+                self._open.remove(sink)
+
+    def close(self) -> None:
+        for sink in self._open:
+            try:
+                sink.close()
+            except Exception as error:
+                logger.warning("telemetry: %s was not closed: %s: %s", sink.name, type(error).__name__, error)
+        self._open = []
+
+
+def _package(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        key = "telemetry.prometheus" if name == Prometheus.name else f"telemetry.loggers: {name}"
+        raise ValueError(
+            f"{key}: cannot be used here ({error}); pip install 'megatron-rl[loggers]' brings what it needs, or leave "
+            f"it out."
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value == value and abs(value) != float("inf")

@@ -1,0 +1,93 @@
+"""Ranks that stand still: who is late is found from real ranks in real collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_rl import parallel
+from megatron_rl.config import ParallelConfig
+from megatron_rl.experiment.hang import HangWatch, RankReport, describe
+from megatron_rl.telemetry.timers import PhaseTimers
+
+
+def slow_data(told: threading.Event) -> None:
+    assert told.wait(60)
+
+
+def late_rank(folder: str) -> str:
+    groups = parallel.start(ParallelConfig(), seed=1)
+    messages: list[str] = []
+    watch = HangWatch(
+        Path(folder),
+        rank=groups.rank,
+        world_size=groups.world_size,
+        control=groups.control,
+        limit_s=2.0,
+        on_hang=messages.append,
+        waits_for=lambda: "12 of 64 groups" if groups.rank == 2 else "",
+    )
+    timers = PhaseTimers(on_change=watch.enter)
+    with timers("data"):
+        if groups.rank == 2:
+            told = threading.Event()
+            threading.Thread(target=lambda: (when_all_have_reported(folder), told.set())).start()
+            slow_data(told)
+    with timers("update"):
+        dist.all_reduce(torch.ones(4))
+    deadline = time.monotonic() + 30
+    while groups.rank == 0 and not messages and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watch.close()
+    return messages[0] if messages else ""
+
+
+def when_all_have_reported(folder: str) -> None:
+    files = [Path(folder) / "hang" / f"rank-{rank}.txt" for rank in range(3)]
+    while not all("in late_rank" in file.read_text() for file in files):
+        time.sleep(0.1)
+
+
+def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_in(tmp_path):
+    message, *others = run_ranks(3, late_rank, str(tmp_path))
+    assert others == ["", ""]
+    assert message.startswith("a phase has lasted more than run.phase_timeout_s = 2 s")
+    assert "rank 2 (" in message and "is in phase 'data' for" in message and "waiting for 12 of 64 groups" in message
+    assert "The others are in 'update'." in message
+    assert "rank 2 did not enter collective" in message and "gloo:all_reduce of [[4]]" in message
+    assert "rank 0 (" not in message and "rank 1 (" not in message
+    for rank, function in enumerate(["late_rank", "late_rank", "slow_data"]):
+        assert f"in {function}" in (tmp_path / "hang" / f"rank-{rank}.txt").read_text()
+
+
+def on_time(folder: str) -> list[str]:
+    groups = parallel.start(ParallelConfig(), seed=1)
+    watch = HangWatch(
+        Path(folder), rank=groups.rank, world_size=2, control=groups.control, limit_s=1.5, on_hang=lambda m: 1 / 0
+    )
+    timers = PhaseTimers(on_change=watch.enter)
+    for _ in range(4):  # each phase is in time, though all together are not
+        with timers("update"):
+            time.sleep(0.6)
+            dist.all_reduce(torch.ones(1))
+    watch.close()
+    return [path.name for path in (Path(folder) / "hang").iterdir() if path.stat().st_size]
+
+
+def test_phases_in_time_leave_nothing(tmp_path):
+    assert run_ranks(2, on_time, str(tmp_path)) == [[], []]
+    assert not list((tmp_path / "hang").iterdir())
+
+
+def test_ranks_that_do_not_answer_and_ranks_that_all_wait_in_one_place_are_told_apart():
+    report = {"host": "n1", "pid": 7, "phase": "rollout", "seconds": 61.0, "phases_entered": 5}
+    reports = [RankReport(rank=rank, **report) for rank in (0, 2)]
+    text = describe(reports, 4, 60.0, Path("runs/x/hang"))
+    assert "ranks 1, 3 did not answer" in text
+    assert "every rank that answered is in phase 'rollout' for 61 s." in text
+    assert "runs/x/hang" in text

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl import cli
+from megatron_rl.telemetry.compare import compare, distinct_names
+from megatron_rl.telemetry.run_log import RunLog
+
+
+def write_run(folder: Path, lr: str, gain: float, steps: int = 4) -> Path:
+    with RunLog(folder, steps, console=Console(file=io.StringIO())) as log:
+        log.log_config(f"optimizer: {{lr: {lr}, eps: 1e-8}}\nrun: {{folder: {folder}}}\nmegatron: {{}}\n")
+        log.log_evaluation(0, "held_out", {"accuracy": 0.25})
+        for step in range(steps):
+            log.log_step(step, {"reward/mean": gain * step, "time/step": 2.0, "policy/loss": 0.5 - gain})
+        log.log_evaluation(steps, "held_out", {"accuracy": 0.25 + gain})
+    return folder
+
+
+def test_table_shows_what_runs_reached_and_where_their_configs_differ(tmp_path, capsys):
+    slow, fast = write_run(tmp_path / "slow", "1e-6", 0.1), write_run(tmp_path / "fast", "1e-5", 0.2, steps=6)
+    cli.main(["compare", str(slow), str(fast)])
+    out = capsys.readouterr().out
+    lines = {line.split("│")[1].strip(): line.split("│")[2:4] for line in out.splitlines() if line.count("│") == 4}
+    cells = {key: [cell.strip() for cell in row] for key, row in lines.items()}
+    assert cells["held-out accuracy"] == ["25% → 35%", "25% → 45%"]
+    assert cells["steps"] == ["4", "6"]
+    assert cells["step time, median"] == ["2 s", "2 s"]
+    assert [float(cell) for cell in cells["optimizer.lr"]] == [1e-6, 1e-5]
+    assert "optimizer.eps" not in cells and "run.folder" not in cells
+    assert str(tmp_path / "compare.html") in out.replace("\n", "")
+
+
+def test_page_lays_the_curves_of_all_runs_over_one_another(tmp_path):
+    folders = [write_run(tmp_path / name, "1e-6", gain) for name, gain in (("a<b>", 0.1), ("c", 0.2))]
+    _, page = compare(folders)
+    source = page.read_text(encoding="utf-8")
+    chart = source[source.index('aria-label="reward/mean"') :]
+    chart = chart[: chart.index("</svg>")]
+    assert chart.count('class="line c0"') == chart.count('class="line c1"') == 1
+    assert "<b>" not in source and "a&lt;b&gt;" in source
+    assert source.count("<svg") == 4  # the evaluation, the reward, the step time, the loss
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents():
+    assert distinct_names([Path("/x/seed1/demo"), Path("/x/seed2/demo")]) == ["seed1/demo", "seed2/demo"]
+    assert distinct_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert distinct_names([Path("/x/a"), Path("/x/a")]) == ["/x/a (1)", "/x/a (2)"]
+
+
+def test_one_run_and_folders_without_one_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", "1e-6", 0.1)
+    with pytest.raises(SystemExit, match="nothing to compare; give two folders"):
+        cli.main(["compare", str(run)])
+    with pytest.raises(SystemExit, match="has no metrics.jsonl"):
+        cli.main(["compare", str(run), str(tmp_path)])
