@@ -86,7 +86,7 @@ class RolloutJournal(RolloutEvents):
     ) -> None:
         self.folder, self.life, self.head, self.step = Path(folder), life, head, first_step
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
-        self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's
+        self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files = -1, 0
         self._failed: RuntimeError | None = None
         self.begin_file()

@@ -23,7 +23,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
 
     def __init__(self, prompts: PromptIterator, *, rank: int, size: int) -> None:
         self.prompts, self.rank, self.size = prompts, rank, size
-        self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's
+        self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._next = rank
         self._open: dict[tuple[int, int], int] = {}

@@ -230,10 +230,11 @@ class OneServer:
     def join_weight_group(self, **where):
         return self.tell(where)
 
-    def load_bucket(self, *, names, dtypes, shapes, group, version):
+    def load_bucket(self, *, names, dtypes, shapes, group, version, flattened):
         self.calls.append(version)
         dtypes = [getattr(torch, name) for name in dtypes]
-        return self.tell([TensorSpec(*spec) for spec in zip(names, dtypes, map(tuple, shapes), strict=True)])
+        specs = [TensorSpec(*spec) for spec in zip(names, dtypes, map(tuple, shapes), strict=True)]
+        return self.tell((specs, flattened))
 
     def end_weight_update(self, version):
         self.tell(None)
@@ -273,10 +274,12 @@ def serve(store):
 
     told = messages()
     group, received = join_update_group(**next(told), rank=1, world_size=2), {}
-    for specs in told:
+    for specs, flattened in told:
         flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
-        dist.broadcast(flat, group=group, group_src=0)
-        received |= zip((spec.name for spec in specs), unpack_bucket(flat, specs), strict=True)
+        tensors = unpack_bucket(flat, specs)
+        for piece in [flat] if flattened else tensors:
+            dist.broadcast(piece, group=group, group_src=0)
+        received |= zip((spec.name for spec in specs), tensors, strict=True)
     return received
 
 
