@@ -33,7 +33,7 @@ class RewardsHangFromTheThirdStepOn(RLVRWorkflow):
 
 
 class DiskFullFromTheThirdStepOn(RLVRWorkflow):
-    """Lets the trainer write small files only: the log, but no checkpoint."""
+    """Lets the trainer write small files only: the log, but neither checkpoints nor weights."""
 
     answered = 0
 
