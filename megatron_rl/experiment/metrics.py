@@ -69,7 +69,7 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
 
 def publication_metrics(publication: Publication) -> dict[str, Any]:
     metrics = {
-        "publish/seconds": publication.seconds,
+        "publish/duration_s": publication.seconds,
         "publish/paused_s": publication.paused_s,
         "publish/bytes": publication.nbytes,
         "publish/verified_tensors": publication.verified,
