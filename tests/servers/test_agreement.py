@@ -203,7 +203,7 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 @pytest.mark.parametrize("mode,cache_age", [("abort", 0), ("retract", 0), ("in_place", 1)])
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
-    arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=48")
+    arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=200")
     steps = grpo(tiny_model, embedded_servers, tmp_path, *arguments, "run.steps=6")
     assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
     met = met_by_new_weights(tmp_path, 6)
