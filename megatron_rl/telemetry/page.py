@@ -23,7 +23,7 @@ small{color:var(--soft);font-weight:400;font-size:14px}
 figure{margin:0;padding:12px}
 figcaption{font-size:13px;color:var(--soft);margin:0 0 4px 4px;overflow-wrap:anywhere}
 .grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:12px}
-.halves{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:12px}
+.halves{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr));gap:12px}
 svg{display:block;width:100%;height:auto}
 svg .grid{stroke:var(--rule);stroke-width:1}
 svg .tick{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
