@@ -185,10 +185,7 @@ def histogram_section(run: RunRecord) -> str:
         if len(classes) > 1:
             chart = heat_map(columns, x, classes, width=470, height=210, title=name)
             figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>")
-    if not figures:
-        return ""
-    heading = "Distributions <small>share of each step's, by step</small>"
-    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>"
+    return side_by_side("Distributions <small>share of each step's, by step</small>", figures)
 
 
 def class_start(label: str) -> int:
@@ -211,10 +208,11 @@ def mismatch_section(run: RunRecord) -> str:
         if series:
             chart = line_chart(series, width=470, height=210, title=name, y_zero=True)
             figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}{render_legend(legend)}</figure>")
-    if not figures:
-        return ""
-    heading = "Trainer against servers <small>mean |log-prob difference|, nats</small>"
-    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>"
+    return side_by_side("Trainer against servers <small>mean |log-prob difference|, nats</small>", figures)
+
+
+def side_by_side(heading: str, figures: list[str]) -> str:
+    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>" if figures else ""
 
 
 def _first_number(key: str) -> int:

@@ -7,7 +7,6 @@ tensor are compared afterwards, as in the other transports. The embedded server 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -39,33 +38,18 @@ class DeltaPublisher(WeightPublisher):
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
-        receiver, paused_at = self.receiver, time.perf_counter()
         self.last.sent_bytes = 0
         holders: set[str] = set()
         parcels = self._parcels(specs, tensors, holders)
         try:
             self._refuse_others()
             holders |= self._holders({str(spec.dtype).removeprefix("torch.") for spec in specs})
-            parcel = next(parcels)  # coded while the servers still generate
-            paused_at = time.perf_counter()
-            receiver.pause()
-            receiver.begin_weight_update(version)
-            try:
-                in_flight = self._send(parcel, holders)
-                for parcel in parcels:
-                    self._collect(in_flight)
-                    in_flight = self._send(parcel, holders)
-                self._collect(in_flight)
-            finally:
-                if receiver.server_ranks:
-                    receiver.end_weight_update(version)
-            self._confirm(expected)
-            receiver.finish_update(version)
+            self._send_all(parcels, lambda parcel: self._send(parcel, holders), self._collect, expected)
         finally:
             for _ in parcels:  # the other ranks wait for the rest of the stream, and all of it becomes the base
                 pass
             self._base_checksums = {form: expected.of(form) for form in expected.forms}
-            self._resume(paused_at)
+            self._resume()
 
     def _refuse_others(self) -> None:
         """Drop real SGLang: it loads whole tensors only."""

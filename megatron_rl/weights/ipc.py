@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,33 +28,18 @@ class IPCPublisher(WeightPublisher):
             self._left.pop().unlink(missing_ok=True)
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
-        receiver, paused_at = self.receiver, time.perf_counter()
         self.close()
         buckets: list[SharedBucket] = []
         filled = self._filled(plan_buckets(specs, self.bucket_bytes), tensors, buckets)
         try:
-            forms = receiver.shared_memory_forms()
+            forms = self.receiver.shared_memory_forms()
             self._lose({server: f"is on another host. {WAY_OUT}" for server, form in forms.items() if form is None})
-            shipment = next(filled)  # gathered while the servers still generate
-            paused_at = time.perf_counter()
-            receiver.pause()
-            receiver.begin_weight_update(version)
-            try:
-                in_flight = self._show(*shipment, forms)
-                for shipment in filled:  # filled while the servers read the one before
-                    self._collect(in_flight)
-                    in_flight = self._show(*shipment, forms)
-                self._collect(in_flight)
-            finally:
-                if receiver.server_ranks:
-                    receiver.end_weight_update(version)
-            self._confirm(expected)
-            receiver.finish_update(version)
+            self._send_all(filled, lambda shipment: self._show(*shipment, forms), self._collect, expected)
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
             self._left += [file for bucket in buckets if (file := bucket.close()) is not None]
-            self._resume(paused_at)
+            self._resume()
 
     def _filled(
         self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]

@@ -18,11 +18,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ NAMED_TENSORS = 3
 """Tensors of a mismatch that are named in the message."""
 
 Tensors = Iterable[tuple[str, Tensor]]
+Shipment = TypeVar("Shipment")
+Sent = TypeVar("Sent")
 
 
 @dataclass
@@ -68,6 +70,7 @@ class WeightPublisher(abc.ABC):
         self.receiver, self.timeout_s = receiver, timeout_s
         self.last: Publication | None = None
         self._lost: dict[str, str] = {}
+        self._paused_at: float | None = None
         self._known: set[str] = set()
 
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
@@ -79,7 +82,7 @@ class WeightPublisher(abc.ABC):
             for _ in tensors:  # the stream is a collective
                 pass
             return
-        self._lost = {}
+        self._lost, self._paused_at = {}, None
         self.last = Publication(version, nbytes=sum(spec.nbytes for spec in specs))
         started = time.perf_counter()
         expected = ExpectedChecksums(self._forms())
@@ -147,10 +150,38 @@ class WeightPublisher(abc.ABC):
                     wrong[server] = f"holds other weights than were sent: {', '.join(names[:NAMED_TENSORS])}{more}"
         self._lose(wrong)
 
-    def _resume(self, paused_at: float) -> None:
+    def _send_all(
+        self,
+        shipments: Iterator[Shipment],
+        send: Callable[[Shipment], Sent],
+        complete: Callable[[Sent], object],
+        expected: ExpectedChecksums,
+    ) -> None:
+        """Pause the servers and send all, each shipment made ready while one is on its way; compare checksums."""
+        shipment, version = next(shipments), self.last.version  # made ready while the servers still generate
+        self._pause()
+        self.receiver.begin_weight_update(version)
+        try:
+            in_flight = send(shipment)
+            for shipment in shipments:
+                complete(in_flight)
+                in_flight = send(shipment)
+            complete(in_flight)
+        finally:
+            if self.receiver.server_ranks:
+                self.receiver.end_weight_update(version)
+        self._confirm(expected)
+        self.receiver.finish_update(version)
+
+    def _pause(self) -> None:
+        self._paused_at = time.perf_counter()
+        self.receiver.pause()
+
+    def _resume(self) -> None:
         if self.receiver.server_ranks:
             self.receiver.resume()
-        self.last.paused_s = time.perf_counter() - paused_at
+        if self._paused_at is not None:
+            self.last.paused_s = time.perf_counter() - self._paused_at
 
 
 # -- a process group
@@ -189,31 +220,16 @@ class GroupPublisher(WeightPublisher):
             concurrent.futures.wait(self._leave().values(), timeout=self.timeout_s)
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
-        receiver, paused_at = self.receiver, time.perf_counter()
         filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)
         try:
             self._join()
-            shipment = next(filled)  # begun while the servers still generate
-            paused_at = time.perf_counter()
-            receiver.pause()
-            receiver.begin_weight_update(version)
-            try:
-                in_flight = self._ship(*shipment)
-                for shipment in filled:  # gathered while the one before is on the wire
-                    self._complete(in_flight)
-                    in_flight = self._ship(*shipment)
-                self._complete(in_flight)
-            finally:
-                if receiver.server_ranks:
-                    receiver.end_weight_update(version)
-            self._confirm(expected)
-            receiver.finish_update(version)
+            self._send_all(filled, lambda shipment: self._ship(*shipment), self._complete, expected)
         finally:
             if self._on_wire:  # an error came between, and what the servers will have of it is unknown
                 self._leave()
             for _ in tensors:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
-            self._resume(paused_at)
+            self._resume()
 
     def _ship(self, specs: list[TensorSpec], pieces: Iterable[Tensor]) -> _Shipment:
         """Send a bucket, whose pieces are gathered meanwhile."""
@@ -392,14 +408,13 @@ class DiskPublisher(WeightPublisher):
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
         target = self._written(tensors, specs[0].dtype, version)
-        paused_at = time.perf_counter()
-        self.receiver.pause()
+        self._pause()
         try:
             self._collect(self.receiver.load_folder(target, version))
             self._confirm(expected)
             self.receiver.finish_update(version)
         finally:
-            self._resume(paused_at)
+            self._resume()
         for other in self.folder.glob("version-*"):
             if other != target:
                 shutil.rmtree(other)
