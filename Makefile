@@ -18,6 +18,9 @@ SERVER ?= auto
 ARGS ?=
 # 0 leaves real SGLang out of `make test`; the tests that need it are then skipped.
 SGLANG ?= 1
+# How many tests run at the same time; the tests of a file stay together, the long ones come first.
+WORKERS ?= 2
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How many times `make soak` kills a run.
 POINTS ?= 50
 
@@ -46,16 +49,16 @@ demo-tiny: operators
 	@$(call show_report,runs/count_grpo)
 
 test: operators $(SGLANG_TEST)
-	@$(PYTHON) -m pytest
+	@$(PYTEST)
 
 test-fast: operators
-	@$(PYTHON) -m pytest -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
+	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
 
 readme-tables: .venv/.installed
-	@$(PYTHON) -m pytest tests/megatron tests/test_readme_tables.py --write-readme-tables
+	@$(PYTEST) tests/megatron --write-readme-tables
 
 bench-trl: operators .venv-trl/.installed $(MODEL)/config.json
 	@$(PYTHON) benchmarks/bench_vs_trl.py

@@ -36,6 +36,7 @@ EXTRAS_REQUIRE = {
         "prometheus-client>=0.20",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.14",
         "tensorboard>=2.18",
         "wandb>=0.19",

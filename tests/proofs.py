@@ -2,12 +2,14 @@
 
 A test says what it proves with `@pytest.mark.proves(table, row, column)`, where "{name}" stands for its parameter of
 that name (of a list, for each entry). A cell is proven where all tests of the session that claim it passed. The README
-is compared once all of them have run, by tests/test_readme_tables.py; `make readme-tables` rewrites it.
+is compared once all of them have run, in however many processes; `make readme-tables` rewrites it.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -34,13 +36,12 @@ FAMILIES = {
 
 
 class Proofs:
-    """What the session's tests claim, and which of them passed."""
+    """What the session's tests claim and which of them passed, both from their reports: workers send those."""
 
     def __init__(self) -> None:
         self.claims: dict[str, set[Cell]] = {}
         """By the test's node id."""
         self.passed: set[str] = set()
-        self.left_out: set[Path] = set()
 
     def tables(self) -> dict[str, str]:
         """The proven cells as Markdown, by the name of their table."""
@@ -51,21 +52,67 @@ class Proofs:
     # -- pytest's hooks -----------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        self.claims = {item.nodeid: cells for item in items if (cells := set(_cells(item)))}
-        # A folder or a whole file may be asked for; a test's own name leaves others of its file out.
-        asked = [Path(config.invocation_params.dir, argument).resolve() for argument in config.args]
-        for path in (ROOT / "tests").rglob("test_*.py"):
-            if "mark.proves(" in path.read_text() and not any(path.is_relative_to(folder) for folder in asked):
-                self.left_out.add(path)
-        items.sort(key=lambda item: item.path.name == "test_readme_tables.py")  # stable: this file's tests come last
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.left_out |= {item.path for item in items if item.get_closest_marker("proves")}
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if cells := sorted(_cells(item)):
+                item.user_properties.append(("proves", cells))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self.passed.add(report.nodeid)
+        cells = {tuple(cell) for name, claimed in report.user_properties if name == "proves" for cell in claimed}
+        if cells:
+            self.claims[report.nodeid] = cells
+            if report.when == "call" and report.passed:
+                self.passed.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
+        """Compare the README once every test has reported; the result counts as a test of its own."""
+        result = yield
+        config = session.config
+        if not (hasattr(config, "workerinput") or config.option.collectonly or _left_out(config)):
+            start = time.perf_counter()
+            for name, proven in self.tables().items():
+                wrong = _compare(name, proven, write=config.getoption("--write-readme-tables"))
+                config.hook.pytest_runtest_logreport(report=_report(f"README.md::{name}", wrong, start))
+        return result
+
+
+def _left_out(config: pytest.Config) -> bool:
+    """Return whether tests that prove something were not asked for."""
+    if config.option.markexpr or config.option.keyword:
+        return True
+    # A folder or a whole file may be asked for; a test's own name leaves others of its file out.
+    asked = [Path(config.invocation_params.dir, argument).resolve() for argument in config.args]
+    proving = (path for path in (ROOT / "tests").rglob("test_*.py") if "mark.proves(" in path.read_text())
+    return not all(any(path.is_relative_to(folder) for folder in asked) for path in proving)
+
+
+def _compare(name: str, proven: str, *, write: bool) -> str:
+    """Return what is wrong with the README's table, '' where nothing is, after writing it if that was asked for."""
+    text = README.read_text(encoding="utf-8")
+    if write:
+        text = section(name).sub(lambda match: match[1] + proven, text)
+        README.write_text(text, encoding="utf-8")
+    match = section(name).search(text)
+    if match is None:
+        return f"README.md has no table {name!r}"
+    shown = match[0].removeprefix(match[1])
+    if shown == proven:
+        return ""
+    difference = "\n".join(difflib.ndiff(shown.splitlines(), proven.splitlines()))
+    return f"README.md's table {name!r} (-) is not what the tests proved (+); `make readme-tables`:\n{difference}"
+
+
+def _report(nodeid: str, wrong: str, start: float) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=nodeid,
+        location=("README.md", None, nodeid),
+        keywords={},
+        outcome="failed" if wrong else "passed",
+        longrepr=wrong or None,
+        when="call",
+        duration=time.perf_counter() - start,
+    )
 
 
 def _cells(item: pytest.Item) -> Iterator[Cell]:
@@ -146,13 +193,9 @@ def section(name: str) -> re.Pattern[str]:
     return re.compile(f"(<!-- proven: {name} -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
-PROOFS = pytest.StashKey[Proofs]()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-readme-tables", action="store_true", help="write what the passed tests prove to README")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[PROOFS] = Proofs()
-    config.pluginmanager.register(config.stash[PROOFS])
+    config.pluginmanager.register(Proofs())

@@ -1,38 +1,56 @@
-"""The README's tables say what the tests that ran have proved; this one runs after all of them."""
+"""The README's tables are made of claims; tests/proofs.py compares them with the README once all tests have run."""
 
+import shutil
+import subprocess
+import sys
+
+from tests import proofs
+from tests.proofs import Proofs, family_name, layout_name
+
+CLAIMING = """
 import pytest
 
-from tests.proofs import PROOFS, README, Proofs, family_name, layout_name, section
+@pytest.mark.proves("layouts", "{layout}", "policy")
+@pytest.mark.parametrize("layout", ["1", "tp2"])
+def test_gradient(layout):
+    assert layout in PROVEN
+"""
+SHOWN = "<!-- proven: layouts -->\n| layout | policy |\n|---|---|\n| 1 process, TP2 | yes |\n<!-- end -->\n"
 
 
-@pytest.mark.parametrize("table", ["layouts", "families"])
-def test_readme_shows_what_the_tests_prove(table, pytestconfig):
-    proofs = pytestconfig.stash[PROOFS]
-    if proofs.left_out:
-        pytest.skip(f"not all proving tests were asked for: {sorted(path.name for path in proofs.left_out)}")
-    text, proven = README.read_text(encoding="utf-8"), proofs.tables()[table]
-    (start,) = section(table).findall(text)
-    if pytestconfig.getoption("--write-readme-tables"):
-        text = section(table).sub(lambda match: match[1] + proven, text)
-        README.write_text(text, encoding="utf-8")
-    shown = section(table).search(text)[0].removeprefix(start)
-    assert shown == proven, "run `make readme-tables`, and look at what is missing from its result"
+def test_session_fails_where_the_readme_shows_more_than_its_tests_proved(tmp_path):
+    (tmp_path / "tests").mkdir()
+    shutil.copy(proofs.__file__, tmp_path / "tests" / "proofs.py")
+    (tmp_path / "README.md").write_text(SHOWN)
+
+    def outcome(proven: str, *options: str) -> str:
+        (tmp_path / "tests" / "test_claims.py").write_text(f"PROVEN = {proven!r}{CLAIMING}")
+        command = [sys.executable, "-m", "pytest", "-p", "tests.proofs", *options, "tests"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+
+    assert "3 passed" in outcome("1 tp2", "-n", "2")
+    failed = outcome("1", "-n", "2")
+    assert "2 failed, 1 passed" in failed and "FAILED README.md::layouts" in failed
+    assert "- | 1 process, TP2 | yes |" in failed and "+ | TP2 |  |" in failed
+    assert "1 passed, 1 deselected" in outcome("1", "-k", "not tp2"), "what was left out has not been disproved"
+    assert "1 failed, 2 passed" in outcome("1", "--write-readme-tables")
+    assert "| 1 process | yes |\n| TP2 |  |\n<!-- end -->" in (tmp_path / "README.md").read_text()
 
 
 def test_cell_is_proven_where_all_tests_that_claim_it_passed():
-    proofs = Proofs()
-    proofs.claims = {
+    made = Proofs()
+    made.claims = {
         "a": {("layouts", "tp2", "policy"), ("layouts", "tp2", "checkpoint")},
         "b": {("layouts", "1", "policy"), ("layouts", "tp2", "checkpoint")},
         "c": {("families", "llama", "1"), ("families", "llama", "pp2_vpp2")},
         "d": {("families", "llama_tied", "1")},
     }
-    proofs.passed = {"a", "c", "d"}
-    assert proofs.tables()["layouts"].splitlines()[2:] == ["| 1 process |  |  |", "| TP2 | yes |  |"]
-    assert proofs.tables()["families"].splitlines()[2:] == ["| Llama | 1 process, PP2 x VPP2 |"]
-    proofs.passed = {"a", "b", "c"}  # of two variants one fails in one layout
-    assert proofs.tables()["layouts"].splitlines()[2:] == ["| 1 process | yes |  |", "| TP2 | yes | yes |"]
-    assert proofs.tables()["families"].splitlines()[2:] == ["| Llama | PP2 x VPP2 |"]
+    made.passed = {"a", "c", "d"}
+    assert made.tables()["layouts"].splitlines()[2:] == ["| 1 process |  |  |", "| TP2 | yes |  |"]
+    assert made.tables()["families"].splitlines()[2:] == ["| Llama | 1 process, PP2 x VPP2 |"]
+    made.passed = {"a", "b", "c"}  # of two variants one fails in one layout
+    assert made.tables()["layouts"].splitlines()[2:] == ["| 1 process | yes |  |", "| TP2 | yes | yes |"]
+    assert made.tables()["families"].splitlines()[2:] == ["| Llama | PP2 x VPP2 |"]
 
 
 def test_names_in_the_tables():

@@ -1,7 +1,8 @@
 """Kills trainers with SIGKILL again and again, resumes them, and does the books: `make soak` prints the table.
 
 A run's processes are forked from this one, which has imported everything, and share one rollout server: a life begins
-in a second. A trial is one run of 12 steps with several kills, each of one rank, which the others must not outlive.
+in a second. A trial is one run of 12 steps with several kills, each of one rank, which the others must not outlive
+once they have met; before that all are killed, as their launcher does.
 After it three questions are asked. Was every prompt trained once (lost, twice)? Are the steps and their losses those of
 a run that nobody killed (synchronous runs)?
 """
@@ -135,7 +136,12 @@ def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance
         if not wait_for(place, folder, pids, chance):
             assert exit_codes(pids) == [0] * ranks, output.read_text()
             break
-        end_without(pids, chance.choice(pids), output)
+        if place == "at the start":  # where the ranks still wait for each other, their launcher ends them
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            assert exit_codes(pids) == [-signal.SIGKILL] * ranks, output.read_text()
+        else:
+            end_without(pids, chance.choice(pids), output)
         places.append(place)
         resumed.append(newest_checkpoint(folder))
     ranks, layout = next(lives)
