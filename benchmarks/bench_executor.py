@@ -181,9 +181,9 @@ def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--rates", type=float, nargs="+", default=[20.0, 100.0], help="requests/s beside the step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="+", default=[100.0], help="requests/s beside the step")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
