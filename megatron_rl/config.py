@@ -541,6 +541,9 @@ class TelemetryConfig:
     """The run's project in services that have them; the run is called as its folder."""
     prometheus: str = ""
     """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+    trace_steps: list[int] = field(default_factory=list)
+    """Steps, counted from 0, of which trace/step-N.json.gz shows what trainer ranks, rollouts and servers did when: for
+    ui.perfetto.dev."""
 
     def __post_init__(self) -> None:
         known = ("tensorboard", "wandb", "trackio")
@@ -552,6 +555,11 @@ class TelemetryConfig:
                 self.prometheus,
                 not self.prometheus or bool(re.fullmatch(r".+:\d{1,5}", self.prometheus)),
                 "must be host:port, e.g. 127.0.0.1:9464",
+            ),
+            trace_steps=(
+                self.trace_steps,
+                all(step >= 0 for step in self.trace_steps),
+                "each must be at least 0, the first step",
             ),
         )
 

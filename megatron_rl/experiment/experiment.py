@@ -35,6 +35,7 @@ from megatron_rl.experiment.metrics import (
     publication_metrics,
 )
 from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.experiment.step_traces import StepTraces
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
 from megatron_rl.launch.notice import StopNotice
@@ -60,6 +61,7 @@ class Experiment:
         self.trained_version = 0
         """The policy's when the step's trajectories were complete."""
         self.rollouts = Rollouts(self)
+        self.traces = StepTraces(self)
         self.engine: MegatronEngine | None = None
         self.warm_start = WarmStart(self)
 
@@ -188,6 +190,7 @@ class Experiment:
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
             self.evaluate(step=self.first_step)
         starting_up = self.timers.snapshot()  # which is not part of the first step
+        self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
@@ -355,6 +358,8 @@ class Experiment:
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
         metrics |= self.timers.snapshot()
+        self.traces.end(step)
+        self.traces.begin(step + 1)
         samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
         self.log_file.log_step(step, metrics, samples)
         mismatch.check_alarm(differences, self.config.correction.alarm)

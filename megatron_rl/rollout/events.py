@@ -37,6 +37,10 @@ class Outcome:
     group: TrajectoryBatch | None = None
     error: BaseException | None = None
 
+    @property
+    def word(self) -> str:
+        return "accepted" if self.group is not None else "rejected" if self.error is None else "failed"
+
 
 class RolloutEvents:
     """Override what you need. Evaluations are not reported.

@@ -24,6 +24,7 @@ from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_o
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.tally import Tally, is_counted
+from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,14 @@ class RolloutExecutor:
     """Runs the workflows of one engine. All methods are for the thread of one event loop."""
 
     def __init__(
-        self, engine: InferenceEngine, config: RolloutConfig, tally: Tally, events: Sequence[RolloutEvents] = ()
+        self,
+        engine: InferenceEngine,
+        config: RolloutConfig,
+        tally: Tally,
+        events: Sequence[RolloutEvents] = (),
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
         self._engine, self._config, self._tally, self._events = engine, config, tally, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         self._asked: deque[Episode] = deque()
@@ -341,7 +348,9 @@ class RolloutExecutor:
         is_counted.set(episode.is_training)  # for this task and what it starts
         task = asyncio.current_task()
         try:
-            outcome = await self._run(episode)
+            with self._spans("episodes", str(episode.data["sample_key"]), evaluation=not episode.is_training) as span:
+                outcome = await self._run(episode)
+                span.args["outcome"] = outcome.word
             if task is None or self._running.pop(task, None) is None:
                 return  # recalled
             self._book(episode, outcome)

@@ -23,6 +23,7 @@ from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.router import Router, check_versions
 from megatron_rl.rollout.server_client import CommandRefused, ReplyPart, ServerClient, ServerError
+from megatron_rl.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,13 @@ class Fleet:
         on_drop: Callable[[str, str], None] | None,
         *,
         run_name: str = "",
+        spans: Spans | None = None,
     ) -> None:
         """With a run's name, that run's servers in the registry are the fleet's, also those that come later."""
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
-        self.config = config
+        self.config, self._spans = config, spans or Spans()
         self.run_name = run_name
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
@@ -72,7 +74,8 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
 
     def _client(self, url: str) -> ServerClient:
-        return ServerClient(url, self._session, freezes_steps=self.config.interruption == "in_place")
+        freezes_steps = self.config.interruption == "in_place"
+        return ServerClient(url, self._session, freezes_steps=freezes_steps, spans=self._spans)
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""

@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.tokens import load_tokenizer
+from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
 
 
@@ -71,6 +73,15 @@ class RolloutHead:
             workflow = make_workflow(self.config, self.tokenizer, generation)
             self._evaluating[repr(generation)] = workflow
         return self.engine.evaluate(self.held_out, workflow)
+
+    def record(self) -> None:
+        self.engine.spans.record()
+
+    def take_recording(self) -> Recording:
+        spans = self.engine.spans
+        difference_s = time.time() - time.monotonic()
+        recorded = spans.take()
+        return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics() | self.books.metrics()

@@ -26,6 +26,7 @@ from megatron_rl.rollout.books import Place
 from megatron_rl.rollout.channel import Caller, Wire
 
 if TYPE_CHECKING:
+    from megatron_rl.telemetry.trace import Recording
     from megatron_rl.types import TrajectoryBatch
 
 PACKAGES = Path(__file__).parents[2]
@@ -135,6 +136,16 @@ class RolloutProcess:
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, under `rollout/`."""
         return self._caller.call("metrics")
+
+    # -- what it does
+
+    def record(self) -> None:
+        """Keep what it does from now on, for a trace."""
+        self._caller.tell("record")
+
+    def take_recording(self) -> Recording:
+        """End that, and return it."""
+        return self._caller.call("take_recording")
 
     # -- books
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import orjson
 
 from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import GenerationConfig
+from megatron_rl.telemetry.spans import Spans
 
 SESSIONS_SINCE = (0, 5, 21)
 PAUSE_MODES_SINCE = (0, 5, 6)
@@ -29,6 +30,8 @@ GPU_CHECKSUMS_UNTIL = (0, 5, 23)
 """Newest whose hash kernel was compared with what the trainer does."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
+TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
+"""Seconds in a reply's meta_info; SGLang gives the last one always, the others only with --enable-metrics."""
 
 
 class ServerError(RuntimeError):
@@ -93,6 +96,8 @@ class ReplyPart:
     """Prompt tokens whose keys the server had already."""
     spans: list[tuple[str, int]]
     """(weight version, tokens), in order; empty where the server reports none."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """What the server says of its part in the time: those of TIMING that it reports."""
 
 
 class CacheAge:
@@ -126,7 +131,9 @@ class CacheAge:
 class ServerClient:
     """Calls one server. All coroutines run on the loop that `session` belongs to."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool = False) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool = False, spans: Spans | None = None
+    ) -> None:
         """`freezes_steps`: updates come while a step is under way, because requests are paused in place."""
         self.url, self.freezes_steps = url.rstrip("/"), freezes_steps
         self.calls: set[asyncio.Task[ReplyPart]] = set()
@@ -136,6 +143,7 @@ class ServerClient:
         self.keeps_cache = False
         """The pause under way, or the last one, flushed nothing."""
         self._session = session
+        self.spans = spans or Spans()
 
     async def call(
         self, method: str, endpoint: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float | None
@@ -175,7 +183,8 @@ class ServerClient:
     async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
         """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
         try:
-            content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
+            with self.spans("control", endpoint, place=self.url):
+                content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
         except RequestRefused as refusal:  # nothing that a user wrote is in it
             raise CommandRefused(str(refusal)) from refusal
         try:
@@ -338,6 +347,7 @@ def parse_reply(answer: dict[str, Any], *, version: int, vocab_size: int | None,
         text=answer.get("text") or "",
         cached_tokens=int(meta.get("cached_tokens") or 0),
         spans=named_spans(meta.get("weight_versions") or [], len(tokens), late=late),
+        timing={key: float(meta[key]) for key in TIMING if meta.get(key) is not None},
     )
 
 

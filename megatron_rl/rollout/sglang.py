@@ -33,6 +33,7 @@ from megatron_rl.rollout.server_client import (
 )
 from megatron_rl.rollout.tally import Tally
 from megatron_rl.rollout.weight_updates import ServerWeights
+from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._rid_numbers = itertools.count()
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
         self._tally = Tally()
+        self.spans = Spans()
+        """What is under way: episodes, replies, the calls for them, rewards, commands to servers."""
         self._thread: EventLoopThread | None = None
 
     def initialize(self, addr: str | list[str] | None = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -81,10 +84,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if self._thread is not None:
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
         self._thread = EventLoopThread("rollout")
-        self._executor = RolloutExecutor(self, self.config, self._tally, self.events)
+        self._executor = RolloutExecutor(self, self.config, self._tally, self.events, self.spans)
 
         async def connect() -> None:
-            self._fleet = Fleet(self.config, urls, self.on_drop, run_name=self.run_name)
+            self._fleet = Fleet(self.config, urls, self.on_drop, run_name=self.run_name, spans=self.spans)
             await self._fleet.connect()
 
         try:
@@ -115,6 +118,13 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         return await asyncio.wrap_future(thread.submit(self._generate(req)))
 
     async def _generate(self, req: LLMRequest) -> LLMResponse:
+        with self.spans("replies", str(req.metadata.get("sample_key", req.rid))) as span:
+            reply = await self._whole_reply(req)
+            span.args |= {"tokens": reply.output_len, "stop_reason": reply.stop_reason}
+            span.args |= {"interruptions": reply.interruptions}
+        return reply
+
+    async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
         reply = LLMResponse(
             input_tokens=list(req.input_ids),
             output_tokens=[],
@@ -192,7 +202,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         call = asyncio.create_task(server.generate(rid, tokens, params, version=version))
         server.calls.add(call)
         try:
-            part = await call
+            with self.spans("replies", "generate", server=server.url, rid=rid, version=version) as span:
+                part = await call
+                span.args |= {"tokens": len(part.tokens), "cached_tokens": part.cached_tokens, "timing": part.timing}
+                span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             fleet.accept(server, part, version)
         except asyncio.CancelledError:
             task = asyncio.current_task()

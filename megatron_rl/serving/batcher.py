@@ -270,6 +270,7 @@ class Batcher:
             self._running.append(request)
             if not request.started:
                 request.started, request.cached_tokens = True, prefix.length
+                request.started_s = time.monotonic()
                 self.stats.prompt_tokens += len(request.prompt)
                 self.stats.cached_tokens += prefix.length
         self._waiting.extendleft(reversed(deferred))
@@ -366,6 +367,7 @@ class Batcher:
         params = request.params
         request.tokens.append(token)
         request.logprobs.append(logprob)
+        request.first_token_s = request.first_token_s or time.monotonic()
         self.rows.advance(request, 1)
         reason: dict[str, Any] | None = None
         if math.isnan(logprob):

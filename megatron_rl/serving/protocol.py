@@ -3,6 +3,7 @@
 Whatever is wrong with a body raises ValueError with the field, the value and the rule; the HTTP layer answers 400.
 """
 
+import time
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -164,8 +165,20 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
             begin = spans[-1]["end"]
     info |= {"completion_tokens": len(output), "reasoning_tokens": 0, "weight_versions": spans, "dp_rank": None}
     if finished:
-        info["e2e_latency"] = request.finished_s - request.created_s
+        info |= timing(request)
     return info
+
+
+def timing(request: Request) -> dict[str, float]:
+    """When a finished request came, in wall-clock seconds, and how long it took: what SGLang gives with metrics on."""
+    times = {
+        "request_received_ts": time.time() - (time.monotonic() - request.created_s),
+        "queue_time": (request.started_s or request.finished_s) - request.created_s,
+        "e2e_latency": request.finished_s - request.created_s,
+    }
+    if request.first_token_s:
+        times["first_token_latency"] = request.first_token_s - request.created_s
+    return times
 
 
 def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:

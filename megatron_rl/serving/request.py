@@ -42,6 +42,9 @@ class Request:
     weight_version: str | None = None
     """The version when it finished."""
     created_s: float = field(default_factory=time.monotonic)
+    started_s: float = 0.0
+    """When it was first in a row; 0 before. So for the next two."""
+    first_token_s: float = 0.0
     finished_s: float = 0.0
 
     def __post_init__(self) -> None:

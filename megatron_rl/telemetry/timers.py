@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_rl.telemetry.spans import Span
+
 
 class PhaseTimers:
     """Adds up wall-clock seconds by phase; for one thread.
@@ -15,27 +17,33 @@ class PhaseTimers:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, on_change: Callable[[str], None] = lambda phase: None
+        self, clock: Callable[[], float] = time.monotonic, on_change: Callable[[str], None] = lambda phase: None
     ) -> None:
         """on_change is told the innermost phase whenever that changes; '' is none."""
         self._clock, self.on_change = clock, on_change
         self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
+        self._open: list[Span] = []
+        self._ended: list[Span] = []
         self._mark = clock()
         self._start = self._mark
+        self.last_spans: list[Span] = []
+        """The phases that ended between the last two snapshots, each with those inside it as its children."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds of the `with` block as phase `name`; a block that raises counts too."""
         self._charge()
-        self._open.append(name)
+        parent = self._open[-1] if self._open else None
+        span = Span(row="phases", name=name, begin_s=self._mark, parent=parent)
+        self._open.append(span)
         self.on_change(name)
         try:
             yield
         finally:
             self._charge()
-            self._open.pop()
-            self.on_change(self._open[-1] if self._open else "")
+            self._ended.append(self._open.pop())
+            span.end_s = self._mark
+            self.on_change(parent.name if parent is not None else "")
 
     def snapshot(self) -> dict[str, float]:
         """Return `time/<phase>` of every phase and `time/step`, in seconds since the last snapshot, and start anew."""
@@ -43,11 +51,12 @@ class PhaseTimers:
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = self._mark - self._start
         self._seconds, self._start = {}, self._mark
+        self.last_spans, self._ended = self._ended, []
         return result
 
     def _charge(self) -> None:
         now = self._clock()
         if self._open:
-            name = self._open[-1]
+            name = self._open[-1].name
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._mark
         self._mark = now

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +59,8 @@ class Publication:
     """How long the servers stood still."""
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
+    parts: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """What it was made of, as (row, name, begin, end) on the monotonic clock: a trace shows it."""
     sent_bytes: int | None = None
     """What was sent, summed over servers, where that is not all bytes of the weights (delta)."""
 
@@ -134,6 +136,7 @@ class WeightPublisher(abc.ABC):
 
     def _confirm(self, expected: ExpectedChecksums) -> None:
         """Compare what the servers hold with what was sent; drop those that hold something else."""
+        began = time.monotonic()
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
         sent = {form: expected.of(form) for form in expected.forms}
@@ -148,6 +151,7 @@ class WeightPublisher(abc.ABC):
                 if names:
                     more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
                     wrong[server] = f"holds other weights than were sent: {', '.join(names[:NAMED_TENSORS])}{more}"
+        self._note("publication", "verify", began)
         self._lose(wrong)
 
     def _send_all(
@@ -158,28 +162,46 @@ class WeightPublisher(abc.ABC):
         expected: ExpectedChecksums,
     ) -> None:
         """Pause the servers and send all, each shipment made ready while one is on its way; compare checksums."""
+        shipments = self._noting_gathers(shipments)
         shipment, version = next(shipments), self.last.version  # made ready while the servers still generate
         self._pause()
         self.receiver.begin_weight_update(version)
         try:
+            number, began = 0, time.monotonic()
             in_flight = send(shipment)
             for shipment in shipments:
                 complete(in_flight)
+                self._note("publication", f"bucket {number}", began)
+                number, began = number + 1, time.monotonic()
                 in_flight = send(shipment)
             complete(in_flight)
+            self._note("publication", f"bucket {number}", began)
         finally:
             if self.receiver.server_ranks:
                 self.receiver.end_weight_update(version)
         self._confirm(expected)
         self.receiver.finish_update(version)
 
+    def _noting_gathers(self, shipments: Iterator[Shipment]) -> Iterator[Shipment]:
+        began, number = time.monotonic(), 0
+        for shipment in shipments:
+            self._note("gathering", f"bucket {number}", began)
+            yield shipment
+            began, number = time.monotonic(), number + 1
+
+    def _note(self, row: str, name: str, began: float) -> None:
+        self.last.parts.append((row, name, began, time.monotonic()))
+
     def _pause(self) -> None:
-        self._paused_at = time.perf_counter()
+        self._paused_at, began = time.perf_counter(), time.monotonic()
         self.receiver.pause()
+        self._note("publication", "pause", began)
 
     def _resume(self) -> None:
+        began = time.monotonic()
         if self.receiver.server_ranks:
             self.receiver.resume()
+        self._note("publication", "resume", began)
         if self._paused_at is not None:
             self.last.paused_s = time.perf_counter() - self._paused_at
 
@@ -410,7 +432,9 @@ class DiskPublisher(WeightPublisher):
         target = self._written(tensors, specs[0].dtype, version)
         self._pause()
         try:
+            began = time.monotonic()
             self._collect(self.receiver.load_folder(target, version))
+            self._note("publication", "load folder", began)
             self._confirm(expected)
             self.receiver.finish_update(version)
         finally:

@@ -110,7 +110,7 @@ OUR_KEYS = {
         "threads_per_rank",
         "offload",
     ],
-    "telemetry": ["loggers", "project", "prometheus"],
+    "telemetry": ["loggers", "project", "prometheus", "trace_steps"],
 }
 """A new option is a decision: add it here too, and say in the change which two experiments need different values."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.rollout.import_path import resolve
+from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class RewardCall:
         if not callable(self.function):
             raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
         self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
+        is_plain = isinstance(self.function, FunctionType)
+        self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
         """Score a reply in a thread. An aborted reply has none: RuntimeError, so that the episode is tried again."""
@@ -75,7 +79,7 @@ class RewardCall:
             prompt = self.tokenizer.decode(reply.input_tokens)
             completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
         call = asyncio.to_thread(
-            self.function,
+            self._timed,
             prompt=prompt,
             completions=completion,
             prompt_ids=reply.input_tokens,
@@ -91,3 +95,8 @@ class RewardCall:
         if not math.isfinite(reward):
             raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
         return reward
+
+    def _timed(self, **arguments: Any) -> float:
+        """The span lasts as long as the function does, also where nobody waits for it any more."""
+        with span_here("rewards", self.name):
+            return self.function(**arguments)
