@@ -58,6 +58,8 @@ class Experiment:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         self.config, self.needs_servers, self.resume = config, needs_servers, resume
         self.timers = PhaseTimers()
+        self.stands_still = False
+        """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
         """The policy's when the step's trajectories were complete."""
         self.rollouts = Rollouts(self)
@@ -97,7 +99,9 @@ class Experiment:
         self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
-        self.notice = StopNotice(config.run.grace_s, on_half_time=self.rollouts.leave_step, says_so=self.groups.is_main)
+        self.notice = StopNotice(
+            config.run.grace_s, on_half_time=self.rollouts.leave_on_notice, says_so=self.groups.is_main
+        )
         if config.run.checkpoint_every_steps > 0:
             self.notice.listen()
         self.hang_watch = HangWatch(
@@ -107,6 +111,10 @@ class Experiment:
             control=self.groups.control,
             limit_s=config.run.phase_timeout_s,
             on_hang=watch.stop,
+            waits_for=self.rollouts.waits_for,
+            can_leave="rollout" if config.run.checkpoint_every_steps > 0 else "",
+            on_leave=self._leave_standstill,
+            grace_s=config.run.grace_s,
         )
         self.timers.on_change = self.hang_watch.enter
         try:
@@ -185,7 +193,8 @@ class Experiment:
             self.warm_start.run()
         for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
-        self.rollouts.publish()
+        with self.timers("publish"):
+            self.rollouts.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
             self.evaluate(step=self.first_step)
@@ -253,13 +262,20 @@ class Experiment:
         if step > self.checkpoints.newest:
             self._start_checkpoint(step, in_background=False)
             self.checkpoints.finish(wait=True)
-        why = self.notice.signal_name or "another rank's notice"
+        why = "a standstill" if self.stands_still else self.notice.signal_name or "another rank's notice"
         self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
+
+    def _leave_standstill(self, message: str) -> None:
+        """The rollout has lasted too long, and nothing else is wrong. From any thread."""
+        self.stands_still = True
+        self.say(message)
+        self.rollouts.leave_step(message)
 
     def next_batch(self, step: int) -> TrajectoryBatch | None:
         """Return the step's trajectories on every rank, or None where a notice stops the run.
 
-        A rollout that a notice cuts short is left, and so is the step: the checkpoint is that of its beginning.
+        A rollout that a notice or the end of its time cuts short is left, and so is the step: the checkpoint is that of
+        its beginning.
         """
         own: TrajectoryBatch | None = None
         is_left = False
@@ -269,7 +285,7 @@ class Experiment:
             try:
                 own = self.rollouts.batch()
             except RuntimeError:
-                if not self.notice.came():
+                if not (self.notice.came() or self.stands_still):
                     raise
                 is_left = True
             if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):

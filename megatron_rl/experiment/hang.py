@@ -2,7 +2,18 @@
 
 Every rank reports the phase it is in to a key-value store. When a phase outlasts its limit anywhere, every rank writes
 its stacks and last events to run.folder/hang, and rank 0 compares: the phases they went through, and the collectives
-that torch's flight recorder saw. Then the run ends, so that a scheduler or `--resume auto` goes on from the checkpoint.
+that torch's flight recorder saw. Then the run ends.
+
+What stands still has had its retries by then. Requests (rollout.request_timeout_s) and rewards (reward_timeout_s) have
+deadlines, after which their episode is tried again, and a server without a sign of life (rollout.health_timeout_s) is
+restarted by its supervisor: all that long before, unless run.phase_timeout_s is the shortest of them. Then:
+
+    all ranks answer, and wait for rollouts   they leave the step as on a notice: the checkpoint is that of its
+                                              beginning, the exit code that of a run to be resumed (75)
+    anything else, or a run without           every process is ended at once, exit code 1; `--resume auto` goes on from
+    checkpoints                               the newest checkpoint there is
+
+No collective is retried: what a rank that was late has left of it is not known.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ REPORT_PATIENCE_S = 10.0
 LAST_RESORT_S = 60.0
 """After the limit, the stacks are written by a timer that needs no interpreter, and the process ends without rank 0."""
 EVENTS_KEPT = 30
-ALARM = "alarm"
+ALARM, VERDICT = "alarm", "verdict"
 
 
 @dataclass(kw_only=True)
@@ -63,14 +74,21 @@ class HangWatch:
         control: dist.ProcessGroup,
         limit_s: float,
         on_hang: Callable[[str], None],
-        waits_for: Callable[[], str] = str,
+        waits_for: Callable[[str], str] = lambda phase: "",
+        can_leave: str = "",
+        on_leave: Callable[[str], None] = lambda message: None,
+        grace_s: float = 0.0,
     ) -> None:
         """limit_s: seconds that one phase may last. on_hang(message) is called on rank 0 from a thread of this object.
 
-        waits_for() may say, from that thread, what the current phase waits for.
+        waits_for(phase) may say, from that thread and within REPORT_PATIENCE_S, what the current phase waits for.
+
+        Where every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them, and on_hang
+        only if this is not closed within grace_s.
         """
         self.folder, self.rank, self.world_size, self.limit_s = folder / "hang", rank, world_size, limit_s
         self._on_hang, self._waits_for = on_hang, waits_for
+        self._can_leave, self._on_leave, self._grace_s = can_leave, on_leave, grace_s
         self._phase, self._since, self._entered = "", time.monotonic(), 0
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._closed = threading.Event()
@@ -120,22 +138,40 @@ class HangWatch:
             phase=self._phase,
             seconds=time.monotonic() - self._since,
             phases_entered=self._entered,
-            waits_for=self._waits_for(),
+            waits_for=self._waits_for(self._phase),
             collectives=last_collectives(),
         )
         self._write(report)
         self._store.set(f"report {self.rank}", json.dumps(asdict(report)))
         if self.rank == 0:
-            self._on_hang(self._message())
-        elif not self._closed.wait(LAST_RESORT_S):
-            self._on_hang(f"rank {self.rank}: the run stands still, and rank 0 does not end it.")
+            reports = self._reports()
+            message = describe(reports, self.world_size, self.limit_s, self.folder)
+            is_left = len(reports) == self.world_size and {report.phase for report in reports} == {self._can_leave}
+            self._store.set(VERDICT, json.dumps([is_left, message]))
+        else:
+            is_left, message = self._verdict()
+        if is_left:
+            self._on_leave(message)
+            if self._closed.wait(self._grace_s):
+                return
+        if self.rank == 0 or not self._closed.wait(LAST_RESORT_S):
+            self._on_hang(message)
 
     def _write(self, report: RankReport) -> None:
         print(json.dumps(asdict(report), indent=1), *self._events, "", sep="\n", file=self._stacks, flush=True)
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.flush()
 
-    def _message(self) -> str:
+    def _verdict(self) -> tuple[bool, str]:
+        """What rank 0 has decided: whether the step is left, and the message."""
+        try:
+            self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
+            is_left, message = json.loads(self._store.get(VERDICT))
+        except RuntimeError:
+            is_left, message = False, f"rank {self.rank}: the run stands still, and rank 0 does not end it."
+        return is_left, message
+
+    def _reports(self) -> list[RankReport]:
         deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []
         for rank in range(self.world_size):
             left_s = max(0.1, deadline - time.monotonic())
@@ -144,7 +180,7 @@ class HangWatch:
                 reports.append(RankReport(**json.loads(self._store.get(f"report {rank}"))))
             except RuntimeError:  # torch's DistStoreError is one
                 continue
-        return describe(reports, self.world_size, self.limit_s, self.folder)
+        return reports
 
 
 def describe(reports: list[RankReport], world_size: int, limit_s: float, folder: Path) -> str:
@@ -159,11 +195,13 @@ def describe(reports: list[RankReport], world_size: int, limit_s: float, folder:
     for report in behind or reports[:1]:
         who = f"rank {report.rank} ({report.host}, pid {report.pid})" if behind else "every rank that answered"
         where = f"in phase {report.phase!r} for {report.seconds:.0f} s" if report.phase else "between phases"
-        waits = f", waiting for {report.waits_for}" if report.waits_for else ""
+        waits = f", waiting for {report.waits_for}" if behind and report.waits_for else ""
         parts.append(f"{who} is {where}{waits}.")
     if behind:
         others = sorted({report.phase for report in reports if report.phases_entered == ahead})
         parts.append(f"The others are in {', '.join(map(repr, others))}.")
+    else:
+        parts += [f"rank {report.rank} waits for {report.waits_for}." for report in reports if report.waits_for]
     parts += collectives_not_entered(reports)
     parts.append(f"Stacks and last events of each rank are in {folder}; --resume auto goes on from the checkpoint.")
     return " ".join(parts)

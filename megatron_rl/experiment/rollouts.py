@@ -33,6 +33,8 @@ DIES_BEFORE_NOTICE_S = 1.0
 """Some schedulers send a notice to every process of a job, also to the servers."""
 SERVER_LOOK_S = 0.2
 """How often a rank that waits for replies looks whether a server is left to give them."""
+PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
+"""In which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
 """How often a version may cost every server before the run ends."""
 
@@ -109,14 +111,26 @@ class Rollouts:
         Unless whoever ended them has sent this process a notice too; then save first.
         """
         if self.x.notice.came(within_s=DIES_BEFORE_NOTICE_S):
-            self.leave_step()
+            self.leave_on_notice()
         else:
             watch.stop(message)
 
-    def leave_step(self) -> None:
+    def leave_on_notice(self) -> None:
+        self.leave_step(f"{self.x.notice.signal_name or 'a notice'}: the run is about to be ended.")
+
+    def leave_step(self, why: str) -> None:
         """Let the rollout of the step that is under way fail. From any thread."""
         if self.process is not None:
-            self.process.fail(f"{self.x.notice.signal_name or 'a notice'}: the run is about to be ended.")
+            self.process.fail(why)
+
+    def waits_for(self, phase: str) -> str:
+        """Say what the rollout process has under way in a phase that waits for it. From any thread."""
+        if self.process is None or phase not in PHASES_OF_ROLLOUTS:
+            return ""
+        publisher = self.x.engine.publisher if phase == "publish" and self.x.engine is not None else None
+        done = publisher.last.parts[-1:] if publisher is not None and publisher.last is not None else []
+        after = "".join(f"what follows the publication's {row} {name!r}; " for row, name, *_ in done)
+        return after + self.process.standstill()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

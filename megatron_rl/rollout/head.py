@@ -26,6 +26,7 @@ from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.standstill import Standstill
 from megatron_rl.rollout.tokens import load_tokenizer
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
@@ -50,6 +51,7 @@ class RolloutHead:
         self.engine = RemoteSGLangEngine(
             config.rollout, seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
         )
+        self._standstill = Standstill(folder / "hang" / f"rollout-{place.head}.txt", self.engine.spans)
         self.tokenizer = load_tokenizer(config.model.path)
         self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
         self._evaluating: dict[str, RolloutWorkflow] = {}
@@ -83,6 +85,9 @@ class RolloutHead:
         recorded = spans.take()
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
+    def standstill(self) -> str:
+        return self._standstill.report()
+
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics() | self.books.metrics()
 
@@ -98,6 +103,7 @@ class RolloutHead:
     def close(self) -> None:
         self.engine.destroy()
         self.books.close()
+        self._standstill.close()
 
 
 class ToTrainer(logging.handlers.QueueHandler):

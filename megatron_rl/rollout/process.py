@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PACKAGES = Path(__file__).parents[2]
 STOP_S = 10.0
+ANSWER_S = 4.0
+"""How long a process that may itself stand still has to say what it does."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """Signals that the process leaves to the trainer; here they wait until it has said so."""
 
@@ -146,6 +148,19 @@ class RolloutProcess:
     def take_recording(self) -> Recording:
         """End that, and return it."""
         return self._caller.call("take_recording")
+
+    def standstill(self) -> str:
+        """Say what it has under way, for a run that stands still; its stacks and last events go to hang/rollout-N.txt.
+
+        From any thread. One that does not answer is said to be so, and writes its stacks if it still runs at all.
+        """
+        try:
+            return str(self._caller.start("standstill").result(ANSWER_S))
+        except TimeoutError:
+            self.process.send_signal(signal.SIGUSR2)
+            return f"the rollout process (pid {self.process.pid}), which does not answer"
+        except RuntimeError as error:
+            return str(error)
 
     # -- books
 

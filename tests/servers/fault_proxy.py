@@ -22,6 +22,8 @@ class FaultProxy:
         self.upstream = upstream
         self.faults: deque[str | None] = deque()
         self.met: list[str] = []
+        self.answers_left: int | None = None
+        """Calls of /generate until it answers none; None is no end."""
         self._thread = EventLoopThread("fault proxy")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -44,6 +46,10 @@ class FaultProxy:
         await self._session.close()
 
     async def _forward(self, http: web.Request) -> web.StreamResponse:
+        if http.path == "/generate" and self.answers_left is not None:
+            if self.answers_left == 0:
+                await asyncio.Event().wait()
+            self.answers_left -= 1
         fault = self.faults.popleft() if http.path == "/generate" and self.faults else None
         if fault is not None:
             self.met.append(fault)

@@ -1,0 +1,77 @@
+"""What a rollout process is found doing when its run stands still: in words for a message, and at length in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from megatron_rl.telemetry.spans import Span, Spans
+
+NAMED = 3
+"""Oldest of what is under way that a message names."""
+WORDS = {"episodes": "episode", "replies": "reply"}
+
+
+class Standstill:
+    """Describes the spans of this process. Its stacks come on SIGUSR2 too, also where no Python runs any more."""
+
+    def __init__(self, path: Path, spans: Spans) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._spans = path, spans
+        self._file = path.open("w")
+        faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
+
+    def report(self) -> str:
+        """Write what is under way, the last events and all stacks; return what is under way, in short."""
+        now, last = time.monotonic(), self._spans.last()
+        words = in_words(self._spans.open(), now)
+        lines = [f"{words}.", "", "Under way, the oldest first:"]
+        lines += [f"  {describe(span, now)}" for span in self._spans.open()]
+        lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", ""]
+        self._file.write("\n".join(lines))
+        self._file.flush()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        return words
+
+    def close(self) -> None:
+        """Nothing stood still: leave no empty file."""
+        faulthandler.unregister(signal.SIGUSR2)
+        if self._file.tell() == 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self._file.close()
+
+
+def in_words(under_way: list[Span], now: float) -> str:
+    """Count what is under way and name the oldest of what nothing else under way is a part of."""
+    if not under_way:
+        return "nothing is under way"
+    counts = Counter(span.row if span.name != "generate" else "requests" for span in under_way)
+    inner = {id(ancestor) for span in under_way for ancestor in span.ancestors}
+    leaves = [span for span in under_way if id(span) not in inner]
+    counted = ", ".join(f"{row}: {count}" for row, count in counts.items())
+    return f"{counted}; the oldest: " + "; ".join(describe(span, now) for span in leaves[:NAMED])
+
+
+def describe(span: Span, now: float) -> str:
+    """Say what a span is, at which server, for which prompt, and how long it lasts or when it ended."""
+    prompt = next((above.name for above in [span, *span.ancestors] if above.row in ("replies", "episodes")), "")
+    if span.name == "generate":
+        prompt = span.parent.name if span.parent is not None else ""
+        what = f"request {span.args['rid']} to {span.args['server']}"
+    elif span.row == "rewards":
+        what = f"reward {span.name}"
+    elif span.row == "control":
+        what, prompt = f"{span.name} to {span.place}", ""
+    else:
+        what, prompt = f"{WORDS[span.row]} of {span.name}", ""
+    of = f" (of {prompt})" if prompt else ""
+    if span.end_s is None:
+        return f"{what}{of} for {now - span.begin_s:.1f} s"
+    error = f", {span.args['error']}" if "error" in span.args else ""
+    return f"{what}{of} took {span.end_s - span.begin_s:.1f} s, ended {now - span.end_s:.1f} s ago{error}"
