@@ -93,7 +93,8 @@ class HangWatch:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._closed = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = (self.folder / f"rank-{rank}.txt").open("w")
+        # Added to: a run that is resumed keeps what was found before.
+        self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -158,7 +159,9 @@ class HangWatch:
             self._on_hang(message)
 
     def _write(self, report: RankReport) -> None:
-        print(json.dumps(asdict(report), indent=1), *self._events, "", sep="\n", file=self._stacks, flush=True)
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = (when, json.dumps(asdict(report), indent=1), *self._events, "")
+        print(*lines, sep="\n", file=self._stacks, flush=True)
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.flush()
 

@@ -24,6 +24,7 @@ from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_o
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.tally import Tally, is_counted
+from megatron_rl.rollout.workflows.scoring import RewardTimeout
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import TrajectoryBatch
 
@@ -413,6 +414,7 @@ class RolloutExecutor:
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.
             except Exception as raised:
                 error: BaseException = raised
+                self._tally.add(rewards_late=isinstance(raised, RewardTimeout))
                 if attempt < self._config.episode_attempts:
                     self._tally.add(retried=1)
                     delay_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (attempt - 1))

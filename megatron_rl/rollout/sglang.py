@@ -33,7 +33,7 @@ from megatron_rl.rollout.server_client import (
 )
 from megatron_rl.rollout.tally import Tally
 from megatron_rl.rollout.weight_updates import ServerWeights
-from megatron_rl.telemetry.spans import Spans
+from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._rid_numbers = itertools.count()
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
         self._tally = Tally()
-        self.spans = Spans()
+        self.spans = Spans(on_end=self._count_reward)
         """What is under way: episodes, replies, the calls for them, rewards, commands to servers."""
         self._thread: EventLoopThread | None = None
 
@@ -104,6 +104,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         thread.loop.call_soon_threadsafe(self._executor.fail, "the rollout engine was destroyed.")
         thread.run(self._fleet.close())
         thread.stop()
+
+    def _count_reward(self, span: Span) -> None:
+        if span.row == "rewards" and span.end_s is not None:
+            self._tally.add(rewards=1, reward_s=span.end_s - span.begin_s)
 
     # -- replies
 

@@ -23,14 +23,14 @@ class Standstill:
     def __init__(self, path: Path, spans: Spans) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._spans = path, spans
-        self._file = path.open("w")
+        self._file = path.open("a")  # a run that is resumed keeps what was found before
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
 
     def report(self) -> str:
         """Write what is under way, the last events and all stacks; return what is under way, in short."""
         now, last = time.monotonic(), self._spans.last()
         words = in_words(self._spans.open(), now)
-        lines = [f"{words}.", "", "Under way, the oldest first:"]
+        lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]
         lines += [f"  {describe(span, now)}" for span in self._spans.open()]
         lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", ""]
         self._file.write("\n".join(lines))

@@ -66,6 +66,7 @@ class Tally:
         metrics |= {
             "rollout/generated_tokens": sums["tokens"],
             "rollout/masked_tokens": sums["masked_tokens"],
+            "rollout/rewards_late": sums["rewards_late"],
             "rollout/interruptions": sums["interruptions"],
             "rollout/request_retries": sums["request_retries"],
             "rollout/server_failures": sums["server_failures"],

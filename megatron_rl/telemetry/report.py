@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_rl.telemetry.explorer import explorer_section
 from megatron_rl.telemetry.page import STYLE
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
 from megatron_rl.telemetry.summary import column, evaluation_curves, phase_seconds, phases_by_size
+from megatron_rl.telemetry.trace import FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     run = read_run(folder)
     page = folder / "report.html"
-    page.write_text(render(run, title=folder.name), encoding="utf-8")
+    traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
+    page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), encoding="utf-8")
     try:
         from megatron_rl.telemetry.picture import write_picture
     except ImportError as error:
@@ -60,12 +63,13 @@ def write_report(folder: str | Path) -> Path:
     return page
 
 
-def render(run: RunRecord, title: str) -> str:
-    """Return the whole page."""
+def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
+    """Return the whole page; `traces` are the names of the files in its folder `trace`."""
     sections = [
         headline(run),
         reward_section(run),
         time_section(run),
+        trace_section(traces),
         histogram_section(run),
         mismatch_section(run),
         metric_section(run),
@@ -164,6 +168,13 @@ def time_section(run: RunRecord) -> str:
     return (
         f"<h2>Time <small>seconds per step by phase{note}</small></h2><figure>{chart}{render_legend(legend)}</figure>"
     )
+
+
+def trace_section(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    links = ", ".join(f"<a href='{FOLDER}/{escape(name)}' download>{escape(name)}</a>" for name in names)
+    return f"<p>What each process did when, to be opened in ui.perfetto.dev: {links}</p>"
 
 
 def histogram_section(run: RunRecord) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -52,8 +52,9 @@ _inside: ContextVar[tuple[Spans, Span] | None] = ContextVar("inside", default=No
 class Spans:
     """The spans of one process, from any thread."""
 
-    def __init__(self, most: int = SPANS_RECORDED) -> None:
-        self._most, self._lock = most, threading.Lock()
+    def __init__(self, most: int = SPANS_RECORDED, on_end: Callable[[Span], None] = lambda span: None) -> None:
+        """on_end is told each span that ends, in the thread and the context that it was in."""
+        self._most, self._on_end, self._lock = most, on_end, threading.Lock()
         self._open: dict[int, Span] = {}
         self._last: deque[Span] = deque(maxlen=SPANS_REMEMBERED)
         self._recorded: list[Span] | None = None
@@ -81,6 +82,7 @@ class Spans:
                 self._last.append(span)
                 if self._recorded is not None:
                     self._keep(span, self._recorded)
+            self._on_end(span)
 
     def open(self) -> list[Span]:
         """Those under way, the oldest first."""

@@ -64,6 +64,9 @@ def test_a_server_that_never_answers_is_named_and_the_run_resumes_from_the_step_
         (pid,) = start_ranks(1, run, overrides, output)
         assert exit_code(pid) == 0, output.read_text()
         assert "resumed after step 2" in output.read_text()
+        assert (folder / "hang" / "rollout-0.txt").read_text() == stacks["rollout-0"], (
+            "which the next life leaves alone"
+        )
         assert [step["policy/version"] for step in steps_of(folder)] == [1, 2, 3, 4]
     finally:
         proxy.stop()
@@ -83,7 +86,8 @@ def test_a_rank_that_stands_still_is_named_by_rank_0(tmp_path, server):
         text = " ".join(output.read_text().split())
         assert "rank 1 did not answer (stopped" in text, text
         assert "every rank that answered is in phase" in text
-        report = json.JSONDecoder().raw_decode((folder / "hang" / "rank-0.txt").read_text())[0]
+        written = (folder / "hang" / "rank-0.txt").read_text()
+        report = json.JSONDecoder().raw_decode(written[written.index("{") :])[0]
         assert report["rank"] == 0 and report["seconds"] >= LIMIT_S
     finally:
         os.kill(second, signal.SIGKILL)

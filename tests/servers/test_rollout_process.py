@@ -17,6 +17,7 @@ import torch
 from megatron_rl.api import NoServerLeft, WeightReceiver
 from megatron_rl.config import load_config
 from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout import process as process_module
 from megatron_rl.rollout.books import Place
 from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
@@ -98,6 +99,8 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
         torch.testing.assert_close(ours["logprobs"], theirs["logprobs"])
         assert torch.equal(ours.cu_seqlens, theirs.cu_seqlens)
     assert process.metrics()["rollout/episodes_accepted"] == 15
+    process.close()
+    assert list((run.folder / "hang").iterdir()) == [], "nothing stood still"
 
 
 def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scripted):
@@ -169,6 +172,30 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
     assert len(run.died) == 1
     with pytest.raises(RolloutDied, match="was killed by SIGKILL"):
         process.metrics()
+
+
+def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
+    process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
+    process.rollout_batch(0, 1)
+    wait_for(lambda: "rewards: 2" in process.standstill(), "the rewards did not begin")
+    assert "; the oldest: reward own_rewards:wait_for_long (of " in process.standstill()
+    assert "in wait_for_long" in (run.folder / "hang" / "rollout-0.txt").read_text(), "its stacks"
+
+
+def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(run, scripted, monkeypatch):
+    monkeypatch.setattr(process_module, "ANSWER_S", 0.3)
+    process = run.start([scripted().url])
+    stacks = run.folder / "hang" / "rollout-0.txt"
+    process.process.send_signal(signal.SIGSTOP)
+    try:
+        assert process.standstill() == f"the rollout process (pid {process.process.pid}), which does not answer"
+        assert stacks.read_text() == ""
+    finally:
+        process.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: "in serve_trainer" in stacks.read_text(), "no stacks")
+    run.processes.remove(process)
+    process.close()
+    assert stacks.exists(), "what was found stays"
 
 
 def test_one_that_cannot_begin_says_why(run, scripted):

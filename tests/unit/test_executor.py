@@ -21,7 +21,8 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tally import Tally
-from megatron_rl.types import Trajectory
+from megatron_rl.rollout.workflows.scoring import RewardCall
+from megatron_rl.types import LLMResponse, Trajectory
 
 
 class VersionOnly:
@@ -124,6 +125,28 @@ def test_padded_results_become_one_group(make):
     assert batch["input_ids"].tolist() == [7, 1, 2, 7, 1, 8, 1, 2, 8, 1]
     assert batch["group"].tolist() == [0, 0, 1, 1]
     assert batch["rewards"].tolist() == [1, 2, 1, 2]
+
+
+def test_a_reward_that_never_ends_fails_its_episode_by_name_and_is_counted(make):
+    told = threading.Event()
+    rewarded = RewardCall(lambda **data: data["n"] or told.wait(), None, timeout_s=0.1)
+    reply = LLMResponse(
+        input_tokens=[1], output_tokens=[2], output_logprobs=[-1.0], output_versions=[0], stop_reason="stop"
+    )
+
+    class Rewarded(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return [trajectory(await rewarded(reply, data))]
+
+    rollout = make(episode_attempts=2)
+    try:
+        assert rollout.rollout_batch(prompts(0, 3), Rewarded())["rewards"].tolist() == [3]
+        with pytest.raises(RuntimeError, match=r"<lambda>: no reward within 0.1 s; [34] of its calls still run"):
+            rollout.rollout_batch(prompts(0), Rewarded())
+    finally:
+        told.set()
+    metrics = rollout.tally.take()
+    assert (metrics["rollout/rewards_late"], metrics["rollout/episodes_failed"]) == (4, 2)
 
 
 def test_failing_episode_is_tried_again_then_left_out_and_counted(make):

@@ -96,8 +96,11 @@ def test_reward_must_be_a_finite_number(tokenizer):
 
 
 def test_reward_that_hangs_is_an_error(tokenizer):
-    workflow = RLVRWorkflow(lambda **_: time.sleep(0.5), GenerationConfig(), tokenizer, reward_timeout_s=0.05)
-    with pytest.raises(RuntimeError, match="no reward within 0.05 s"):
+    def never_ends(**_):
+        time.sleep(0.5)
+
+    workflow = RLVRWorkflow(never_ends, GenerationConfig(), tokenizer, reward_timeout_s=0.05)
+    with pytest.raises(RuntimeError, match="never_ends: no reward within 0.05 s; 1 of its calls"):
         run(workflow, OneReplyEngine(tokenizer), prompt="a")
 
 

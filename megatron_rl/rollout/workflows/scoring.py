@@ -47,6 +47,10 @@ def prompt_ids(
     raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
 
 
+class RewardTimeout(RuntimeError):
+    """A reward function took longer than it may. It goes on in its thread, which nothing can end."""
+
+
 class RewardCall:
     """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0."""
 
@@ -62,6 +66,7 @@ class RewardCall:
         if not callable(self.function):
             raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
         self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
+        self._under_way: set[object] = set()
         is_plain = isinstance(self.function, FunctionType)
         self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
 
@@ -90,13 +95,22 @@ class RewardCall:
             async with asyncio.timeout(self.timeout_s):
                 value = await call
         except TimeoutError as error:
-            raise RuntimeError(f"{self.key} {self.function!r}: no reward within {self.timeout_s:g} s.") from error
+            raise RewardTimeout(
+                f"{self.key} {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
+                f"still run, each in a thread that no other reward can have. Let it stop by itself, or raise the "
+                f"workflow's reward_timeout_s."
+            ) from error
         reward = float(value)
         if not math.isfinite(reward):
             raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
         return reward
 
     def _timed(self, **arguments: Any) -> float:
-        """The span lasts as long as the function does, also where nobody waits for it any more."""
-        with span_here("rewards", self.name):
-            return self.function(**arguments)
+        """Run the function; the span lasts as long as that does, also where nobody waits for it any more."""
+        call = object()
+        self._under_way.add(call)
+        try:
+            with span_here("rewards", self.name):
+                return self.function(**arguments)
+        finally:
+            self._under_way.discard(call)
