@@ -513,7 +513,7 @@ class RunConfig:
     """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
     phase_timeout_s: float = 3600.0
     """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
-    and the run ends."""
+    and the run ends: with a checkpoint where only rollouts are waited for."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
     offload: bool = False

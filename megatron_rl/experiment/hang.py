@@ -10,8 +10,8 @@ restarted by its supervisor: all that long before, unless run.phase_timeout_s is
 
     all ranks answer, and wait for rollouts   they leave the step as on a notice: the checkpoint is that of its
                                               beginning, the exit code that of a run to be resumed (75)
-    anything else, or a run without           every process is ended at once, exit code 1; `--resume auto` goes on from
-    checkpoints                               the newest checkpoint there is
+    anything else, a run without checkpoints, every process is ended at once, exit code 1; `--resume auto` goes on from
+    or one that has none in run.grace_s       the newest checkpoint there is
 
 No collective is retried: what a rank that was late has left of it is not known.
 """
@@ -147,7 +147,8 @@ class HangWatch:
         if self.rank == 0:
             reports = self._reports()
             message = describe(reports, self.world_size, self.limit_s, self.folder)
-            is_left = len(reports) == self.world_size and {report.phase for report in reports} == {self._can_leave}
+            phases = {report.phase for report in reports}
+            is_left = len(reports) == self.world_size and bool(self._can_leave) and phases == {self._can_leave}
             self._store.set(VERDICT, json.dumps([is_left, message]))
         else:
             is_left, message = self._verdict()
@@ -155,8 +156,10 @@ class HangWatch:
             self._on_leave(message)
             if self._closed.wait(self._grace_s):
                 return
-        if self.rank == 0 or not self._closed.wait(LAST_RESORT_S):
+        if self.rank == 0:
             self._on_hang(message)
+        elif not self._closed.wait(LAST_RESORT_S):
+            self._on_hang(f"rank {self.rank}: the run stands still, and rank 0 does not end it.")
 
     def _write(self, report: RankReport) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -166,12 +169,12 @@ class HangWatch:
         self._stacks.flush()
 
     def _verdict(self) -> tuple[bool, str]:
-        """What rank 0 has decided: whether the step is left, and the message."""
+        """What rank 0 has decided: whether the step is left, and its message."""
         try:
             self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
             is_left, message = json.loads(self._store.get(VERDICT))
-        except RuntimeError:
-            is_left, message = False, f"rank {self.rank}: the run stands still, and rank 0 does not end it."
+        except RuntimeError:  # none came
+            return False, ""
         return is_left, message
 
     def _reports(self) -> list[RankReport]:

@@ -57,7 +57,10 @@ class StepTraces:
             traces: list[Any] | None = [None] * groups.world_size if groups.is_main else None
             dist.gather_object(trace, traces, dst=0, group=groups.control)
             if traces is not None:
-                self.x.say(f"trace: {write_trace(self.x.folder, step, traces)}")
+                try:
+                    self.x.say(f"trace: {write_trace(self.x.folder, step, traces)}")
+                except OSError as error:
+                    self.x.say(f"WARNING: the trace of step {step} cannot be written: {error}. Training goes on.")
 
     def _last_publication(self) -> list[Span]:
         publisher = self.x.engine.publisher

@@ -10,12 +10,13 @@ import contextlib
 import io
 import os
 import pickle
+import queue
 import socket
 import struct
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -119,8 +120,13 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 # -- the side that is called -------------------------------------------------------------------------------------------
 
 
-def serve(wire: Wire, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone."""
+def serve(
+    wire: Wire, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
+) -> None:
+    """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
+
+    The calls named in `at_once` are answered from another thread, whatever this one is at.
+    """
     futures: dict[int, Future[Any]] = {}
     numbers = iter(range(1 << 62))
 
@@ -145,21 +151,37 @@ def serve(wire: Wire, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], A
         error = CancelledError() if future.cancelled() else future.exception()
         reply(("future", number), None if error else future.result(), error)
 
-    while True:
-        try:
-            key, name, args, kwargs = wire.receive()
-        except (EOFError, OSError):
-            return
+    def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == CANCEL:
             if (future := futures.get(args[0])) is not None:
                 future.cancel()
-            continue
+            return
         try:
             result, error = answer(name, args, kwargs), None
         except Exception as raised:  # whatever it is, it belongs to the caller
             result, error = None, raised
         if key is not None:
             reply(key, result, error)
+
+    messages: queue.SimpleQueue[tuple[Any, ...] | BaseException] = queue.SimpleQueue()
+
+    def listen() -> None:
+        while True:
+            try:
+                message = wire.receive()
+                if message[1] in at_once:
+                    attend(*message)
+                else:
+                    messages.put(message)
+            except BaseException as fault:  # the other thread's, whatever it is
+                messages.put(fault)
+                return
+
+    threading.Thread(target=listen, name="calls", daemon=True).start()
+    while isinstance(message := messages.get(), tuple):
+        attend(*message)
+    if not isinstance(message, EOFError | OSError):
+        raise message
 
 
 CANCEL = "cancel"

@@ -13,6 +13,7 @@ only how long a request took has it shown in the middle of its call.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -69,29 +70,28 @@ def write_trace(folder: Path, step: int, ranks: list[RankTrace]) -> Path:
 def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
     """Return the trace as the JSON object of the Chrome Trace Event Format; times in microseconds from its first."""
     picture = Picture()
-    rollouts: list[list[Span]] = []
+    rollouts: list[tuple[str, str, list[Span]]] = []
     servers: dict[str, list[Span]] = defaultdict(list)
+    left_out = 0
     for trace in ranks:
         offset = 0.0 if trace.boot == ranks[0].boot else ranks[0].clock_s - trace.clock_s
-        picture.add(
-            f"rank {trace.rank}", f"{trace.host}, pid {trace.pid}", moved(trace.phases + trace.publications, offset)
-        )
-        if trace.rollout is not None:
-            spans = moved(trace.rollout.spans, offset)
-            rollouts.append([span for span in spans if not span.place])
-            for span in spans:
-                if span.place:
-                    servers[span.place].append(span)
-            for url, requests in server_requests(spans, trace.rollout.wall_minus_monotonic_s - offset).items():
-                servers[url] += requests
-    heads = [trace for trace in ranks if trace.rollout is not None]
-    for trace, spans in zip(heads, rollouts, strict=True):
-        assert trace.rollout is not None
-        picture.add(f"rollouts of rank {trace.rank}", f"{trace.host}, pid {trace.rollout.pid}", spans)
+        own = moved(trace.phases + trace.publications, offset)
+        picture.add(f"rank {trace.rank}", f"{trace.host}, pid {trace.pid}", own)
+        if (recording := trace.rollout) is None:
+            continue
+        spans, left_out = moved(recording.spans, offset), left_out + recording.left_out
+        label = f"{trace.host}, pid {recording.pid}"
+        rollouts.append((f"rollouts of rank {trace.rank}", label, [span for span in spans if not span.place]))
+        for span in spans:
+            if span.place:
+                servers[span.place].append(span)
+        for url, requests in server_requests(spans, recording.wall_minus_monotonic_s - offset).items():
+            servers[url] += requests
+    for process in rollouts:
+        picture.add(*process)
     for url, spans in sorted(servers.items()):
-        picture.add(f"server {url}", "", [*spans, *pauses(spans)])
+        picture.add(f"server {url}", "rollout server", [*spans, *pauses(spans)])
     picture.add_arrows()
-    left_out = sum(trace.rollout.left_out for trace in heads if trace.rollout is not None)
     return picture.as_json({"step": step, "spans left out": left_out})
 
 
@@ -115,10 +115,11 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
     for span in spans:
         if "e2e_latency" in span.args.get("timing", {}):
             calls[span.args["server"]].append(span)
-    return {
-        url: [part for call in answered for part in request_spans(call, clock_offset(answered, wall_minus_client_s))]
-        for url, answered in calls.items()
-    }
+    found: dict[str, list[Span]] = {}
+    for url, answered in calls.items():
+        offset_s = clock_offset(answered, wall_minus_client_s)
+        found[url] = [part for call in answered for part in request_spans(call, offset_s)]
+    return found
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
@@ -198,17 +199,17 @@ class Picture:
         self._drawn: list[Drawn] = []
         self._arrows: list[tuple[str, Drawn, Drawn]] = []
         self._names: list[Event] = []
-        self._processes = 0
+        self._numbers = itertools.count(1)
+        """Of processes and threads; a number that both had would be taken for a main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
         """Add a process: a row of it has as many lanes as spans lie beside each other; a child is on its parent's."""
-        self._processes += 1
-        pid, tid = self._processes, 0
+        pid = next(self._numbers)
         self._name(pid, 0, "process", process)
         self._names.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}})
         for row in ROWS:
             for number, lane in enumerate(lanes([span for span in spans if span.row == row])):
-                tid += 1
+                tid = next(self._numbers)
                 self._name(pid, tid, "thread", f"{row} {number + 1}" if number else row)
                 self._drawn += [Drawn(span, pid, tid) for span in lane]
 

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -30,7 +31,7 @@ def late_rank(folder: str) -> str:
         control=groups.control,
         limit_s=2.0,
         on_hang=messages.append,
-        waits_for=lambda: "12 of 64 groups" if groups.rank == 2 else "",
+        waits_for=lambda phase: f"12 of 64 groups of {phase}" if groups.rank == 2 else "",
     )
     timers = PhaseTimers(on_change=watch.enter)
     with timers("data"):
@@ -57,7 +58,11 @@ def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_i
     message, *others = run_ranks(3, late_rank, str(tmp_path))
     assert others == ["", ""]
     assert message.startswith("a phase has lasted more than run.phase_timeout_s = 2 s")
-    assert "rank 2 (" in message and "is in phase 'data' for" in message and "waiting for 12 of 64 groups" in message
+    assert (
+        "rank 2 (" in message
+        and "is in phase 'data' for" in message
+        and "waiting for 12 of 64 groups of data" in message
+    )
     assert "The others are in 'update'." in message
     assert "rank 2 did not enter collective" in message and "gloo:all_reduce of [[4]]" in message
     assert "rank 0 (" not in message and "rank 1 (" not in message
@@ -91,3 +96,46 @@ def test_ranks_that_do_not_answer_and_ranks_that_all_wait_in_one_place_are_told_
     assert "ranks 1, 3 did not answer" in text
     assert "every rank that answered is in phase 'rollout' for 61 s." in text
     assert "runs/x/hang" in text
+    reports[1].waits_for = "requests: 3"
+    assert "rank 2 waits for requests: 3." in describe(reports, 4, 60.0, Path("runs/x/hang"))
+
+
+def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
+    """What is called on this rank while all stand still; those who are asked to leave do where `leaves`."""
+    groups = parallel.start(ParallelConfig(), seed=1)
+    told, calls = threading.Event(), []
+
+    def note(call: str, ends: bool) -> None:
+        calls.append(call)
+        if ends:
+            told.set()
+
+    watch = HangWatch(
+        Path(folder),
+        rank=groups.rank,
+        world_size=groups.world_size,
+        control=groups.control,
+        limit_s=1.0,
+        on_hang=lambda message: note("on_hang", True),
+        can_leave="rollout",
+        on_leave=lambda message: note("on_leave", leaves),
+        grace_s=20.0 if leaves else 0.1,
+    )
+    timers = PhaseTimers(on_change=watch.enter)
+    with timers(phases[groups.rank]):
+        told.wait(20 if groups.rank == 0 or leaves else 3)
+    watch.close()
+    return calls
+
+
+@pytest.mark.parametrize(
+    "phases, leaves, expected",
+    [
+        (("rollout", "rollout"), True, [["on_leave"], ["on_leave"]]),
+        (("rollout", "rollout"), False, [["on_leave", "on_hang"], ["on_leave"]]),
+        (("rollout", "update"), False, [["on_hang"], []]),
+    ],
+    ids=["they do", "they cannot", "one is elsewhere"],
+)
+def test_ranks_that_all_wait_for_rollouts_are_asked_to_leave_before_they_are_ended(tmp_path, phases, leaves, expected):
+    assert run_ranks(2, waiting_in, str(tmp_path), phases, leaves) == expected

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.workflows import ReMaxWorkflow
+from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
 from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import DiskPublisher
+from tests.chrome_trace import parse_trace
 from tests.servers.reference import (
     interrupt,
     publish,
@@ -49,6 +51,22 @@ async def versions_said(url):
             async with session.get(url + endpoint) as answer:
                 said[endpoint] = (await answer.json())["weight_version"]
         return said
+
+
+def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang):
+    engine.spans.record()
+    begun = time.monotonic()
+    ask(engine, PROMPT, max_new_tokens=16)
+    engine.pause()
+    engine.resume()
+    recording = Recording(pid=1, wall_minus_monotonic_s=time.time() - time.monotonic(), spans=engine.spans.take())
+    rank = RankTrace(rank=0, host="n", boot="b", pid=1, clock_s=begun, phases=[], rollout=recording)
+    trace = parse_trace(chrome_trace(0, [rank]))
+    (call,) = [one for one in trace.of("rollouts", "replies") if one.name == "generate"]
+    (made,) = [one for one in trace.of(f"server {real_sglang}", "requests") if one.parent is None]
+    assert call.begin <= made.begin <= made.end <= call.end and made.name == call.args["rid"]
+    assert made.end - made.begin > (call.end - call.begin) / 10, "most of the time was the server's"
+    assert trace.of(f"server {real_sglang}", "paused") and [kind for kind, _, _ in trace.arrows] == ["call"]
 
 
 def test_greedy_reply_equals_transformers(engine, tiny_model):

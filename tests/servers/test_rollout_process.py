@@ -2,11 +2,13 @@
 other's death.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -180,6 +182,28 @@ def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     wait_for(lambda: "rewards: 2" in process.standstill(), "the rewards did not begin")
     assert "; the oldest: reward own_rewards:wait_for_long (of " in process.standstill()
     assert "in wait_for_long" in (run.folder / "hang" / "rollout-0.txt").read_text(), "its stacks"
+
+
+def test_a_command_that_a_publication_waits_for_is_named_while_it_is_under_way(run, scripted):
+    server = scripted()
+    process = run.start([server.url])
+
+    async def much_later(_):
+        await asyncio.sleep(60)
+
+    server.answers["/pause_generation"] = much_later
+
+    def pause():
+        with contextlib.suppress(RuntimeError):  # the process is closed meanwhile
+            process.pause()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    wait_for(lambda: "/pause_generation" in server.controls(), "the pause did not begin")
+    assert f"control: 1; the oldest: /pause_generation to {server.url} for" in process.standstill()
+    assert thread.is_alive()
+    process.process.kill()
+    thread.join(10)
 
 
 def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(run, scripted, monkeypatch):
