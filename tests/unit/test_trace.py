@@ -168,8 +168,13 @@ def test_what_is_under_way_is_drawn_to_the_end_and_what_is_left_out_is_counted(t
 
 @pytest.mark.parametrize("begin", [0.1, 1e6 / 3, 7e8 / 9])
 def test_children_lie_within_their_parents_however_the_clock_rounds(begin):
-    reply = Span(row="replies", name="reply", begin_s=begin, end_s=begin + 0.3)
-    spans = [reply, call(begin, begin + 0.1, rid="a", parent=reply, **told(begin, 0.1, queued=0.1 / 3, first=0.2 / 3))]
-    spans += [call(begin + 0.1, begin + 0.3, rid="b", parent=reply, **told(begin + 0.1, 0.2, queued=0.2, first=0.2))]
+    reply, late = Span(row="replies", name="reply", begin_s=begin, end_s=begin + 0.3), 1e-5
+    spans = [
+        reply,
+        call(begin, begin + 0.1, rid="a", parent=reply, **told(begin + late, 0.099, queued=0.1 / 3, first=0.2 / 3)),
+    ]
+    spans += [
+        call(begin + 0.1, begin + 0.3, rid="b", parent=reply, **told(begin + 0.1 + late, 0.199, queued=0.2, first=0.2))
+    ]
     trace = parse_trace(chrome_trace(0, [rank(spans=spans)]))  # which raises where they do not
     assert len(trace.of("server", "requests")) == 8
