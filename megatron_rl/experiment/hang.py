@@ -122,7 +122,8 @@ class HangWatch:
         while not self._closed.wait(LOOK_S):
             try:
                 is_alarm = self._store.check([ALARM])
-                if not is_alarm and time.monotonic() - self._since > self.limit_s:
+                # Before its first phase a run starts servers and loads models, which has other limits.
+                if not is_alarm and self._entered > 0 and time.monotonic() - self._since > self.limit_s:
                     self._store.set(ALARM, str(self.rank))
                     is_alarm = True
             except RuntimeError:  # rank 0, which holds the store, is gone: the launcher ends the others

@@ -13,6 +13,7 @@ only how long a request took has it shown in the middle of its call.
 from __future__ import annotations
 
 import gzip
+import heapq
 import itertools
 import json
 import os
@@ -259,17 +260,21 @@ def nanoseconds(seconds: float) -> int:
 def lanes(spans: list[Span]) -> list[list[Span]]:
     """Deal the spans of a row out so that no two of a lane overlap but a parent and its child."""
     dealt: list[list[Span]] = []
-    free_at: list[float] = []
+    busy: list[tuple[float, int]] = []
+    """(until when, lane)."""
+    free: list[int] = []
     lane_of: dict[Span, int] = {}
     for span in sorted(spans, key=lambda span: (span.begin_s, -ended(span), sum(1 for _ in span.ancestors))):
         if span.parent in lane_of:
             lane = lane_of[span.parent]
         else:
-            lane = next((n for n, end in enumerate(free_at) if end <= span.begin_s), len(dealt))
-            if lane == len(dealt):
+            while busy and busy[0][0] <= span.begin_s:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if not free:
                 dealt.append([])
-                free_at.append(0.0)
-            free_at[lane] = ended(span)
+                free.append(len(dealt) - 1)
+            lane = heapq.heappop(free)
+            heapq.heappush(busy, (ended(span), lane))
         lane_of[span] = lane
         dealt[lane].append(span)
     return dealt

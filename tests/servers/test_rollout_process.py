@@ -211,6 +211,7 @@ def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(
     process = run.start([scripted().url])
     stacks = run.folder / "hang" / "rollout-0.txt"
     process.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.process.pid).status() == psutil.STATUS_STOPPED, "it did not stop")
     try:
         assert process.standstill() == f"the rollout process (pid {process.process.pid}), which does not answer"
         assert stacks.read_text() == ""

@@ -17,6 +17,9 @@ CLOCKS_DIFFER_NS = 1_000_000
 """A server and its client each take the difference of their two clocks once, some microseconds apart, on a busy
 machine; an error of the kind that is looked for here would be of the order of the clocks' own difference, years."""
 
+AFTER_NS = 2_000_000_000
+"""A busy machine may take so long from the end of a step to the end of its recording."""
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
@@ -88,8 +91,9 @@ def test_an_asynchronous_step_shows_what_happened_in_its_time_on_both_heads(tmp_
     assert {"rollouts of rank 0", "rollouts of rank 1"} <= set(trace.processes)
     check_servers(trace, servers)
     versions = {one.args["version"] for one in trace.slices if one.name == "generate"}
-    assert 1 in versions and max(versions) <= 2, "replies of the version of then, whichever step they are trained in"
-    phases = [one for rank in (0, 1) for one in trace.of(f"rank {rank}", "phases")]
-    begin, end = min(one.begin for one in phases), max(one.end for one in phases)
-    for one in trace.of("rollouts", "episodes"):
-        assert one.begin <= end and one.end >= begin
+    assert versions and versions <= {0, 1, 2}, "of its time, whichever step they are trained in"
+    # The step's time begins after its policy was published, and ends with its last phase.
+    begin = max(one.end for one in trace.of("rank 0", "publication") if one.args["version"] == 1)
+    end = max(one.end for rank in (0, 1) for one in trace.of(f"rank {rank}", "phases"))
+    episodes = trace.of("rollouts", "episodes")
+    assert episodes and all(one.end >= begin and one.begin <= end + AFTER_NS for one in episodes)
