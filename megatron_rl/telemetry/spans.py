@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SPANS_RECORDED = 100_000
-"""Most spans of one recording; about 50 MB. Later ones are counted and left out."""
+"""Most spans of one recording; about 60 MB. Later ones are counted and left out."""
 SPANS_REMEMBERED = 30
 """Newest ended spans that are known without a recording."""
 
