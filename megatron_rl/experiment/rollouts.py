@@ -127,10 +127,11 @@ class Rollouts:
         """Say what the rollout process has under way in a phase that waits for it. From any thread."""
         if self.process is None or phase not in PHASES_OF_ROLLOUTS:
             return ""
-        publisher = self.x.engine.publisher if phase == "publish" and self.x.engine is not None else None
-        done = publisher.last.parts[-1:] if publisher is not None and publisher.last is not None else []
-        after = "".join(f"what follows the publication's {row} {name!r}; " for row, name, *_ in done)
-        return after + self.process.standstill()
+        publisher, publication = self.x.engine.publisher if self.x.engine is not None else None, ""
+        if phase == "publish" and publisher is not None and publisher.last is not None and publisher.last.parts:
+            row, name, *_ = publisher.last.parts[-1]
+            publication = f"the publication of version {publisher.last.version} (ended last: {row}, {name}); "
+        return publication + self.process.standstill()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from ranks import run_ranks
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.experiment.hang import HangWatch, RankReport, describe
+from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.weights.publish import Publication
 
 
 def slow_data(told: threading.Event) -> None:
@@ -140,3 +143,15 @@ def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
 )
 def test_ranks_that_all_wait_for_rollouts_are_asked_to_leave_before_they_are_ended(tmp_path, phases, leaves, expected):
     assert run_ranks(2, waiting_in, str(tmp_path), phases, leaves) == expected
+
+
+def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_managed():
+    parts = [("publication", "pause", 1.0, 1.1), ("gathering", "bucket 1", 1.1, 1.2)]
+    publisher = SimpleNamespace(last=Publication(3, parts=parts))
+    rollouts = Rollouts(SimpleNamespace(engine=SimpleNamespace(publisher=publisher)))
+    assert rollouts.waits_for("publish") == "", "a rank without rollouts"
+    rollouts.process = SimpleNamespace(standstill=lambda: "control: 1; the oldest: /x to http://n1 for 9.0 s")
+    published = "the publication of version 3 (ended last: gathering, bucket 1)"
+    under_way = "control: 1; the oldest: /x to http://n1 for 9.0 s"
+    assert rollouts.waits_for("publish") == f"{published}; {under_way}"
+    assert rollouts.waits_for("rollout") == under_way and rollouts.waits_for("update") == ""
