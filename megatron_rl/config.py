@@ -353,7 +353,12 @@ class RolloutConfig:
     """
     server_args: list[str] = field(default_factory=list)
     """Further command-line arguments of each started server."""
-    api_key: str = ""
+    token_file: str = ""
+    """File of mode 600 with the token that the servers ask for; made where there is none.
+
+    Empty: `token` in run.folder, or with a registry RUN.token there. Servers that a user starts are given the same file
+    (`megatron-rl serve --token-file`); one with SGLang's --api-key expects that key to be in it.
+    """
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its

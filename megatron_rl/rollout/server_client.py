@@ -146,7 +146,7 @@ class ServerClient:
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
         try:
             async with self._session.request(
-                method, self.url + endpoint, data=data, headers=headers, timeout=timeout
+                method, self.url + endpoint, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 status, content = answer.status, await answer.read()
         except TimeoutError as error:
@@ -157,7 +157,8 @@ class ServerClient:
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:
             kind = NotFound if status == 404 else RequestRefused
-            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
+            hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
+            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}")
         return content
 
     async def call_json(

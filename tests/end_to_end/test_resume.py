@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kills import served_by
 from ranks import run_ranks
 from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
@@ -31,7 +32,7 @@ def server(tmp_path_factory):
     """One server outlives all these runs, which start in a second each then."""
     model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
     with Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True) as servers:
-        yield f"rollout.servers=[{servers.urls[0]}]"
+        yield served_by(servers)
 
 
 def experiment(config, overrides, resume):
@@ -40,7 +41,7 @@ def experiment(config, overrides, resume):
 
 
 def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
-    run_ranks(ranks, experiment, config, (server, f"run.folder={folder}", *overrides), resume)
+    run_ranks(ranks, experiment, config, (*server, f"run.folder={folder}", *overrides), resume)
 
 
 @pytest.fixture(scope="module")

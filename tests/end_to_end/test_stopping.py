@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, start_ranks
+from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, served_by, start_ranks
 from training_runs import COUNT, ROOT, environment, steps_of
 
 from megatron_rl.config import load_config
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     with one_server(folder / "servers") as server:
-        settings = (f"rollout.servers=[{server.urls[0]}]", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
+        settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
         settings += (*SMALL, "run.checkpoint_every_steps=100")
         (folder / "whole").mkdir()
         run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings))

@@ -12,6 +12,7 @@ from megatron_rl.rollout import sglang as client_module
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.types import LLMRequest
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
+from tests.servers.run_tokens import TOKEN
 from tests.servers.scripted_server import counting
 from tests.servers.tiny_model import make_tokenizer
 
@@ -330,11 +331,21 @@ def test_seed_is_sent_only_where_there_is_one(scripted, connect):
     assert 0 <= seeds[1] < 2**63
 
 
-def test_api_key_is_sent(scripted, connect):
-    server = scripted(api_key="secret")
-    assert ask(connect(server.url, api_key="secret"), max_new_tokens=1).output_len == 1
-    with pytest.raises(ValueError, match=f"{server.url}/server_info: HTTP 401: Unauthorized"):
-        connect(server.url, api_key="wrong")
+def test_token_is_sent_and_another_one_is_refused_by_name(scripted, connect, tmp_path):
+    server = scripted(api_key=TOKEN)
+    assert ask(connect(server.url), max_new_tokens=1).output_len == 1
+    with pytest.raises(ValueError, match=f"{server.url}/server_info: HTTP 401: Unauthorized; .*rollout.token_file"):
+        connect(server.url, token_file=str(tmp_path / "another"))
+
+
+def test_token_is_not_carried_to_where_a_server_points(scripted, connect):
+    pointing, elsewhere = scripted(), scripted(api_key=TOKEN)
+    pointing.answers["/pause_generation"] = lambda _: web.Response(
+        status=307, headers={"Location": f"{elsewhere.url}/pause_generation"}
+    )
+    engine = connect(pointing.url)
+    engine.pause()
+    assert pointing.controls()[0] == "/pause_generation" and elsewhere.calls == []
 
 
 # Control

@@ -22,6 +22,7 @@ from tests.servers.reference import (
     reference_logprobs_on_old_keys,
     weight_group,
 )
+from tests.servers.run_tokens import AUTHORIZED
 from tests.servers.tiny_model import make_tokenizer
 
 PROMPT = [11, 200, 37, 5]
@@ -43,7 +44,7 @@ def ask(engine, prompt, **gconfig):
 
 
 async def versions_said(url):
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=AUTHORIZED) as session:
         said = {}
         for endpoint in ("/server_info", "/model_info"):
             async with session.get(url + endpoint) as answer:

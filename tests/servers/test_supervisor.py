@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving import supervisor as supervisor_module
 from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor, is_healthy
 
@@ -108,7 +109,8 @@ def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path,
         (url,), pid = supervisor.urls, supervisor._servers[0].process.pid
         os.kill(pid, signal.SIGKILL)
         healthy_pid(supervisor, url, other_than=pid)
-        with urllib.request.urlopen(f"{url}/model_info", timeout=5) as answer:
+        token = {"Authorization": f"Bearer {token_in(supervisor.token_file)}"}  # the same one
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/model_info", headers=token), timeout=5) as answer:
             assert json.load(answer)["weight_version"] == "none"
         # Both lives are in one log, so the first death can still be read.
         log = (tmp_path / "server-0.log").read_text()
@@ -189,15 +191,16 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     supervisor = Supervisor(
-        config(backend="sglang", api_key="k"),
+        config(backend="sglang"),
         "model",
         tmp_path,
         dummy_weights=True,
         threads_per_server=2,
     )
     command = " ".join(supervisor._sglang_command(1234))
-    assert "-m sglang.launch_server --model-path model --host 127.0.0.1 --port 1234" in command
-    assert "--weight-version none" in command and "--api-key k" in command
+    started = f"-m megatron_rl.serving.sglang_launch --token-file {tmp_path}/token --model-path model"
+    assert f"{started} --host 127.0.0.1 --port 1234" in command
+    assert "--weight-version none" in command and "api-key" not in command
     assert "--device cpu" in command and "--load-format dummy" in command
     environment = supervisor._environment(0)
     assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]

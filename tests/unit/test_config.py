@@ -80,7 +80,7 @@ OUR_KEYS = {
         "server_restarts",
         "health_timeout_s",
         "server_args",
-        "api_key",
+        "token_file",
         "max_concurrent_episodes",
         "max_staleness",
         "stale",
