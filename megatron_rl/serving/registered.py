@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import Lease, Registration
-from megatron_rl.serving.server import add_run_arguments, check_run_arguments
+from megatron_rl.serving.server import add_run_arguments, check_run_arguments, token_file_of
 from megatron_rl.serving.supervisor import Supervisor
 
 
@@ -45,10 +45,11 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
     ended, reason = threading.Event(), []
     try:
+        args.token_file = token_file_of(args) or args.log_folder / "token"
         check_run_arguments(args)
         config = RolloutConfig(
             backend=args.backend,
-            token_file=str(args.token_file or ""),
+            token_file=str(args.token_file),
             server_args=server_args,
             server_restarts=args.restarts,
             start_timeout_s=args.start_timeout_s,
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> None:
     )
     with supervisor:
         url = supervisor.urls[0]
-        print(f"{supervisor.backend} rollout server ready at {url}", flush=True)
+        print(f"{supervisor.backend} rollout server ready at {url}; its token is in {args.token_file}", flush=True)
         if args.register is None:
             ended.wait()
         else:

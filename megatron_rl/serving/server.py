@@ -45,7 +45,8 @@ from megatron_rl.serving.weight_endpoints import DTYPES, WeightEndpoints
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = "0.5.21"
-MAX_BODY_BYTES = 256 * 1024**2
+MAX_BODY_BYTES = 32 * 1024**2
+"""Of a request but one that brings weights; dozens of prompts of the longest context."""
 CPU_CONTEXT_LENGTH = 4096
 HEALTH_TIMEOUT_S = 20.0
 CACHE_SHARE = 0.3
@@ -415,21 +416,21 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_run_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for a registration that no trainer could use, or a server that others reach and nobody guards.
-
-    Sets the token file of a server that registers and is given none.
-    """
+    """Raise ValueError for a registration that no trainer could use, or a server that all reach and nobody guards."""
     if (args.register is not None) != bool(args.run):
         raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
     if args.register is not None and args.host in ("0.0.0.0", "::"):
         raise ValueError(f"--host {args.host}: must be an address that the trainer reaches, as it is registered")
-    if args.register is not None and args.token_file is None:
-        args.token_file = registered_token_file(args.register, args.run)
-    if args.token_file is None and not is_loopback(args.host):
+    if token_file_of(args) is None and not is_loopback(args.host):
         raise ValueError(
             f"--host {args.host}: other hosts reach this server, which then needs a token; add --token-file FILE, and "
             f"name that file in the trainer's rollout.token_file. Without a token a server listens on 127.0.0.1."
         )
+
+
+def token_file_of(args: argparse.Namespace) -> Path | None:
+    own = registered_token_file(args.register, args.run) if args.register is not None else None
+    return args.token_file or own
 
 
 def is_loopback(host: str) -> bool:
@@ -446,7 +447,8 @@ def main(argv: list[str] | None = None) -> None:
         watch_parent(args.parent_pid)
     try:
         check_run_arguments(args)
-        token = None if args.token_file is None else token_in(args.token_file, key="--token-file")
+        token_file = token_file_of(args)
+        token = None if token_file is None else token_in(token_file, key="--token-file")
         server = build_server(args.model, args)
     except ValueError as error:
         raise SystemExit(f"rollout server: {error}") from None

@@ -99,7 +99,7 @@ def test_replies_whose_rewards_never_came_are_not_generated_again(tmp_path, monk
     with one_server(tmp_path / "servers") as server:
         overrides = (f"run.folder={folder}", *served_by(server), "warm_start.updates=0", *SMALL)
         overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=1", "rollout.journal_replies=true")
-        overrides += ("rollout.workflow=third_step:RewardsHangFromTheThirdStepOn",)
+        overrides += ("run.import_from=[third_step]", "rollout.workflow=third_step:RewardsHangFromTheThirdStepOn")
         (pid,) = start_ranks(1, experiment, overrides, output)
         replies = lambda: dict(Counter(e["key"] for e in events(folder) if e["event"] == "replied"))  # noqa: E731
         # Of the third step's prompts and those that are sampled ahead, all four replies each.

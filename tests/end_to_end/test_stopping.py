@@ -82,7 +82,8 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     settings, expected = settings
     folder = tmp_path / "run"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *settings, "rollout.workflow=third_step:StuckInTheThirdStep")
+    overrides = (f"run.folder={folder}", *settings, "run.import_from=[third_step]")
+    overrides += ("rollout.workflow=third_step:StuckInTheThirdStep",)
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=8")
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)

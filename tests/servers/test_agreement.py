@@ -128,7 +128,7 @@ def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
 
 GRPO = (
     *("model.init=hf", "warm_start.updates=0", "data.evaluation=", "run.save_at_end=false"),
-    *(f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
+    *(f"run.import_from=[{__name__}]", f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
 )
 
 

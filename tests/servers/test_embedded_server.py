@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
+from megatron_rl.serving.server import MAX_BODY_BYTES
 from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
 from tests.servers.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
@@ -281,6 +282,28 @@ def test_chat_answers_with_text_and_meta_info(server):
 def test_bad_bodies_are_refused_with_the_field_and_the_rule(server, body, message):
     response = server.post("/generate", json=None, data=body if isinstance(body, bytes) else json.dumps(body))
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_what_is_too_large_is_refused_and_the_server_lives_on(server):
+    too_many = {"input_ids": [[1]] * 4097, "sampling_params": {"max_new_tokens": 1}}
+    twice = {"input_ids": [[1]] * 2, "sampling_params": {"max_new_tokens": 1, "n": 2049}}
+    for body, message in (
+        (too_many, "4097 prompts: a call may ask for 4096 samples in all"),
+        (twice, "2 prompts: a call may ask for 4096 samples in all"),
+        ({"input_ids": [-1] * CONTEXT}, f"The input ({CONTEXT} tokens) is longer than"),
+    ):
+        refused = server.post("/generate", body)
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    large = b" " * (MAX_BODY_BYTES + 1)
+    for path in ("/generate", "/pause_generation", "/update_weights_from_tensor"):
+        assert server.post(path, json=None, data=large).status_code == 413, path
+    # One that brings weights may be larger, and is read as what it should be.
+    server.ok("/begin_weight_update")
+    refused = server.post("/update_weights_from_delta", json=None, data=large)
+    assert refused.status_code == 400 and "delta" in refused.json()["message"]
+    # aiohttp's own bound of a header field.
+    assert server.get("/server_info", headers=AUTHORIZED | {"X": "x" * 100_000}).status_code == 400
+    server.generate()
 
 
 def test_unknown_paths_and_methods_answer_in_json(server):

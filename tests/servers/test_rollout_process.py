@@ -45,6 +45,7 @@ class Run:
     def config(self, *overrides):
         settings = (f"model.path={self.model}", f"run.folder={self.folder}", "generation.max_new_tokens=6")
         settings += ("generation.n_samples=2", "rollout.request_timeout_s=30", f"rollout.token_file={TOKEN_FILE}")
+        settings += ("run.import_from=[own_rewards]",)
         return load_config(ROOT / "configs/count_grpo.yaml", [*settings, *overrides])
 
     def start(self, urls, *overrides, lock=None):

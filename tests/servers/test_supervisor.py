@@ -10,6 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.config import RolloutConfig
@@ -139,6 +140,29 @@ def test_server_that_failed_is_replaced_and_one_that_is_dead_already_is_not_kill
         while "is given up" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
     assert "was killed: its weights are wrong and is given up" in caplog.text
+
+
+def shown_to_others(pid):
+    """What every user of the host, or the owner alone, sees of a process and its children."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return " ".join(f"{process.cmdline()} {process.environ()}" for process in processes)
+
+
+def test_started_server_listens_for_this_host_alone_and_shows_its_token_to_nobody(tiny_model, tmp_path):
+    with Supervisor(config(), tiny_model, tmp_path) as supervisor:
+        (server,), token = supervisor._servers, token_in(supervisor.token_file)
+        listening = [c.laddr for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"]
+        assert [(a.ip, f"http://127.0.0.1:{a.port}") for a in listening] == [("127.0.0.1", server.url)]
+        assert str(supervisor.token_file) in shown_to_others(server.process.pid)
+        assert token not in shown_to_others(server.process.pid)
+        assert token not in server.log.read_text()
+
+
+def test_server_is_not_started_with_a_token_that_others_may_read(tiny_model, tmp_path):
+    (tmp_path / "token").write_text("x" * 40)
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(ValueError, match=f"rollout.token_file = '{tmp_path}/token': has mode 644"):
+        Supervisor(config(), tiny_model, tmp_path).start()
 
 
 def test_stopped_servers_are_gone_and_nobody_is_alarmed(tiny_model, tmp_path):

@@ -98,6 +98,7 @@ OUR_KEYS = {
     "warm_start": ["updates", "prompts_per_update", "lr", "stop_at_reward", "check_every_updates", "folder"],
     "run": [
         "folder",
+        "import_from",
         "seed",
         "steps",
         "evaluate_every_steps",
@@ -203,8 +204,8 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("batch.prompt_per_step=4", r"batch.prompt_per_step = 4: unknown key; did you mean batch.prompts_per_step\?"),
         ("algo.clip=0.2", "algo.clip = 0.2: unknown key; did you mean algo.clip_"),
         ("optimiser.lr=1", r"optimiser = .*: unknown key; did you mean optimizer\?"),
-        ("run.zzz=1", "run.zzz = 1: unknown key; the keys here are folder, seed, steps"),
-        ("run=3", "run = 3: must be a section with keys folder, seed"),
+        ("run.zzz=1", "run.zzz = 1: unknown key; the keys here are folder, import_from, seed"),
+        ("run=3", "run = 3: must be a section with keys folder, import_from"),
         ("run.steps", "override 'run.steps': must be key=value"),
         # The type is wrong.
         ("batch.prompts_per_step=many", "batch.prompts_per_step = 'many': .*many.*; correct it in"),
@@ -262,6 +263,9 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("correction.alarm=-1", "correction.alarm = -1.0: must be at least 0"),
         ("rollout.workflow=RLVR", "rollout.workflow = 'RLVR': must be an import path package.module:name"),
         ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
+        ("run.import_from=[my-project]", r"run.import_from = \['my-project'\]: each must be a module's name"),
+        ("run.import_from=[rewards.py:length]", "run.import_from = .*each must be a module's name"),
+        ("rollout.server_args=[--admin-api-key=k]", "rollout.server_args = '...': names a key, .*rollout.token_file"),
         ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
         ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
         ("rollout.publication=rdma", "rollout.publication = 'rdma': must be group, ipc, delta or disk"),
