@@ -38,9 +38,9 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "override,parts",
     [
-        ("rollout.reward=no.such:thing", ["module no.such is not in megatron_rl", "set run.import_from=[no]"]),
-        ("rollout.workflow=no.such:thing", ["rollout.workflow = 'no.such:thing'", "run.import_from = []"]),
-        ("data.evaluation=no.such:thing", ["data.evaluation = 'no.such:thing'", "run.import_from = []"]),
+        ("rollout.reward=absent.module:thing", ["module absent.module is not in megatron_rl", "set run.import_from=[absent]"]),
+        ("rollout.workflow=absent.module:thing", ["rollout.workflow = 'absent.module:thing'", "run.import_from = []"]),
+        ("data.evaluation=absent.module:thing", ["data.evaluation = 'absent.module:thing'", "run.import_from = []"]),
         ("rollout.reward=megatron_rl.rollout.rewards:nothing", ["has no 'nothing'", "check the name"]),
         ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "has no 'Nothing'"]),
         ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
@@ -57,8 +57,8 @@ def test_what_cannot_be_found_is_named(override, parts):
 
 
 def test_declared_module_that_cannot_be_found_is_named():
-    message = refused("rollout.reward=no.such:thing", "run.import_from=[no]")
-    for part in ("rollout.reward = 'no.such:thing'", "cannot be imported", "PYTHONPATH"):
+    message = refused("rollout.reward=absent.module:thing", "run.import_from=[absent]")
+    for part in ("rollout.reward = 'absent.module:thing'", "cannot be imported", "PYTHONPATH"):
         assert part in message, message
 
 
