@@ -38,7 +38,7 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "override,parts",
     [
-        ("rollout.reward=absent.module:thing", ["module absent.module is not in megatron_rl", "set run.import_from=[absent]"]),
+        ("rollout.reward=absent.module:thing", ["absent.module is not in megatron_rl", "set run.import_from=[absent]"]),
         ("rollout.workflow=absent.module:thing", ["rollout.workflow = 'absent.module:thing'", "run.import_from = []"]),
         ("data.evaluation=absent.module:thing", ["data.evaluation = 'absent.module:thing'", "run.import_from = []"]),
         ("rollout.reward=megatron_rl.rollout.rewards:nothing", ["has no 'nothing'", "check the name"]),
