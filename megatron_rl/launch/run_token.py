@@ -14,8 +14,10 @@ import secrets
 import stat
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_rl.config import RolloutConfig, TrainConfig
+if TYPE_CHECKING:
+    from megatron_rl.config import RolloutConfig, TrainConfig
 
 MAX_BYTES = 4096
 FORM = re.compile(r"[!-~]{16,}")

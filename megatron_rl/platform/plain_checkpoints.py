@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, default_planner, filesystem
 
 CHECKPOINT_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
-FUNCTIONS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+FUNCTIONS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
     *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # numpy's random state
