@@ -62,6 +62,21 @@ def test_declared_module_that_cannot_be_found_is_named():
         assert part in message, message
 
 
+def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
+    (tmp_path / "my_task.py").write_text(
+        "def short(completions, **data): return -float(len(completions))\n"
+        "def numbers(count): return [{'prompt': f'{n:b}?'} for n in range(count)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("rollout.reward=my_task:short", "data.train=my_task:numbers", "data.train_args={count: 5}")
+    assert "set run.import_from=[my_task]" in refused(*own)
+    config = load_config(
+        ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *own, "run.import_from=[my_task]"]
+    )
+    _, train, _ = check(config)
+    assert [prompt["prompt"] for prompt in train] == ["0?", "1?", "10?", "11?", "100?"]
+
+
 def test_empty_data_set_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     message = refused(f"data.train={tmp_path}/empty.jsonl")
