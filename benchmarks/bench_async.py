@@ -147,6 +147,7 @@ def train_and_measure(settings: dict) -> None:
         "warm_start.folder": "",
         "generation.n_samples": SAMPLES,
         "generation.max_new_tokens": LONGEST,
+        "run.import_from": "[fixed_lengths]",
         "rollout.workflow": "fixed_lengths:FixedLengths",
         "rollout.servers": json.dumps(settings["servers"]),
         "rollout.max_staleness": settings["eta"],

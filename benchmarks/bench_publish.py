@@ -77,6 +77,7 @@ def servers(count: int, folder: Path, *, checked: bool) -> Iterator[list[str]]:
         ready = folder / f"{'checked' if checked else 'unchecked'}-{number}-of-{count}.url"
         start = ["-m", "megatron_rl.serving.server"] if checked else ["-c", UNCHECKED]
         options = [str(MODEL), "--port", "0", "--ready-file", str(ready), "--load-format", "dummy"]
+        options += ["--token-file", str(folder / "token")]
         command = [sys.executable, *start, *options, "--parent-pid", str(os.getpid())]
         started.append((subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL), ready))
     try:
@@ -170,7 +171,7 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
     specs = engine.export().specs
     buckets = [sum(spec.nbytes for spec in bucket) for bucket in plan_buckets(specs, bucket_bytes)]
     nbytes = sum(buckets)
-    config = RolloutConfig()
+    config = RolloutConfig(token_file=str(folder / "token"))
     with (
         servers(count, folder, checked=True) as checked,
         servers(count, folder, checked=False) as unchecked,

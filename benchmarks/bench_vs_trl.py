@@ -48,6 +48,7 @@ def run_ours(data: Path, folder: Path, args: argparse.Namespace) -> list[dict[st
     overrides = {
         "model.path": args.model.resolve(),
         "rollout.backend": "embedded",
+        "run.import_from": "[fixed_lengths]",
         "rollout.workflow": "fixed_lengths:FixedLengths",
         "data.train": data,
         "data.train_args": "{}",

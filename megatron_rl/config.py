@@ -353,7 +353,12 @@ class RolloutConfig:
     """
     server_args: list[str] = field(default_factory=list)
     """Further command-line arguments of each started server."""
-    api_key: str = ""
+    token_file: str = ""
+    """File of mode 600 with the token that the servers ask for; made where there is none.
+
+    Empty: `token` in run.folder, or with a registry RUN.token there. Servers that a user starts are given the same file
+    (`megatron-rl serve --token-file`); one with SGLang's --api-key expects that key to be in it.
+    """
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
@@ -408,6 +413,11 @@ class RolloutConfig:
                 "must be empty where rollout.servers names them; give one of the two",
             ),
             server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
+            server_args=(
+                "..." if (names_key := any("api-key" in argument for argument in self.server_args)) else "",
+                not names_key,
+                "names a key, which every user of the host could see; put it into the file rollout.token_file",
+            ),
             publication=(
                 self.publication,
                 self.publication in ("group", "ipc", "delta", "disk")
@@ -498,6 +508,11 @@ class WarmStartConfig:
 class RunConfig:
     folder: str = "runs/default"
     """Where metrics, report and weights are written."""
+    import_from: list[str] = field(default_factory=list)
+    """Packages or modules beside megatron_rl from which rollout.workflow, rollout.reward and data may be imported.
+
+    A module of your own, such as my_rewards.py in a folder on PYTHONPATH: [my_rewards].
+    """
     seed: int = 1
     steps: int = 100
     evaluate_every_steps: int = 0
@@ -520,6 +535,11 @@ class RunConfig:
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 
     def __post_init__(self) -> None:
+        wrong = [name for name in self.import_from if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name)]
+        check(
+            "run",
+            import_from=(self.import_from, not wrong, "each must be a module's name, e.g. my_project or my.rewards"),
+        )
         for key in ("grace_s", "phase_timeout_s"):
             value = getattr(self, key)
             check("run", **{key: (value, value > 0, "must be above 0 seconds")})

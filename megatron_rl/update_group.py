@@ -6,6 +6,7 @@ Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5
 
 import hashlib
 import math
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +24,8 @@ def join_update_group(
 ) -> dist.ProcessGroup:
     """Join the group `name`; blocks until all `world_size` ranks have joined, or raises after `timeout_s`.
 
-    Rank 0 hosts the TCP store at `address:port`. Works with or without a default process group and never becomes it.
-    `timeout_s` is also the deadline of every later collective of the group.
+    Rank 0 hosts the TCP store at `address:port`, and at no other address of its host. Works with or without a default
+    process group and never becomes it. `timeout_s` is also the deadline of every later collective of the group.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"update group {name}: rank = {rank} must lie in [0, world_size = {world_size})")
@@ -33,7 +34,11 @@ def join_update_group(
     timeout = timedelta(seconds=timeout_s)
     # The store of torch's tcp:// rendezvous, made directly: under torchrun, rendezvous() would look for the store of
     # torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) and rank 0 would host none.
-    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+    # Left to itself it would listen on every address of the host.
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
+    store = dist.TCPStore(
+        address, port, world_size, rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+    )
     group, _ = c10d._new_process_group_helper(
         world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
     )

@@ -32,6 +32,7 @@ from megatron_rl import platform
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
+COMMON = "common.pt"
+"""Upstream's file of what every rank has alike."""
 WRITER_NICENESS = 10
 """Training comes first where writers share its cores."""
 SCHEDULE_KEYS = {
@@ -253,11 +256,15 @@ def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_c
     """Restore a checkpoint in this or another layout; all ranks call it.
 
     ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more, or another
-    schedule. RuntimeError names a file that is not as it was written; `is_checked` says that the caller has looked.
+    schedule. RuntimeError names a file that is not as it was written, or code that it holds; `is_checked` says that the
+    caller has looked at the files.
     """
-    common = (
-        dist_checkpointing.load_common_state_dict(str(path)) if is_checked else open_checkpoint(path, engine.groups)
-    )
+    with refusing_code(path):
+        _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
+
+
+def _load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_checked: bool) -> None:
+    common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
     if not with_optimizer:
         state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
         _load_models(engine, state)
@@ -303,6 +310,12 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
         )
     for fault in manifest.faults_for_all(path, groups):
         raise RuntimeError(f"checkpoint {str(path)!r}: {fault}; copy it again, or take an earlier checkpoint.")
+    return _common_state(path)
+
+
+def _common_state(path: Path) -> dict[str, Any]:
+    """The unsharded state, as data: versions of megatron.core differ in what they would let a pickle do here."""
+    check_objects(path / COMMON)
     return dist_checkpointing.load_common_state_dict(str(path))
 
 

@@ -39,6 +39,7 @@ from megatron_rl.engine.checkpoint import (
 )
 from megatron_rl.engine.model import build_chunks, transformer_config
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.plain_checkpoints import refusing_code
 from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
@@ -71,7 +72,8 @@ def convert_folder(
     target.parent.mkdir(parents=True, exist_ok=True)
     with _layout_of_one() as groups, torch.no_grad():
         if is_to_hf:
-            _to_hf(source, target, groups, say, shard_bytes)
+            with refusing_code(source):
+                _to_hf(source, target, groups, say, shard_bytes)
             return f"{target}: Hugging Face folder"
         _to_checkpoint(source, target, groups, say)
         return f"{target}: checkpoint"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
-from megatron_rl.rollout.import_path import make_workflow, resolve
+from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.prompts import load_prompts
 from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
 from megatron_rl.weights.architecture import Architecture, read_architecture
@@ -34,12 +34,13 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
                 f"0; give a sequence classification model with one label."
             )
     tokenizer = load_tokenizer(config.model.path)
-    resolve(config.rollout.reward, key="rollout.reward")
     make_workflow(config, tokenizer, config.generation)
-    train = load_prompts(config.data.train, config.data.train_args, key="data.train")
+    allowed = config.run.import_from
+    train = load_prompts(config.data.train, config.data.train_args, key="data.train", import_from=allowed)
     held_out = []
     if config.data.evaluation:
-        held_out = load_prompts(config.data.evaluation, config.data.evaluation_args, key="data.evaluation")
+        source, args = config.data.evaluation, config.data.evaluation_args
+        held_out = load_prompts(source, args, key="data.evaluation", import_from=allowed)
     for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
         prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
     return tokenizer, train, held_out

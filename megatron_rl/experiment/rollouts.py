@@ -19,6 +19,7 @@ from megatron_rl.api import NoServerLeft
 from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.launch import watch
 from megatron_rl.launch.registry import wait_for_servers
+from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.types import TrajectoryBatch
@@ -78,7 +79,7 @@ class Rollouts:
     def _start_servers(self) -> list[str]:
         x, config = self.x, self.x.config
         self.supervisor = Supervisor(
-            config.rollout,
+            servers_of(config),
             config.model.path,
             x.folder / "servers",
             dtype=config.model.dtype,

@@ -84,8 +84,11 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
     for path in sorted(folder.glob("*.json")):
         try:
             with path.open() as lines:  # opened, so that NFS asks for its age again
-                raw, written = json.load(lines), os.fstat(lines.fileno()).st_mtime
-            if (raw["run"], raw["protocol"]) == (run, PROTOCOL) and now - written <= raw["lease_s"]:
+                found = os.fstat(lines.fileno())
+                if found.st_uid != os.geteuid():  # who would be sent the run's token
+                    raise ValueError(f"it belongs to user {found.st_uid}")
+                raw = json.load(lines)
+            if (raw["run"], raw["protocol"]) == (run, PROTOCOL) and now - found.st_mtime <= raw["lease_s"]:
                 urls.append(str(raw["url"]))
         except FileNotFoundError:  # it has just left
             pass

@@ -34,11 +34,11 @@ def plan_text(
 def measure_prompts(config: TrainConfig) -> PromptTokens:
     """Tokenise the experiment's prompts. ValueError where one and its longest reply exceed the model's context."""
     context = read_architecture(config.model.path).max_positions
-    tokenizer, data = load_tokenizer(config.model.path), config.data
-    train = load_prompts(data.train, data.train_args, key="data.train")
+    tokenizer, data, allowed = load_tokenizer(config.model.path), config.data, config.run.import_from
+    train = load_prompts(data.train, data.train_args, key="data.train", import_from=allowed)
     lengths = prompt_lengths("data.train", train, tokenizer, config.generation, context=context)
     held_out = []
     if data.evaluation:
-        prompts = load_prompts(data.evaluation, data.evaluation_args, key="data.evaluation")
+        prompts = load_prompts(data.evaluation, data.evaluation_args, key="data.evaluation", import_from=allowed)
         held_out = prompt_lengths("data.evaluation", prompts, tokenizer, config.generation, context=context)
     return PromptTokens.of(lengths, held_out=len(held_out))

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.platform.plain_checkpoints import read_as_data
+
 
 def no_jit_fuser(module: ModuleType) -> None:
     """Without CUDA `jit_fuser` would compile small functions with inductor at every start.
@@ -91,7 +93,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 class _ResultsFile:
-    """A queue from forked writers to their parent: a nameless file that only grows."""
+    """A queue from forked writers to their parent: a nameless file that only grows, and that nobody else can open."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(buffering=0)
@@ -126,4 +128,5 @@ FIXES = {
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
     "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
+    "megatron.core.dist_checkpointing.strategies.torch": read_as_data,
 }

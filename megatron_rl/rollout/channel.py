@@ -2,6 +2,9 @@
 
 One side calls, the other serves. A frame is what pickle makes of a message, followed by the bytes of its tensors. A
 Future in an answer becomes one on the caller's side, which ends as its original does; to cancel it cancels both.
+
+What is unpickled here comes from the trainer or the child that it started, over a pair of sockets that have no name
+which anyone else could connect to. What servers answer never comes this way but as checked numbers and text.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import aiohttp
 from megatron_rl.api import HeldWeights, NoServerLeft
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import registered_urls
+from megatron_rl.launch.run_token import token_in
 from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.router import Router, check_versions
@@ -50,7 +51,7 @@ class Fleet:
         spans: Spans | None = None,
     ) -> None:
         """With a run's name, that run's servers in the registry are the fleet's, also those that come later."""
-        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self.config, self._spans = config, spans or Spans()

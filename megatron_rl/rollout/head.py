@@ -18,6 +18,7 @@ import torch
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import GenerationConfig
+from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.books import HeadBooks
 from megatron_rl.rollout.channel import Wire, serve
@@ -49,7 +50,7 @@ class RolloutHead:
         # The head that publishes watches the registry; others learn from it which servers there are.
         run_name = folder.name if config.rollout.registry and place.head == 0 else ""
         self.engine = RemoteSGLangEngine(
-            config.rollout, seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
+            servers_of(config), seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
         )
         self._standstill = Standstill(folder / "hang" / f"rollout-{place.head}.txt", self.engine.spans)
         self.tokenizer = load_tokenizer(config.model.path)

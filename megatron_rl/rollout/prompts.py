@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ FORMS = ("input_ids", "prompt", "messages")
 RESERVED = ("prompt_index", "epoch")
 
 
-def load_prompts(source: str, args: dict[str, Any] | None = None, *, key: str) -> list[dict[str, Any]]:
+def load_prompts(
+    source: str, args: dict[str, Any] | None = None, *, key: str, import_from: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Return the prompts of a .jsonl file, or of the function `package.module:name` called with `args`.
 
-    `key` is the config key that `source` came from (`data.train`); errors name it. Raises ValueError.
+    `key` is the config key that `source` came from (`data.train`); errors name it. `import_from` is the config's
+    run.import_from. Raises ValueError.
     """
     args = args or {}
     if source.endswith(".jsonl"):
@@ -33,7 +36,7 @@ def load_prompts(source: str, args: dict[str, Any] | None = None, *, key: str) -
             )
         prompts = read_jsonl(source, key)
     else:
-        prompts = call_source(source, args, key)
+        prompts = call_source(source, args, key, import_from)
     if not prompts:
         raise ValueError(f"{key} = {source!r}: holds no prompts; give a source with at least one.")
     for number, prompt in enumerate(prompts, start=1):
@@ -60,8 +63,8 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     return prompts
 
 
-def call_source(source: str, args: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    function = resolve(source, key=key)
+def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequence[str]) -> list[dict[str, Any]]:
+    function = resolve(source, key=key, import_from=import_from)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

@@ -29,6 +29,10 @@ CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
 """Newest whose hash kernel was compared with what the trainer does."""
 FLUSH_POLL_S = 0.05
+MAX_ANSWER_BYTES = 256 * 1024**2
+"""More than the longest reply or a list of checksums takes."""
+MAX_MESSAGE = 1000
+"""Characters of a server's message that are shown."""
 REMEMBERED_VERSIONS = 256
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
 """Seconds in a reply's meta_info; SGLang gives the last one always, the others only with --enable-metrics."""
@@ -154,9 +158,9 @@ class ServerClient:
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
         try:
             async with self._session.request(
-                method, self.url + endpoint, data=data, headers=headers, timeout=timeout
+                method, self.url + endpoint, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
-                status, content = answer.status, await answer.read()
+                status, content = answer.status, await self._read(answer, endpoint)
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -165,8 +169,19 @@ class ServerClient:
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:
             kind = NotFound if status == 404 else RequestRefused
-            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
+            hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
+            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}")
         return content
+
+    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str) -> bytes:
+        """Return the body; ServerError for one that would fill this process's memory."""
+        pieces, size = [], 0
+        async for piece in answer.content.iter_any():
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
+                raise ServerError(f"{self.url}{endpoint}: answered more than {MAX_ANSWER_BYTES:,} bytes.")
+        return b"".join(pieces)
 
     async def call_json(
         self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
@@ -419,5 +434,5 @@ def message_of(content: bytes) -> str:
         error = answer.get("error", answer.get("message", answer))
         if isinstance(error, dict):
             error = error.get("message", error)
-        return str(error)
-    return str(answer)
+        return str(error)[:MAX_MESSAGE]
+    return str(answer)[:MAX_MESSAGE]

@@ -1,4 +1,4 @@
-"""What all endpoints share: reading bodies, SGLang's answer shapes, errors as JSON, the API key."""
+"""What all endpoints share: reading bodies, SGLang's answer shapes, errors as JSON, the token."""
 
 import asyncio
 import hmac
@@ -15,6 +15,12 @@ from megatron_rl.serving.request import Request
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
+"""Open to everyone."""
+GENERATION_PATHS = (
+    *("/generate", "/v1/chat/completions", "/v1/loads", "/v1/models"),
+    *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+)
+"""Open too where a server has no token; whatever is left changes the server or shows its weights."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -91,13 +97,23 @@ def error_answer(message: str, status: int) -> web.Response:
     return json_answer({"error": {"message": message}}, status)
 
 
-def require_key(api_key: str | None) -> Callable:
+def require_token(token: str | None) -> Callable:
+    """Refuse whoever does not send the token. A server that has none lets nobody change it."""
+
     @web.middleware
     async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
-        if api_key is not None and http.path not in OPEN_PATHS:
-            sent = http.headers.get("Authorization", "")
-            if not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
+        if http.path in OPEN_PATHS:
+            return await handler(http)
+        if token is not None:
+            sent = http.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
                 return json_answer({"error": "Unauthorized"}, 401)
+        elif http.path not in GENERATION_PATHS:
+            return error_answer(
+                f"{http.method} {http.path}: this server has no token and lets nobody change it; start it with "
+                f"--token-file FILE, and name the file in the trainer's rollout.token_file",
+                403,
+            )
         return await handler(http)
 
     return check

@@ -19,6 +19,8 @@ from megatron_rl.serving.answers import field, read_object, wait
 from megatron_rl.serving.batcher import Batcher
 from megatron_rl.serving.weight_endpoints import answer_refusals, weight_answer
 
+HEADER_BYTES = 64 * 1024
+"""More than an error or the head of a safetensors file of one tensor takes."""
 PEER_TIMEOUT_S = 60.0
 """How long a peer may take over one tensor."""
 
@@ -63,9 +65,10 @@ class PeerEndpoints:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=PEER_TIMEOUT_S, sock_read=PEER_TIMEOUT_S)
         count, being_written = 0, Future[None]()
         being_written.set_result(None)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as session:
             for name, own in self.batcher.model.parameters.items():
-                tensor = await self._fetch(session, url, {"name": name, "peer_version": version})
+                most = own.nbytes + HEADER_BYTES
+                tensor = await self._fetch(session, url, {"name": name, "peer_version": version}, most)
                 if (tensor.dtype, tensor.shape) != (own.dtype, own.shape):
                     raise ValueError(f"{name}: the peer's is {describe(tensor)} and this server's {describe(own)}")
                 await wait(being_written)  # the next one is on its way meanwhile
@@ -74,9 +77,12 @@ class PeerEndpoints:
         await wait(being_written)
         return weight_answer(True, f"Took {count} tensors of {url}.")
 
-    async def _fetch(self, session: aiohttp.ClientSession, url: str, body: dict[str, str]) -> Tensor:
+    async def _fetch(self, session: aiohttp.ClientSession, url: str, body: dict[str, str], most: int) -> Tensor:
+        """Ask for a tensor that takes `most` bytes at most."""
         try:
-            async with session.post(f"{url}/peer_tensor", json=body) as answer:
+            async with session.post(f"{url}/peer_tensor", json=body, allow_redirects=False) as answer:
+                if answer.content_length is None or answer.content_length > most:
+                    raise ValueError(f"peer_url = {url}: answered {answer.content_length} bytes, not {most} at most")
                 content = await answer.read()
                 if answer.status != 200:
                     raise ValueError(

@@ -49,6 +49,10 @@ _CHAT_SAMPLING = {
 }
 
 
+MAX_SAMPLES = 4096
+"""Of all prompts of one call."""
+
+
 @dataclass(frozen=True)
 class Limits:
     vocab_size: int
@@ -80,8 +84,10 @@ def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall
         raise ValueError(f"logprob_start_len = {start!r}: must be an integer >= -1")
     requests = []
     for i, prompt in enumerate(prompts):
-        _check_ids(prompt, limits.vocab_size)
+        _check_ids(prompt, limits)
         sampling = SamplingParams.parse(params[i], limits.vocab_size)
+        if len(requests) + sampling.n > MAX_SAMPLES:
+            raise ValueError(f"{len(prompts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
         requests += make_requests(prompt, sampling, rids[i], limits, text, start if return_logprob else -1)
     single = not batch and len(requests) == 1
     if stream and not single:
@@ -100,11 +106,6 @@ def make_requests(
         raise ValueError(f"rid = {rid!r}: must be a non-empty string")
     if params.stop and text is None:
         raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
-    if len(prompt) >= limits.context_length:
-        raise ValueError(
-            f"The input ({len(prompt)} tokens) is longer than the model's context length "
-            f"({limits.context_length} tokens)."
-        )
     if logprob_start > len(prompt):
         raise ValueError(f"logprob_start_len = {logprob_start}: must be at most the prompt's {len(prompt)} tokens")
     params = replace(params, max_new_tokens=min(params.max_new_tokens, limits.context_length - len(prompt)))
@@ -216,7 +217,7 @@ def parse_chat(body: Any, limits: Limits, text: Text | None) -> list[Request]:
         prompt = text.render(messages, options)
     sampling = {theirs: body[ours] for ours, theirs in _CHAT_SAMPLING.items() if body.get(ours) is not None}
     sampling.setdefault("max_new_tokens", limits.context_length)
-    _check_ids(prompt, limits.vocab_size)
+    _check_ids(prompt, limits)
     params = SamplingParams.parse(sampling, limits.vocab_size)
     return make_requests(prompt, params, body.get("rid"), limits, text, -1)
 
@@ -298,12 +299,16 @@ def _prompts(body: dict[str, Any], text: Text | None) -> tuple[list[list[int]], 
     return (ids if batch else [ids]), batch
 
 
-def _check_ids(ids: Any, vocab_size: int) -> None:
+def _check_ids(ids: Any, limits: Limits) -> None:
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids: must be a non-empty list of token ids")
+    if len(ids) >= limits.context_length:  # SGLang's words
+        raise ValueError(
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context_length} tokens)."
+        )
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"input_ids[{i}] = {token!r}: must be an integer in [0, {vocab_size})")
+        if type(token) is not int or not 0 <= token < limits.vocab_size:
+            raise ValueError(f"input_ids[{i}] = {token!r}: must be an integer in [0, {limits.vocab_size})")
 
 
 def _per_prompt(value: Any, count: int, batch: bool, name: str) -> list[Any]:

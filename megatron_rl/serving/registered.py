@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import Lease, Registration
-from megatron_rl.serving.server import add_registry_arguments, check_registry_arguments
+from megatron_rl.serving.server import add_run_arguments, check_run_arguments, token_file_of
 from megatron_rl.serving.supervisor import Supervisor
 
 
@@ -27,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--dtype", default="bfloat16", help="the trainer's model.dtype")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: weights come later")
-    parser.add_argument("--api-key", default="")
     parser.add_argument("--log-folder", type=Path, default=Path("."))
     parser.add_argument("--restarts", type=int, default=RolloutConfig.server_restarts)
     parser.add_argument("--start-timeout-s", type=float, default=RolloutConfig.start_timeout_s)
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         default=RolloutConfig.health_timeout_s,
         help="it is restarted where it generates nothing for so long; a publication must not take longer",
     )
-    add_registry_arguments(parser)
+    add_run_arguments(parser)
     return parser
 
 
@@ -46,10 +45,11 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
     ended, reason = threading.Event(), []
     try:
-        check_registry_arguments(args)
+        args.token_file = token_file_of(args) or args.log_folder / "token"
+        check_run_arguments(args)
         config = RolloutConfig(
             backend=args.backend,
-            api_key=args.api_key,
+            token_file=str(args.token_file),
             server_args=server_args,
             server_restarts=args.restarts,
             start_timeout_s=args.start_timeout_s,
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     )
     with supervisor:
         url = supervisor.urls[0]
-        print(f"{supervisor.backend} rollout server ready at {url}", flush=True)
+        print(f"{supervisor.backend} rollout server ready at {url}; its token is in {args.token_file}", flush=True)
         if args.register is None:
             ended.wait()
         else:

@@ -7,6 +7,7 @@ error is `{"error": {"message": ...}}`, and no body can stop the server. Start: 
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ import torch
 from aiohttp import web
 
 from megatron_rl.launch.registry import Lease, Registration
+from megatron_rl.launch.run_token import registered_token_file, token_in
 from megatron_rl.serving import protocol
 from megatron_rl.serving.answers import (
     answer_errors,
@@ -29,7 +31,7 @@ from megatron_rl.serving.answers import (
     raise_failed,
     read_json,
     read_object,
-    require_key,
+    require_token,
     wait,
 )
 from megatron_rl.serving.batcher import Batcher
@@ -43,7 +45,8 @@ from megatron_rl.serving.weight_endpoints import DTYPES, WeightEndpoints
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = "0.5.21"
-MAX_BODY_BYTES = 256 * 1024**2
+MAX_BODY_BYTES = 32 * 1024**2
+"""Of a request but one that brings weights; dozens of prompts of the longest context."""
 CPU_CONTEXT_LENGTH = 4096
 HEALTH_TIMEOUT_S = 20.0
 CACHE_SHARE = 0.3
@@ -69,8 +72,8 @@ class RolloutServer:
         replaced = path != self.options["model_path"]
         return path if replaced else self.options["served_model_name"] or path
 
-    def app(self, api_key: str | None = None) -> web.Application:
-        app = web.Application(middlewares=[answer_errors, require_key(api_key)], client_max_size=MAX_BODY_BYTES)
+    def app(self, token: str | None = None) -> web.Application:
+        app = web.Application(middlewares=[answer_errors, require_token(token)], client_max_size=MAX_BODY_BYTES)
         both = ("GET", "POST")
         for methods, path, handler in (
             (("POST", "PUT"), "/generate", self.generate),
@@ -309,7 +312,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
     )
-    options = {k: v for k, v in vars(args).items() if k not in ("api_key", "model", "ready_file", "register", "run")}
+    options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
     options |= {"model_path": str(folder), "dtype": str(dtype).removeprefix("torch."), "device": device.type}
     return RolloutServer(batcher, text, model_path=str(folder), options=options)
 
@@ -346,7 +349,7 @@ def watch_parent(pid: int) -> None:
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
 
 
-async def serve(server: RolloutServer, args: argparse.Namespace) -> None:
+async def serve(server: RolloutServer, args: argparse.Namespace, token: str | None) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -355,7 +358,7 @@ async def serve(server: RolloutServer, args: argparse.Namespace) -> None:
     thread = threading.Thread(target=batcher.run, name="batcher", daemon=True)
     thread.start()
     # Without a handler's cancellation, a client that hangs up would keep its request running.
-    runner = web.AppRunner(server.app(args.api_key), handler_cancellation=True, access_log=None, shutdown_timeout=2)
+    runner = web.AppRunner(server.app(token), handler_cancellation=True, access_log=None, shutdown_timeout=2)
     await runner.setup()
     listener = socket.create_server((args.host, args.port), backlog=1024)
     await web.SockSite(runner, listener).start()
@@ -394,24 +397,47 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--api-key", help="clients must send it as a bearer token")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     parser.add_argument("--ready-file", type=Path, help="the URL is written there once the server listens")
-    add_registry_arguments(parser)
+    add_run_arguments(parser)
     return parser
 
 
-def add_registry_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="clients must send the token in it, without which nobody may change the server; made where there is none. "
+        "The trainer's rollout.token_file. Default with --register: RUN.token there",
+    )
     parser.add_argument("--register", type=Path, metavar="FOLDER", help="the trainer's rollout.registry")
     parser.add_argument("--run", default="", help="the run that may use the server: the last part of its run.folder")
 
 
-def check_registry_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for a registration that no trainer could use."""
+def check_run_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for a registration that no trainer could use, or a server that all reach and nobody guards."""
     if (args.register is not None) != bool(args.run):
         raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
     if args.register is not None and args.host in ("0.0.0.0", "::"):
         raise ValueError(f"--host {args.host}: must be an address that the trainer reaches, as it is registered")
+    if token_file_of(args) is None and not is_loopback(args.host):
+        raise ValueError(
+            f"--host {args.host}: other hosts reach this server, which then needs a token; add --token-file FILE, and "
+            f"name that file in the trainer's rollout.token_file. Without a token a server listens on 127.0.0.1."
+        )
+
+
+def token_file_of(args: argparse.Namespace) -> Path | None:
+    own = registered_token_file(args.register, args.run) if args.register is not None else None
+    return args.token_file or own
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -420,11 +446,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.parent_pid is not None:
         watch_parent(args.parent_pid)
     try:
-        check_registry_arguments(args)
+        check_run_arguments(args)
+        token_file = token_file_of(args)
+        token = None if token_file is None else token_in(token_file, key="--token-file")
         server = build_server(args.model, args)
     except ValueError as error:
         raise SystemExit(f"rollout server: {error}") from None
-    asyncio.run(serve(server, args))
+    asyncio.run(serve(server, args, token))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.run_token import token_in
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +110,16 @@ class Supervisor:
     ) -> None:
         """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
         before the first request; after a restart too. `devices` gives each server its GPUs. `on_death` is called with
-        one line, from a thread of the supervisor, when the last server is given up.
+        one line, from a thread of the supervisor, when the last server is given up. Without config.token_file the
+        servers' token is in `folder`.
         """
         self.config, self.model_path, self.folder = config, Path(model_path), Path(folder)
         self.dtype, self.context_length = dtype, context_length
         self.weight_version, self.dummy_weights = weight_version, dummy_weights
         self.threads_per_server, self.host, self.devices = threads_per_server, host, devices
         self.on_death = on_death
+        self.token_file = Path(config.token_file or self.folder / "token")
+        """Made where there is none."""
         self.backend = choose_backend(config.backend)
         if devices is not None and len(devices) != config.server_count:
             raise ValueError(
@@ -146,8 +150,12 @@ class Supervisor:
             return all(server.is_ready and server.process.poll() is None for server in self._servers)
 
     def start(self) -> list[str]:
-        """Start the servers and return their URLs once all answer. RuntimeError shows the log of one that does not."""
+        """Start the servers and return their URLs once all answer.
+
+        RuntimeError shows the log of one that does not, ValueError says what is wrong with the token's file.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        token_in(self.token_file)
         self._stopping.clear()
         self._given_up.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -236,12 +244,21 @@ class Supervisor:
 
     def _embedded_command(self, ready_file: Path, port: int) -> list[str]:
         command = [sys.executable, "-m", "megatron_rl.serving.server", str(self.model_path), "--host", self.host]
+        command += ["--token-file", str(self.token_file)]
         command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
         return command + self._shared_arguments()
 
     def _sglang_command(self, port: int) -> list[str]:
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model_path)]
-        command += ["--host", self.host, "--port", str(port), *self._shared_arguments()]
+        command = [sys.executable, "-m", "megatron_rl.serving.sglang_launch", "--token-file", str(self.token_file)]
+        command += [
+            "--model-path",
+            str(self.model_path),
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+            *self._shared_arguments(),
+        ]
         if not torch.cuda.is_available():
             command += SGLANG_CPU_ARGS
         return command
@@ -253,8 +270,6 @@ class Supervisor:
             arguments += ["--context-length", str(self.context_length)]
         if self.dummy_weights:
             arguments += ["--load-format", "dummy"]
-        if self.config.api_key:
-            arguments += ["--api-key", self.config.api_key]
         return arguments
 
     def _environment(self, number: int) -> dict[str, str]:

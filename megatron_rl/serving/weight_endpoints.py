@@ -27,6 +27,8 @@ from megatron_rl.update_group import TensorSpec, join_update_group, leave_update
 
 INCOMPLETE = "incomplete"
 """The weight version after an update that broke on its way."""
+MAX_DELTA_BYTES = 128 * 1024**2
+"""A trainer sends parcels of about half of that."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -149,7 +151,7 @@ class WeightEndpoints:
     async def update_from_delta(self, http: web.Request) -> web.Response:
         """Change the weights that are held. SGLang has no such endpoint."""
         self._require_session("update_weights_from_delta")
-        body = await http.read()
+        body = await http.clone(client_max_size=MAX_DELTA_BYTES).read()
         write, version = await in_thread(lambda: changes(body, self.batcher.model))
         await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
         return weight_answer(True, "Succeeded to change the weights.")

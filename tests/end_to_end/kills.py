@@ -94,6 +94,11 @@ def one_server(folder: Path) -> Supervisor:
     return Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True)
 
 
+def served_by(server: Supervisor) -> tuple[str, str]:
+    """Return the settings of a run whose servers are there."""
+    return f"rollout.servers=[{server.urls[0]}]", f"rollout.token_file={server.token_file}"
+
+
 def experiment(overrides: tuple[str, ...]) -> None:
     os.chdir(ROOT)
     train(load_config(COUNT, list(overrides)), resume="auto")
@@ -234,7 +239,7 @@ def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
     """Kill runs at `points` points in all, of every mode about as often, at most 5 times each."""
     chance = random.Random(seed)
     with one_server(folder / "servers") as server:
-        settings = (f"rollout.servers=[{server.urls[0]}]", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
+        settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
         for number, (name, mode) in enumerate(MODES.items()):
             expected = uninterrupted(folder / f"{name}-whole", mode, settings) if mode.has_same_losses else None
             done, wanted = 0, points // len(MODES) + (number < points % len(MODES))

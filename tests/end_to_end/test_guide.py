@@ -20,7 +20,7 @@ MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
 
 def composed_loop(model: Path, folder: Path):
     """The guide's third step: compose rollout, actor and workflow; returns the batch, the stats and the new weights."""
-    config = RolloutConfig(backend="embedded")
+    config = RolloutConfig(backend="embedded", token_file=str(folder / "token"))
     ft_spec = FinetuneSpec(total_updates=1)
     actor = MegatronReinforceActor(
         config=EngineConfig(

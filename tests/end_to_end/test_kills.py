@@ -22,6 +22,7 @@ from kills import (
     one_server,
     partial_checkpoints,
     run_to_the_end,
+    served_by,
     soak,
     start_ranks,
 )
@@ -47,7 +48,7 @@ def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(tmp_
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
     with one_server(tmp_path / "servers") as server:
-        overrides = (f"run.folder={folder}", f"rollout.servers=[{server.urls[0]}]", "warm_start.updates=0", *SMALL)
+        overrides = (f"run.folder={folder}", *served_by(server), "warm_start.updates=0", *SMALL)
         overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=3")
         pids = start_ranks(2, experiment, overrides, output)
         wait_until((folder / "checkpoints" / "step-6").exists, output)
@@ -76,7 +77,7 @@ def test_a_checkpoint_that_one_rank_of_two_had_written_when_the_other_was_killed
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
     with one_server(tmp_path / "servers") as server:
-        overrides = (f"run.folder={folder}", f"rollout.servers=[{server.urls[0]}]", "warm_start.updates=0", *SMALL)
+        overrides = (f"run.folder={folder}", *served_by(server), "warm_start.updates=0", *SMALL)
         overrides += TENSOR
         pids = start_ranks(2, writes_slowly_on_the_second_rank, overrides, output)
         parts = lambda: {path.name for path in folder.glob("checkpoints/.step-4.*/.policy.partial/.sums-*")}  # noqa: E731
@@ -96,9 +97,9 @@ def test_replies_whose_rewards_never_came_are_not_generated_again(tmp_path, monk
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
     with one_server(tmp_path / "servers") as server:
-        overrides = (f"run.folder={folder}", f"rollout.servers=[{server.urls[0]}]", "warm_start.updates=0", *SMALL)
+        overrides = (f"run.folder={folder}", *served_by(server), "warm_start.updates=0", *SMALL)
         overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=1", "rollout.journal_replies=true")
-        overrides += ("rollout.workflow=third_step:RewardsHangFromTheThirdStepOn",)
+        overrides += ("run.import_from=[third_step]", "rollout.workflow=third_step:RewardsHangFromTheThirdStepOn")
         (pid,) = start_ranks(1, experiment, overrides, output)
         replies = lambda: dict(Counter(e["key"] for e in events(folder) if e["event"] == "replied"))  # noqa: E731
         # Of the third step's prompts and those that are sampled ahead, all four replies each.

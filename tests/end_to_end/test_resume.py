@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kills import served_by
 from ranks import run_ranks
 from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
@@ -31,7 +32,7 @@ def server(tmp_path_factory):
     """One server outlives all these runs, which start in a second each then."""
     model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
     with Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True) as servers:
-        yield f"rollout.servers=[{servers.urls[0]}]"
+        yield served_by(servers)
 
 
 def experiment(config, overrides, resume):
@@ -40,7 +41,7 @@ def experiment(config, overrides, resume):
 
 
 def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
-    run_ranks(ranks, experiment, config, (server, f"run.folder={folder}", *overrides), resume)
+    run_ranks(ranks, experiment, config, (*server, f"run.folder={folder}", *overrides), resume)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server,
 def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
     whole, overrides = warm
     folder = tmp_path / "run"
-    full = ("run.save_at_end=false", "run.save_every_steps=4", "rollout.workflow=third_step:DiskFullFromTheThirdStepOn")
+    full = ("run.save_at_end=false", "run.save_every_steps=4", "run.import_from=[third_step]")
+    full += ("rollout.workflow=third_step:DiskFullFromTheThirdStepOn",)
     run(folder, server, *overrides, *full)
     warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
     for what, parts in {
@@ -152,7 +154,7 @@ def test_a_run_whose_journal_fills_the_disk_stops_and_resumes_from_its_checkpoin
 ):
     whole, overrides = warm
     folder = tmp_path / "run"
-    overrides += ("rollout.workflow=third_step:JournalFullFromTheFifthStepOn",)
+    overrides += ("run.import_from=[third_step]", "rollout.workflow=third_step:JournalFullFromTheFifthStepOn")
     with pytest.raises(AssertionError, match="rollout journal .*only 100 of .* make room on the disk and resume"):
         run(folder, server, *overrides)
     journals = {path: path.read_bytes() for path in (folder / "journal").glob("*.journal")}

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, start_ranks
+from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, served_by, start_ranks
 from training_runs import COUNT, ROOT, environment, steps_of
 
 from megatron_rl.config import load_config
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     with one_server(folder / "servers") as server:
-        settings = (f"rollout.servers=[{server.urls[0]}]", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
+        settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
         settings += (*SMALL, "run.checkpoint_every_steps=100")
         (folder / "whole").mkdir()
         run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings))
@@ -82,7 +82,8 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     settings, expected = settings
     folder = tmp_path / "run"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *settings, "rollout.workflow=third_step:StuckInTheThirdStep")
+    overrides = (f"run.folder={folder}", *settings, "run.import_from=[third_step]")
+    overrides += ("rollout.workflow=third_step:StuckInTheThirdStep",)
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=8")
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)

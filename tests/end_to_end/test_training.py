@@ -3,6 +3,8 @@
 import pytest
 from training_runs import COUNT, evaluations_of, mean, steps_of, train
 
+from megatron_rl.launch.run_token import token_in
+
 pytestmark = pytest.mark.slow
 
 
@@ -64,6 +66,14 @@ def test_servers_sample_from_the_published_policy(four_ranks, folder):
         # Per token, on average: what the trainer computes and what the server reported.
         assert step["mismatch/mean"] < 1e-4
         assert step["rollout/staleness"] == 0
+
+
+def test_token_of_a_run_is_in_no_file_but_its_own(four_ranks, folder):
+    own = folder / "four" / "token"
+    token = token_in(own)
+    others = [path for path in (folder / "four").rglob("*") if path.is_file() and path != own]
+    assert {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html"} <= {p.name for p in others}
+    assert not [path for path in others if token.encode() in path.read_bytes()] and token not in four_ranks
 
 
 @pytest.mark.parametrize("name", ["count_ppo_kl", "count_remax", "count_reinforce"])

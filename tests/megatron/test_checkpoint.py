@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -17,6 +18,8 @@ from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.engine import checkpoint as checkpoints
+from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.platform import upstream
@@ -264,6 +267,54 @@ def test_a_damaged_checkpoint_is_refused_by_every_rank_with_the_file(damage, par
         assert all(part in message for part in parts), message
 
 
+class Evil:
+    """What a pickle of others can be: loading it makes a folder, and could do anything else."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def save_as_others_do(folder, target, marker):
+    engine = make_engine(folder, LAYOUTS["1"][1])
+    random_state = checkpoints._random_state
+
+    def with_more(*args):
+        state = random_state(*args)
+        state.data["more"] = Evil(marker)
+        return state
+
+    checkpoints._random_state = with_more
+    engine.save(target, with_optimizer=True)
+
+
+def plant_in_metadata(target, marker):
+    (target / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+
+
+def plant_in_common(target, marker):
+    common = torch.load(target / "common.pt", weights_only=True)
+    torch.save(common | {"more": Evil(marker)}, target / "common.pt")
+
+
+@pytest.mark.parametrize("plant", [plant_in_metadata, plant_in_common, None], ids=["metadata", "common", "object"])
+def test_a_checkpoint_of_others_runs_no_code(plant, checkpoint, tmp_path):
+    target, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    if plant is None:
+        run_ranks(1, save_as_others_do, checkpoint / "model", target, marker)
+    else:
+        shutil.copytree(checkpoint / "whole", target)
+        plant(target, marker)
+        (target / "manifest.json").unlink()
+        manifest.write(target)  # which others can do as well
+    (message,) = run_ranks(1, resumed_error, checkpoint / "model", "1", target)
+    assert not marker.exists()
+    assert f"RuntimeError: checkpoint '{target}': " in message and "mkdir" in message, message
+    assert "code" in message and "\n" not in message
+
+
 def load_weights(folder, layout, target):
     engine = make_engine(folder, LAYOUTS[layout][1], distributed=True)
     with torch.no_grad():
@@ -350,6 +401,7 @@ def test_every_fix_has_its_module():
         "megatron.core.tensor_parallel.mappings",
         "megatron.core.transformer.multi_latent_attention",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "megatron.core.dist_checkpointing.strategies.torch",
     }
 
 

@@ -38,7 +38,9 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "override,parts",
     [
-        ("rollout.reward=no.such:thing", ["rollout.reward = 'no.such:thing'", "cannot be imported", "PYTHONPATH"]),
+        ("rollout.reward=absent.module:thing", ["absent.module is not in megatron_rl", "set run.import_from=[absent]"]),
+        ("rollout.workflow=absent.module:thing", ["rollout.workflow = 'absent.module:thing'", "run.import_from = []"]),
+        ("data.evaluation=absent.module:thing", ["data.evaluation = 'absent.module:thing'", "run.import_from = []"]),
         ("rollout.reward=megatron_rl.rollout.rewards:nothing", ["has no 'nothing'", "check the name"]),
         ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "has no 'Nothing'"]),
         ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
@@ -52,6 +54,27 @@ def test_what_cannot_be_found_is_named(override, parts):
     message = refused(override)
     for part in parts:
         assert part in message, message
+
+
+def test_declared_module_that_cannot_be_found_is_named():
+    message = refused("rollout.reward=absent.module:thing", "run.import_from=[absent]")
+    for part in ("rollout.reward = 'absent.module:thing'", "cannot be imported", "PYTHONPATH"):
+        assert part in message, message
+
+
+def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
+    (tmp_path / "my_task.py").write_text(
+        "def short(completions, **data): return -float(len(completions))\n"
+        "def numbers(count): return [{'prompt': f'{n:b}?'} for n in range(count)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("rollout.reward=my_task:short", "data.train=my_task:numbers", "data.train_args={count: 5}")
+    assert "set run.import_from=[my_task]" in refused(*own)
+    config = load_config(
+        ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *own, "run.import_from=[my_task]"]
+    )
+    _, train, _ = check(config)
+    assert [prompt["prompt"] for prompt in train] == ["0?", "1?", "10?", "11?", "100?"]
 
 
 def test_empty_data_set_is_refused(tmp_path):

@@ -59,7 +59,10 @@ class FaultProxy:
             return web.Response(body=b'{"text": "\xff\xfe', content_type="application/json")
         if fault == "delay":
             await asyncio.sleep(DELAY_S)
-        body, headers = await http.read(), {"Content-Type": http.content_type}
+        body, headers = (
+            await http.read(),
+            {"Content-Type": http.content_type, "Authorization": http.headers.get("Authorization", "")},
+        )
         async with self._session.request(http.method, self.upstream + http.path_qs, data=body, headers=headers) as up:
             status, content = up.status, await up.read()
         if fault == "drop":  # after the work was done

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
+from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.scripted_server import ScriptedServer
 from tests.servers.tiny_model import make_tiny_model
 
@@ -28,7 +29,7 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def embedded_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two embedded servers of the tiny model. Tests that change weights put them back."""
-    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60)
+    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("embedded")) as supervisor:
         yield supervisor.urls
 
@@ -39,7 +40,10 @@ def real_supervisor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
     config = RolloutConfig(
-        backend="sglang", start_timeout_s=400, server_args=["--max-total-tokens", "8192", "--random-seed", "1"]
+        backend="sglang",
+        start_timeout_s=400,
+        server_args=["--max-total-tokens", "8192", "--random-seed", "1"],
+        token_file=TOKEN_FILE,
     )
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("sglang")) as supervisor:
         yield supervisor
@@ -62,7 +66,7 @@ def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
         run_name: str = "",
         **config: object,
     ) -> RemoteSGLangEngine:
-        options = RolloutConfig(**{"request_timeout_s": 30.0} | config)
+        options = RolloutConfig(**{"request_timeout_s": 30.0, "token_file": TOKEN_FILE} | config)
         engines.append(RemoteSGLangEngine(options, seed=seed, on_drop=on_drop, run_name=run_name))
         engines[-1].initialize(addr)
         return engines[-1]

@@ -21,6 +21,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.update_group import join_update_group, leave_update_group
+from tests.servers.run_tokens import AUTHORIZED
 
 
 @torch.no_grad()
@@ -134,6 +135,7 @@ def interrupt(
 
 def used_tokens(url: str) -> int:
     """Tokens of running requests, prompt and reply."""
-    with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+    request = urllib.request.Request(f"{url}/v1/loads?include=core", headers=AUTHORIZED)
+    with urllib.request.urlopen(request, timeout=5) as answer:
         load = json.load(answer)["loads"][0]
     return load["num_used_tokens"] if load["num_running_reqs"] else 0

@@ -23,6 +23,7 @@ from megatron_rl.train import train
 from megatron_rl.update_group import checksum
 from megatron_rl.weights.hf_files import write_hf_folder
 from tests.servers.reference import reference_logprobs, reference_logprobs_on_old_keys
+from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 
 VERSION = 9
 TEMPERATURE = 0.8
@@ -30,7 +31,7 @@ TEMPERATURE = 0.8
 
 def post(url, endpoint, body):
     request = urllib.request.Request(
-        f"{url}{endpoint}", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        f"{url}{endpoint}", json.dumps(body).encode(), AUTHORIZED | {"Content-Type": "application/json"}, method="POST"
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
@@ -42,7 +43,7 @@ def train_publish_and_sample(model, urls, layout, bucket_bytes):
     engine.config.bucket_bytes = bucket_bytes
     groups, rollout = engine.groups, None
     if groups.is_main:
-        rollout = RemoteSGLangEngine(RolloutConfig(), seed=1)
+        rollout = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE), seed=1)
         rollout.initialize(urls)
     workflow = RLVRWorkflow(
         lambda **_: 0.0,
@@ -92,7 +93,8 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
             held = post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
             assert held == {name: checksum(tensor) for name, tensor in weights.items()}
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
-        with Supervisor(RolloutConfig(backend="embedded"), tmp_path / "trained", tmp_path / "fresh") as fresh:
+        config = RolloutConfig(backend="embedded", token_file=TOKEN_FILE)
+        with Supervisor(config, tmp_path / "trained", tmp_path / "fresh") as fresh:
             answers = [greedy(url) for url in (*embedded_servers, fresh.urls[0])]
         # The checksums are of every bit; a CPU's matrix products may differ in their last one from call to call.
         tokens = [[[token for _, token, *_ in reply] for reply in answer] for answer in answers]
@@ -126,7 +128,7 @@ def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
 
 GRPO = (
     *("model.init=hf", "warm_start.updates=0", "data.evaluation=", "run.save_at_end=false"),
-    *(f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
+    *(f"run.import_from=[{__name__}]", f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
 )
 
 
@@ -137,7 +139,12 @@ def experiment(arguments):
 
 def grpo(model, servers, folder, *arguments):
     """Train in a process of its own, against servers that get their first weights back afterwards."""
-    arguments += (f"model.path={model}", f"rollout.servers={servers}", f"run.folder={folder}")
+    arguments += (
+        f"model.path={model}",
+        f"rollout.servers={servers}",
+        f"run.folder={folder}",
+        f"rollout.token_file={TOKEN_FILE}",
+    )
     try:
         run_ranks(1, experiment, arguments, timeout_s=200)
     finally:

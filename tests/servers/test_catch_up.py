@@ -13,6 +13,7 @@ from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from tests.servers.reference import reference_greedy
+from tests.servers.run_tokens import AUTHORIZED
 from tests.servers.test_membership import ask, eventually, load, overloaded
 
 EMBEDDED = {"embedded": True, "dtype": "float32"}
@@ -20,7 +21,8 @@ SUMS = {"w": "of the current weights"}
 
 
 def post(url, endpoint, body):
-    request = urllib.request.Request(url + endpoint, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = AUTHORIZED | {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + endpoint, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 

@@ -8,10 +8,12 @@ import pytest
 from aiohttp import web
 
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout import server_client
 from megatron_rl.rollout import sglang as client_module
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.types import LLMRequest
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
+from tests.servers.run_tokens import TOKEN
 from tests.servers.scripted_server import counting
 from tests.servers.tiny_model import make_tokenizer
 
@@ -330,11 +332,45 @@ def test_seed_is_sent_only_where_there_is_one(scripted, connect):
     assert 0 <= seeds[1] < 2**63
 
 
-def test_api_key_is_sent(scripted, connect):
-    server = scripted(api_key="secret")
-    assert ask(connect(server.url, api_key="secret"), max_new_tokens=1).output_len == 1
-    with pytest.raises(ValueError, match=f"{server.url}/server_info: HTTP 401: Unauthorized"):
-        connect(server.url, api_key="wrong")
+def test_token_is_sent_and_another_one_is_refused_by_name(scripted, connect, tmp_path):
+    server = scripted(api_key=TOKEN)
+    assert ask(connect(server.url), max_new_tokens=1).output_len == 1
+    with pytest.raises(ValueError, match=f"{server.url}/server_info: HTTP 401: Unauthorized; .*rollout.token_file"):
+        connect(server.url, token_file=str(tmp_path / "another"))
+
+
+def test_answer_without_an_end_costs_no_memory(scripted, connect, monkeypatch):
+    monkeypatch.setattr(server_client, "MAX_ANSWER_BYTES", 100_000)
+    endless, sent = scripted(), []
+
+    async def body():
+        while True:
+            sent.append(1000)
+            yield b" " * 1000
+
+    endless.script.extend([lambda _: web.Response(body=body(), content_type="application/json")] * 4)
+    with pytest.raises(RuntimeError, match="/generate: answered more than 100,000 bytes"):
+        ask(connect(endless.url), max_new_tokens=1)
+    # What fits into sockets and buffers was sent on the way.
+    assert len(endless.generations()) == 4 and sum(sent) < 4 * 20_000_000
+
+
+def test_long_message_of_a_server_is_cut(scripted, connect):
+    server = scripted()
+    server.refusals["/generate"] = (400, {"error": {"message": "x" * 100_000}})
+    with pytest.raises(ValueError, match="HTTP 400: x+") as refused:
+        ask(connect(server.url), max_new_tokens=1)
+    assert len(str(refused.value)) < 2000
+
+
+def test_token_is_not_carried_to_where_a_server_points(scripted, connect):
+    pointing, elsewhere = scripted(), scripted(api_key=TOKEN)
+    pointing.answers["/pause_generation"] = lambda _: web.Response(
+        status=307, headers={"Location": f"{elsewhere.url}/pause_generation"}
+    )
+    engine = connect(pointing.url)
+    engine.pause()
+    assert pointing.controls()[0] == "/pause_generation" and elsewhere.calls == []
 
 
 # Control

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
+from megatron_rl.serving.server import MAX_BODY_BYTES
 from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
+from tests.servers.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
 
 TIMEOUT_S, CONTEXT = 60, 512
 PROMPT = list(range(100, 120))
@@ -32,13 +34,13 @@ class Server:
 
     def __init__(self, process: subprocess.Popen, url: str):
         self.process, self.url = process, url
-        self.http = requests.Session()
 
     def post(self, path: str, body: Any = None, **options) -> requests.Response:
-        return requests.post(f"{self.url}{path}", json={} if body is None else body, timeout=TIMEOUT_S, **options)
+        options = {"json": {} if body is None else body, "headers": AUTHORIZED} | options
+        return requests.post(f"{self.url}{path}", timeout=TIMEOUT_S, **options)
 
     def get(self, path: str, **options) -> requests.Response:
-        return requests.get(f"{self.url}{path}", timeout=TIMEOUT_S, **options)
+        return requests.get(f"{self.url}{path}", timeout=TIMEOUT_S, **{"headers": AUTHORIZED} | options)
 
     def ok(self, path: str, body: Any = None) -> Any:
         response = self.post(path, body)
@@ -64,8 +66,9 @@ class Server:
 
 
 @contextmanager
-def start_server(model: Path, *options: str) -> Iterator[Server]:
+def start_server(model: Path, *options: str, token_file: str | None = TOKEN_FILE) -> Iterator[Server]:
     command = [sys.executable, "-m", "megatron_rl.serving.server", str(model), "--port", "0", *options]
+    command += ["--token-file", token_file] if token_file else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -277,10 +280,30 @@ def test_chat_answers_with_text_and_meta_info(server):
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_bad_bodies_are_refused_with_the_field_and_the_rule(server, body, message):
-    response = requests.post(
-        f"{server.url}/generate", data=body if isinstance(body, bytes) else json.dumps(body), timeout=TIMEOUT_S
-    )
+    response = server.post("/generate", json=None, data=body if isinstance(body, bytes) else json.dumps(body))
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_what_is_too_large_is_refused_and_the_server_lives_on(server):
+    too_many = {"input_ids": [[1]] * 4097, "sampling_params": {"max_new_tokens": 1}}
+    twice = {"input_ids": [[1]] * 2, "sampling_params": {"max_new_tokens": 1, "n": 2049}}
+    for body, message in (
+        (too_many, "4097 prompts: a call may ask for 4096 samples in all"),
+        (twice, "2 prompts: a call may ask for 4096 samples in all"),
+        ({"input_ids": [-1] * CONTEXT}, f"The input ({CONTEXT} tokens) is longer than"),
+    ):
+        refused = server.post("/generate", body)
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    large = b" " * (MAX_BODY_BYTES + 1)
+    for path in ("/generate", "/pause_generation", "/update_weights_from_tensor"):
+        assert server.post(path, json=None, data=large).status_code == 413, path
+    # One that brings weights may be larger, and is read as what it should be.
+    server.ok("/begin_weight_update")
+    refused = server.post("/update_weights_from_delta", json=None, data=large)
+    assert refused.status_code == 400 and "delta" in refused.json()["message"]
+    # aiohttp's own bound of a header field.
+    assert server.get("/server_info", headers=AUTHORIZED | {"X": "x" * 100_000}).status_code == 400
+    server.generate()
 
 
 def test_unknown_paths_and_methods_answer_in_json(server):
@@ -314,7 +337,7 @@ def test_abort_keeps_partial_tokens(server, pool):
 def test_a_client_that_hangs_up_aborts_its_request(server):
     with pytest.raises(requests.Timeout):
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 490, "ignore_eos": True, "n": 8}}
-        requests.post(f"{server.url}/generate", json=body, timeout=0.05)
+        requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=0.05)
     deadline = time.monotonic() + 5
     while server.counter("num_running_reqs") + server.counter("num_queue_reqs") and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -559,7 +582,7 @@ def test_information_endpoints(server, models):
     assert server.get("/model_info").json() == server.get("/get_model_info").json()
     info = server.get("/server_info").json()
     assert (info["version"], info["embedded"], info["dtype"], info["tp_size"]) == ("0.5.21", True, "float32", 1)
-    assert "api_key" not in info
+    assert TOKEN not in str(info)
     (load,) = server.get("/v1/loads?include=core").json()["loads"]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
     (model,) = server.get("/v1/models").json()["data"]
@@ -567,25 +590,56 @@ def test_information_endpoints(server, models):
     assert server.counter("num_requests_total") > 0
 
 
-def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
+def test_whoever_does_not_send_the_token_is_told_nothing(server):
+    for path in ("/health", "/ready", "/health_generate", "/metrics"):
+        assert server.get(path, headers={}).status_code == 200
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}}
+    for sent in ("", "Bearer wrong", f"Bearer {TOKEN[:-1]}", TOKEN, f"bearer {TOKEN}", "Bearer \udcff"):
+        headers = {"Authorization": sent.encode(errors="surrogateescape")}
+        for path in ("/generate", "/pause_generation", "/no_such_endpoint"):
+            refused = server.post(path, body, headers=headers)
+            assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"}), (sent, path)
+        assert server.get("/server_info", headers=headers).status_code == 401
+    assert server.post("/generate", body).status_code == 200
+
+
+def test_a_server_without_a_token_generates_and_lets_nobody_change_it(models):
+    with start_server(models["first"], token_file=None) as server:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}}
+        assert server.post("/generate", body, headers={}).json()["meta_info"]["completion_tokens"] == 3
+        for path in ("/health", "/metrics", "/model_info", "/server_info", "/v1/models", "/v1/loads"):
+            assert server.get(path, headers={}).status_code == 200, path
+        for path in (
+            *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache", "/weights_checker"),
+            *("/init_weights_update_group", "/update_weights_from_disk", "/update_weight_version", "/peer_tensor"),
+        ):
+            refused = server.post(path, {}, headers=AUTHORIZED)
+            assert refused.status_code == 403 and "--token-file FILE" in refused.json()["error"]["message"], path
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "somewhere"])
+def test_a_server_that_others_reach_needs_a_token(host, tmp_path):
+    command = [sys.executable, "-m", "megatron_rl.serving.server", str(tmp_path), "--host", host]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert result.returncode == 1 and f"--host {host}: " in result.stderr and "add --token-file FILE" in result.stderr
+
+
+def test_a_server_without_a_tokenizer(models, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((models["first"] / name).read_bytes())
     ready = tmp_path / "url"
-    with start_server(tmp_path, "--api-key", "secret", "--ready-file", str(ready), "--weight-version", "4") as server:
+    with start_server(tmp_path, "--ready-file", str(ready), "--weight-version", "4") as server:
         assert ready.read_text() == server.url
         assert server.get("/health").status_code == 200
-        body, key = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}}, {"Authorization": "Bearer secret"}
-        refused = server.post("/generate", body)
-        assert refused.status_code == 401 and refused.json() == {"error": "Unauthorized"}
-        assert server.post("/generate", body, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        answer = server.post("/generate", body, headers=key).json()
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}}
+        answer = server.post("/generate", body).json()
         assert answer["text"] == "" and answer["meta_info"]["weight_version"] == "4"
         for bad in (
             {"text": "hi"},
             body | {"sampling_params": {"stop": "x"}},
             body | {"return_text_in_logprobs": True},
         ):
-            response = server.post("/generate", bad, headers=key)
+            response = server.post("/generate", bad)
             assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]
         server.process.terminate()
         assert server.process.wait(TIMEOUT_S) == 0

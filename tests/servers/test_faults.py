@@ -17,6 +17,7 @@ from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.fault_proxy import FAULTS, FaultProxy
 from tests.servers.reference import reference_greedy, used_tokens
+from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.test_membership import ask, eventually
 from tests.servers.tiny_model import make_tokenizer
 
@@ -97,7 +98,7 @@ class Killable:
 @pytest.fixture
 def servers(tiny_model, tmp_path, connect, monkeypatch):
     monkeypatch.setattr("megatron_rl.serving.supervisor.FIRST_RESTART_S", 0.1)
-    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60)
+    config = RolloutConfig(backend="embedded", server_count=2, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path, dummy_weights=True) as supervisor:
         servers = Killable(supervisor, connect)
         yield servers

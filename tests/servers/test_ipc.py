@@ -17,6 +17,7 @@ from megatron_rl.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
 from megatron_rl.weights.ipc import IPCPublisher
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
+from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_embedded_servers_read_what_was_put_into_shared_memory(
 
 
 def test_server_killed_in_the_middle_is_dropped_and_leaves_no_memory_behind(connect, weights, tiny_model, tmp_path):
-    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60, server_restarts=0)
+    config = RolloutConfig(backend="embedded", server_count=2, server_restarts=0, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path) as supervisor:
         engine = connect(supervisor.urls)
         publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)

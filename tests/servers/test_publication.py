@@ -19,6 +19,7 @@ from megatron_rl.weights import publish
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from tests.servers.in_process import specs_of, tensors_of
 from tests.servers.reference import reference_greedy
+from tests.servers.run_tokens import TOKEN_FILE
 
 PROMPT = [11, 200, 37, 5]
 BUCKET_BYTES = 40_000
@@ -27,7 +28,7 @@ BUCKET_BYTES = 40_000
 @pytest.fixture
 def own_servers(tiny_model, tmp_path):
     """Three embedded servers of this test alone, that nobody restarts."""
-    config = RolloutConfig(backend="embedded", server_count=3, start_timeout_s=60, server_restarts=0)
+    config = RolloutConfig(backend="embedded", server_count=3, server_restarts=0, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path / "servers") as supervisor:
         yield supervisor
 

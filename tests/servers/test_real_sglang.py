@@ -6,7 +6,9 @@ import signal
 import time
 
 import aiohttp
+import psutil
 import pytest
+import requests
 from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig
@@ -24,6 +26,8 @@ from tests.servers.reference import (
     reference_logprobs_on_old_keys,
     weight_group,
 )
+from tests.servers.run_tokens import AUTHORIZED, TOKEN
+from tests.servers.test_supervisor import shown_to_others
 from tests.servers.tiny_model import make_tokenizer
 
 PROMPT = [11, 200, 37, 5]
@@ -45,7 +49,7 @@ def ask(engine, prompt, **gconfig):
 
 
 async def versions_said(url):
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=AUTHORIZED) as session:
         said = {}
         for endpoint in ("/server_info", "/model_info"):
             async with session.get(url + endpoint) as answer:
@@ -67,6 +71,18 @@ def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang
     assert call.begin <= made.begin <= made.end <= call.end and made.name == call.args["rid"]
     assert made.end - made.begin > (call.end - call.begin) / 10, "most of the time was the server's"
     assert trace.of(f"server {real_sglang}", "paused") and [kind for kind, _, _ in trace.arrows] == ["call"]
+
+
+def test_token_is_asked_for_and_shown_to_nobody(real_supervisor, real_sglang):
+    (server,) = real_supervisor._servers
+    for endpoint in ("/generate", "/pause_generation", "/update_weights_from_disk", "/abort_request"):
+        assert requests.post(real_sglang + endpoint, json={}, timeout=10).status_code == 401
+    assert requests.get(f"{real_sglang}/server_info", timeout=10).status_code == 401
+    assert TOKEN not in shown_to_others(server.process.pid)
+    said = server.log.read_text()  # SGLang logs all its arguments
+    assert "'api_key': '***'" in said and TOKEN not in said
+    listening = [c.laddr for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"]
+    assert f"http://127.0.0.1:{listening[0].port}" == real_sglang and {a.ip for a in listening} == {"127.0.0.1"}
 
 
 def test_greedy_reply_equals_transformers(engine, tiny_model):

@@ -26,6 +26,7 @@ from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.tokens import load_tokenizer
+from tests.servers.run_tokens import TOKEN_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,8 @@ class Run:
 
     def config(self, *overrides):
         settings = (f"model.path={self.model}", f"run.folder={self.folder}", "generation.max_new_tokens=6")
-        settings += ("generation.n_samples=2", "rollout.request_timeout_s=30")
+        settings += ("generation.n_samples=2", "rollout.request_timeout_s=30", f"rollout.token_file={TOKEN_FILE}")
+        settings += ("run.import_from=[own_rewards]",)
         return load_config(ROOT / "configs/count_grpo.yaml", [*settings, *overrides])
 
     def start(self, urls, *overrides, lock=None):

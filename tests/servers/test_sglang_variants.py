@@ -15,6 +15,7 @@ from megatron_rl.update_group import unpack_bucket
 from megatron_rl.weights.ipc import IPCPublisher
 from tests.servers.in_process import specs_of
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
+from tests.servers.run_tokens import TOKEN_FILE
 
 PROMPT = [11, 200, 37, 5]
 LONG = 300
@@ -36,7 +37,7 @@ def server(request, tiny_model, tmp_path_factory):
         for folder in packages:
             if not (folder / "sglang").is_dir():
                 pytest.skip(f"{folder} has no SGLang; run scripts/install_sglang_cpu.sh with this interpreter")
-        config = RolloutConfig(backend="sglang", start_timeout_s=400, server_args=arguments)
+        config = RolloutConfig(backend="sglang", start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE)
         with Supervisor(config, tiny_model, tmp_path_factory.mktemp("variant")) as supervisor:
             yield supervisor.urls[0]
 

@@ -10,9 +10,11 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving import supervisor as supervisor_module
 from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor, is_healthy
 
@@ -108,7 +110,8 @@ def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path,
         (url,), pid = supervisor.urls, supervisor._servers[0].process.pid
         os.kill(pid, signal.SIGKILL)
         healthy_pid(supervisor, url, other_than=pid)
-        with urllib.request.urlopen(f"{url}/model_info", timeout=5) as answer:
+        token = {"Authorization": f"Bearer {token_in(supervisor.token_file)}"}  # the same one
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/model_info", headers=token), timeout=5) as answer:
             assert json.load(answer)["weight_version"] == "none"
         # Both lives are in one log, so the first death can still be read.
         log = (tmp_path / "server-0.log").read_text()
@@ -137,6 +140,29 @@ def test_server_that_failed_is_replaced_and_one_that_is_dead_already_is_not_kill
         while "is given up" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
     assert "was killed: its weights are wrong and is given up" in caplog.text
+
+
+def shown_to_others(pid):
+    """What every user of the host, or the owner alone, sees of a process and its children."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return " ".join(f"{process.cmdline()} {process.environ()}" for process in processes)
+
+
+def test_started_server_listens_for_this_host_alone_and_shows_its_token_to_nobody(tiny_model, tmp_path):
+    with Supervisor(config(), tiny_model, tmp_path) as supervisor:
+        (server,), token = supervisor._servers, token_in(supervisor.token_file)
+        listening = [c.laddr for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"]
+        assert [(a.ip, f"http://127.0.0.1:{a.port}") for a in listening] == [("127.0.0.1", server.url)]
+        assert str(supervisor.token_file) in shown_to_others(server.process.pid)
+        assert token not in shown_to_others(server.process.pid)
+        assert token not in server.log.read_text()
+
+
+def test_server_is_not_started_with_a_token_that_others_may_read(tiny_model, tmp_path):
+    (tmp_path / "token").write_text("x" * 40)
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(ValueError, match=f"rollout.token_file = '{tmp_path}/token': has mode 644"):
+        Supervisor(config(), tiny_model, tmp_path).start()
 
 
 def test_stopped_servers_are_gone_and_nobody_is_alarmed(tiny_model, tmp_path):
@@ -189,15 +215,16 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     supervisor = Supervisor(
-        config(backend="sglang", api_key="k"),
+        config(backend="sglang"),
         "model",
         tmp_path,
         dummy_weights=True,
         threads_per_server=2,
     )
     command = " ".join(supervisor._sglang_command(1234))
-    assert "-m sglang.launch_server --model-path model --host 127.0.0.1 --port 1234" in command
-    assert "--weight-version none" in command and "--api-key k" in command
+    started = f"-m megatron_rl.serving.sglang_launch --token-file {tmp_path}/token --model-path model"
+    assert f"{started} --host 127.0.0.1 --port 1234" in command
+    assert "--weight-version none" in command and "api-key" not in command
     assert "--device cpu" in command and "--load-format dummy" in command
     environment = supervisor._environment(0)
     assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]

@@ -18,7 +18,8 @@ def test_servers_survive_a_killed_run_and_serve_the_next(tmp_path):
     model = ROOT / "configs" / "models" / "count_tiny"
     config = RolloutConfig(backend="embedded", server_count=2)
     with Supervisor(config, model, tmp_path / "servers", dummy_weights=True) as servers:
-        arguments = (COUNT, f"rollout.servers=[{','.join(servers.urls)}]", "warm_start.updates=0", "data.evaluation=")
+        arguments = (COUNT, f"rollout.servers=[{','.join(servers.urls)}]", f"rollout.token_file={servers.token_file}")
+        arguments += ("warm_start.updates=0", "data.evaluation=")
         first = subprocess.Popen(
             command(*arguments, "run.steps=100000", f"run.folder={tmp_path}/first"), cwd=ROOT, env=environment()
         )

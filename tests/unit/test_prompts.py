@@ -56,20 +56,25 @@ def test_bad_file_is_refused_with_the_way_out(tmp_path, text, message):
         ("absent.jsonl", {}, "data.train = 'absent.jsonl': cannot be read .*give a UTF-8 file"),
         ("absent.jsonl", {"split": "train"}, "data.train_args = .*is a file, which takes no arguments; remove them"),
         ("no_colon", {}, "data.train = 'no_colon': must be .*import path package.module:"),
-        ("no_such_module:f", {}, "data.train = 'no_such_module:f': .*No module named"),
+        ("megatron_rl.no_such:f", {}, "data.train = 'megatron_rl.no_such:f': .*No module named"),
         ("megatron_rl.rollout.tasks:nothing", {}, "has no 'nothing'; check the name after the colon"),
         (
             COUNT,
             {"digit": 8},
             r"data.train_args = .*unexpected keyword argument 'digit'; the signature is .*count_ones\(",
         ),
-        ("json:dumps", {"obj": 1}, "data.train = 'json:dumps': returned str; must return a list of dicts"),
+        ("json:dumps", {"obj": 1}, "data.train = 'json:dumps': module json is not in megatron_rl or run.import_from"),
         ("megatron_rl.rollout.tasks:SPLITS", {}, "is not a callable object; name a Python function"),
     ],
 )
 def test_bad_source_is_refused_with_the_way_out(source, args, message):
     with pytest.raises(ValueError, match=message):
         load_prompts(source, args, key="data.train")
+
+
+def test_source_of_a_declared_package_is_called():
+    with pytest.raises(ValueError, match="data.train = 'json:dumps': returned str; must return a list of dicts"):
+        load_prompts("json:dumps", {"obj": 1}, key="data.train", import_from=["json"])
 
 
 def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():

@@ -2,11 +2,13 @@
 
 import weakref
 
+import psutil
 import pytest
 import torch
 
 from megatron_rl.ops import CHECKSUM_COLUMNS, reference, word_sums
-from megatron_rl.update_group import TensorSpec, checksum
+from megatron_rl.serving.supervisor import free_port
+from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group
 from megatron_rl.weights import publish
 from megatron_rl.weights.expected import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
@@ -259,3 +261,14 @@ def test_checksums_are_of_the_dtype_that_the_server_holds():
     assert dict(expected.watch(tensors.items())) == tensors
     for form, dtype in zip(forms, (torch.float32, torch.bfloat16), strict=True):
         assert expected.of(form) == {name: checksum(tensor.to(dtype)) for name, tensor in tensors.items()}
+
+
+# -- the group's store
+
+
+def test_update_group_listens_at_its_address_alone():
+    port = free_port("127.0.0.1")
+    group = join_update_group(address="127.0.0.1", port=port, rank=0, world_size=1, name="alone")
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port]
+    leave_update_group(group)
+    assert listening == [("127.0.0.1", port)]

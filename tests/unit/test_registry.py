@@ -87,3 +87,10 @@ def test_run_that_waits_in_vain_says_how_to_start_servers(tmp_path):
     assert wait_for_servers(tmp_path, "r", 1, timeout_s=0) == ["http://b:1"]
     with pytest.raises(RuntimeError, match="1 servers have registered for run 'r'.*server_count = 2.*--run r"):
         wait_for_servers(tmp_path, "r", 2, timeout_s=0.1)
+
+
+def test_server_of_another_user_is_not_sent_the_runs_token(tmp_path, monkeypatch, caplog):
+    with Lease(tmp_path, Registration(url="http://a:1", run="r"), is_well=lambda: True):
+        monkeypatch.setattr("megatron_rl.launch.registry.os.geteuid", lambda: os.getuid() + 1)
+        assert registered_urls(tmp_path, "r") == []
+    assert f"belongs to user {os.getuid()}" in caplog.text

@@ -1,3 +1,7 @@
+import builtins
+import json
+import os
+import sys
 from decimal import Decimal
 
 import pytest
@@ -74,8 +78,49 @@ def test_import_path_errors_name_key_value_and_cause():
     assert resolve("megatron_rl.rollout.rewards:exact_match", key="rollout.reward") is exact_match
     for path, cause in [
         ("exact_match", "package.module:name"),
-        ("no_such_package.rewards:f", "No module named 'no_such_package'"),
+        ("megatron_rl.no_such:f", "No module named 'megatron_rl.no_such'"),
         ("megatron_rl.rollout.rewards:exact", "has no 'exact'"),
     ]:
         with pytest.raises(ValueError, match=f"rollout.reward = '{path}'.*{cause}"):
             resolve(path, key="rollout.reward")
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """A user's file beside the config, which says so when it is run."""
+    (tmp_path / "my_rewards.py").write_text(
+        "import builtins\nbuiltins.my_rewards_ran = True\nfrom shutil import rmtree\n"
+        "from megatron_rl.rollout.rewards import last_number\n"
+        "def length(completions, **_): return float(len(completions))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(builtins, "my_rewards_ran", False, raising=False)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
+def test_module_that_nobody_declared_is_not_even_imported(own_module):
+    with pytest.raises(ValueError) as refused:
+        resolve("my_rewards:length", key="rollout.reward", import_from=["my_project"])
+    for part in (
+        "rollout.reward = 'my_rewards:length': module my_rewards is not in megatron_rl or run.import_from",
+        "= ['my_project']",
+        "set run.import_from=[my_project,my_rewards].",
+    ):
+        assert part in str(refused.value)
+    assert not builtins.my_rewards_ran
+
+
+def test_declared_module_is_imported_and_so_are_those_below_it(own_module):
+    assert resolve("my_rewards:length", key="k", import_from=["my_rewards"])(completions="abc") == 3.0
+    assert resolve("my_rewards:last_number", key="k", import_from=["my_rewards"]) is last_number
+    assert resolve("os.path:join", key="k", import_from=["os", "posixpath"]) is os.path.join
+    for near in ("my", "my_rewards.sub", "my_rewards_too"):
+        with pytest.raises(ValueError, match="is not in megatron_rl or run.import_from"):
+            resolve("my_rewards:length", key="k", import_from=[near])
+    assert resolve("json:dumps", key="k", import_from=None) is json.dumps, "code may name what it likes"
+
+
+def test_what_a_declared_module_has_only_imported_is_refused(own_module):
+    with pytest.raises(ValueError, match="is defined in shutil, which is not in .*run.import_from=.my_rewards,shutil."):
+        resolve("my_rewards:rmtree", key="data.train", import_from=["my_rewards"])

@@ -62,7 +62,9 @@ class RewardCall:
         timeout_s: float,
         key: str = "reward_fn",
     ) -> None:
-        self.function: RewardFn = resolve(reward_fn, key=key) if isinstance(reward_fn, str) else reward_fn
+        self.function: RewardFn = (
+            resolve(reward_fn, key=key, import_from=None) if isinstance(reward_fn, str) else reward_fn
+        )
         if not callable(self.function):
             raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
         self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key

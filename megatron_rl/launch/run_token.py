@@ -1,0 +1,84 @@
+"""The run's token: what its servers ask for before they let anyone change them, in a file that only its owner may read.
+
+Servers, trainer and clients are told the file and read it themselves: the token is in no command line, environment,
+config, record of the registry or log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.config import RolloutConfig, TrainConfig
+
+MAX_BYTES = 4096
+FORM = re.compile(r"[!-~]{16,}")
+
+
+def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
+    """Return the token in a file, which is made where there is none: several that make it at once get the same.
+
+    ValueError names `key`, the file and the way out where others may read it or have made it, or it holds no token.
+    """
+    path = Path(path)
+    try:
+        if not path.exists():
+            _make(path)
+        # A link in a folder that others may write to could lead to any file of the owner.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            found, content = os.fstat(file.fileno()), file.read(MAX_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{key} = {str(path)!r}: cannot be read or made ({error}); name a file in a folder of your own."
+        ) from error
+    if found.st_uid != os.geteuid():
+        raise ValueError(
+            f"{key} = {str(path)!r}: belongs to user {found.st_uid}, who knows the token; it must be that of user "
+            f"{os.geteuid()}: name another file, which is made where there is none."
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise ValueError(
+            f"{key} = {str(path)!r}: has mode {mode:o}, so that others may read it; it must be 600: chmod 600 {path}, "
+            f"or remove it where others may have read it, and a new one is made."
+        )
+    token = content.strip()
+    if not FORM.fullmatch(token):
+        raise ValueError(
+            f"{key} = {str(path)!r}: holds no token, which is one word of at least 16 ASCII characters; remove it, and "
+            f"one is made."
+        )
+    return token
+
+
+def servers_of(config: TrainConfig) -> RolloutConfig:
+    """Return the rollout section as this run's servers and clients take it: with its token file."""
+    options, folder = config.rollout, Path(config.run.folder)
+    own = registered_token_file(options.registry, folder.name) if options.registry else folder / "token"
+    return dataclasses.replace(options, token_file=options.token_file or str(own))
+
+
+def registered_token_file(registry: str | Path, run: str) -> Path:
+    """Return where the servers that register for a run find its token, and the run itself."""
+    return Path(registry) / f"{run}.token"
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # of mode 600 from the first moment
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{secrets.token_urlsafe(32)}\n")
+        # A link, and not a rename, which would replace the token of whoever was first.
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        os.unlink(aside)

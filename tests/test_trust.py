@@ -1,0 +1,101 @@
+"""What the package never does with bytes that others may have written: make objects or run code of them.
+
+Names are looked for, not meanings: a call under another name would pass. ruff's own rules do not know which files may.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_rl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+UNPICKLING = {
+    "rollout/channel.py": "what the trainer and its own child send each other over a pair of sockets",
+    "platform/upstream.py": "what forked writers put into a nameless file of their parent",
+    "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",
+}
+"""The files that may unpickle, and what."""
+MODULES = {"cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNPICKLERS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "_pickle.load", "_pickle.loads"}
+RUNNERS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+OBJECTS_OF_RANKS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+"""Pickles between ranks of one job; no server is a rank of it."""
+OUTSIDE_THE_JOB = (
+    "serving",
+    "rollout",
+    "launch",
+    "telemetry",
+    "update_group.py",
+    "shared_bucket.py",
+    "weight_delta.py",
+)
+
+
+def faults(code: str, path: str) -> list[str]:
+    """Describe what a file of the package, by its path in it, does that it may not."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [f"imports {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            is_pickle = (node.module or "").split(".")[0] in {*MODULES, "pickle", "_pickle"}
+            found += [f"imports from {node.module}"] if is_pickle else []
+        elif isinstance(node, ast.Attribute | ast.Name):
+            name = ast.unparse(node)
+            if name in UNPICKLERS and path not in UNPICKLING:
+                found.append(name)
+            if name.endswith(OBJECTS_OF_RANKS) and path.startswith(OUTSIDE_THE_JOB):
+                found.append(name)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if name in RUNNERS:
+                found.append(f"{name}()")
+            if name == "torch.load" and given.get("weights_only") != "True":
+                found.append("torch.load() without weights_only=True")
+            for option in ("allow_pickle", "trust_remote_code", "shell"):
+                found += [f"{name}({option}=...)"] if given.get(option, "False") != "False" else []
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_that_others_wrote_is_run(path):
+    assert not faults(path.read_text(encoding="utf-8"), str(path.relative_to(PACKAGE)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle; pickle.loads(body)",
+        "import pickle\nclass Reader(pickle.Unpickler): pass",
+        "from pickle import loads",
+        "import dill",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "load = lambda path: torch.load(path, weights_only=ours)",
+        "numpy.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "yaml.load(text)",
+        "eval(text)",
+        "exec(text, {})",
+        "subprocess.run(command, shell=True)",
+        "dist.all_gather_object(states, state)",
+    ],
+)
+def test_what_is_looked_for_is_found(code):
+    assert faults(code, "serving/server.py")
+
+
+def test_what_is_harmless_is_let_through():
+    code = "import pickle; pickle.dumps(x); torch.load(p, weights_only=True); model.eval(); yaml.safe_load(t)"
+    assert not faults(code, "serving/server.py")
+    assert not faults("dist.all_gather_object(states, state)", "engine/manifest.py")
+
+
+def test_every_file_that_may_unpickle_still_does():
+    for path in UNPICKLING:
+        assert "pickle" in (PACKAGE / path).read_text(), f"{path} unpickles nothing any more; take it out"
