@@ -94,9 +94,9 @@ def one_server(folder: Path) -> Supervisor:
     return Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True)
 
 
-def served_by(server: Supervisor) -> tuple[str, str]:
-    """Return the settings of a run whose servers are there."""
-    return f"rollout.servers=[{server.urls[0]}]", f"rollout.token_file={server.token_file}"
+def served_by(servers: Supervisor) -> tuple[str, str]:
+    """Return the settings of a run whose servers these are."""
+    return f"rollout.servers=[{','.join(servers.urls)}]", f"rollout.token_file={servers.token_file}"
 
 
 def experiment(overrides: tuple[str, ...]) -> None:

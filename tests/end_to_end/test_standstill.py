@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from kills import TENSOR, one_server, start_ranks
+from kills import TENSOR, one_server, served_by, start_ranks
 from training_runs import COUNT, ROOT, steps_of
 
 from megatron_rl.launch.notice import EXIT_STOPPED
@@ -39,15 +39,18 @@ def exit_code(pid, timeout_s=90.0):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with one_server(tmp_path_factory.mktemp("servers")) as supervisor:
-        yield supervisor.urls[0]
+        yield supervisor
 
 
 def test_a_server_that_never_answers_is_named_and_the_run_resumes_from_the_step_it_left(tmp_path, server):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    proxy = FaultProxy(server)
+    proxy = FaultProxy(server.urls[0])
     proxy.answers_left = 2 * REPLIES + 5  # two steps, and a part of the third
     overrides = (*SMALL, "run.steps=4", f"rollout.servers=[{proxy.url}]", f"run.folder={folder}")
-    overrides += ("run.checkpoint_every_steps=100",)
+    overrides += (
+        f"rollout.token_file={server.token_file}",
+        "run.checkpoint_every_steps=100",
+    )
     try:
         (pid,) = start_ranks(1, run, overrides, output)
         code, text = exit_code(pid), " ".join(output.read_text().split())
@@ -74,7 +77,7 @@ def test_a_server_that_never_answers_is_named_and_the_run_resumes_from_the_step_
 
 def test_a_rank_that_stands_still_is_named_by_rank_0(tmp_path, server):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    overrides = (*SMALL, *TENSOR, "run.steps=100000", f"rollout.servers=[{server}]", f"run.folder={folder}")
+    overrides = (*SMALL, *TENSOR, "run.steps=100000", *served_by(server), f"run.folder={folder}")
     first, second = start_ranks(2, run, overrides, output)
     try:
         metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60

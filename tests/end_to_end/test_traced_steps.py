@@ -1,7 +1,7 @@
 """The trace of a real step: every rank, reply and request is in it, where and when it was."""
 
 import pytest
-from kills import TENSOR, exit_codes, experiment, start_ranks
+from kills import TENSOR, exit_codes, experiment, served_by, start_ranks
 from training_runs import ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig
@@ -25,13 +25,13 @@ AFTER_NS = 2_000_000_000
 def servers(tmp_path_factory):
     model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
     with Supervisor(RolloutConfig(backend="embedded", server_count=2), model, folder, dummy_weights=True) as supervisor:
-        yield supervisor.urls
+        yield supervisor
 
 
 def traced(folder, servers, ranks, *overrides):
     """Train on forked ranks; return the trace of step 1 and what metrics.jsonl says of that step."""
     output = folder / "output.txt"
-    settings = (*SMALL, f"rollout.servers=[{','.join(servers)}]", f"run.folder={folder / 'run'}", *overrides)
+    settings = (*SMALL, *served_by(servers), f"run.folder={folder / 'run'}", *overrides)
     assert exit_codes(start_ranks(ranks, experiment, settings, output)) == [0] * ranks, output.read_text()
     (path,) = (folder / "run" / "trace").iterdir()
     assert path.name == "step-1.json.gz" and f"trace: {path}" in " ".join(output.read_text().split())
@@ -42,7 +42,7 @@ def traced(folder, servers, ranks, *overrides):
 def check_servers(trace, servers):
     """Each answered call is a request at the server that it names, in the time of the call."""
     calls = {one.args["rid"]: one for one in trace.slices if one.name == "generate" and "unfinished" not in one.args}
-    requests = [one for url in servers for one in trace.of(f"server {url}", "requests") if one.parent is None]
+    requests = [one for url in servers.urls for one in trace.of(f"server {url}", "requests") if one.parent is None]
     assert {one.name for one in requests} == calls.keys() and len(requests) == len(calls)
     for request in requests:
         call = calls[request.name]
@@ -51,7 +51,7 @@ def check_servers(trace, servers):
         assert [part.name for part in request.children] == ["queued", "prefill", "decode"]
         assert request.own == 0, "waiting, prefill and decode are all of it"
     assert {target.name for kind, _, target in trace.arrows if kind == "call"} == calls.keys()
-    for url in servers:
+    for url in servers.urls:
         paused = trace.of(f"server {url}", "paused")
         assert paused and {one.name for one in trace.of(f"server {url}", "control")} >= {
             "/pause_generation",
@@ -61,7 +61,12 @@ def check_servers(trace, servers):
 
 def test_two_ranks_and_two_servers_in_one_step(tmp_path, servers):
     trace, step = traced(tmp_path, servers, 2, *TENSOR)
-    assert trace.processes == ["rank 0", "rank 1", "rollouts of rank 0", *(f"server {url}" for url in sorted(servers))]
+    assert trace.processes == [
+        "rank 0",
+        "rank 1",
+        "rollouts of rank 0",
+        *(f"server {url}" for url in sorted(servers.urls)),
+    ]
     own = {}
     for phase in trace.of("rank 0", "phases"):
         own[phase.name] = own.get(phase.name, 0) + phase.own
@@ -83,7 +88,7 @@ def test_two_ranks_and_two_servers_in_one_step(tmp_path, servers):
     versions = [one.args["version"] for one in trace.of("rank 0", "publication") if one.name == "resume"]
     assert versions == [1, 2]
     first = [(source.args["version"], target.process) for kind, source, target in trace.arrows if kind == "weights"]
-    assert sorted(first) == [(1, f"server {url}") for url in sorted(servers)]
+    assert sorted(first) == [(1, f"server {url}") for url in sorted(servers.urls)]
 
 
 def test_an_asynchronous_step_shows_what_happened_in_its_time_on_both_heads(tmp_path, servers):
