@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl import platform
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.rollout.import_path import make_workflow, resolve
@@ -33,6 +34,11 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
                 f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
                 f"0; give a sequence classification model with one label."
             )
+    if config.rollout.colocated and config.rollout.publication == "group" and platform.has_cuda():
+        raise ValueError(
+            "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on the "
+            "trainer's; set rollout.publication=ipc."
+        )
     tokenizer = load_tokenizer(config.model.path)
     resolve(config.rollout.reward, key="rollout.reward")
     make_workflow(config, tokenizer, config.generation)

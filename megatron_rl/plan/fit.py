@@ -17,7 +17,6 @@ from megatron_rl.plan.memory import (
     ServerMemory,
     TrainerMemory,
     models_of,
-    server_gpus,
     server_memory,
     trainer_memory,
 )
@@ -106,7 +105,7 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
 
 def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Iterator[Plan]:
-    gpus, each = cluster.gpus, server_gpus(config)
+    gpus, each = cluster.gpus, config.rollout.gpus_per_server
     if each > cluster.gpus_per_node:
         raise ValueError(
             f"rollout.server_args: --tp {each}: a server is on one node, and a node has {cluster.gpus_per_node} GPUs; "
@@ -227,7 +226,7 @@ def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dic
         "batch.tokens_per_microbatch": shorter,
         "optimizer.distributed": [] if config.optimizer.distributed else [True],
         "megatron": [] if config.megatron.get("recompute_granularity") == "full" else [RECOMPUTE],
-        "rollout.server_args": powers(cluster.gpus_per_node, server_gpus(config)),
+        "rollout.server_args": powers(cluster.gpus_per_node, config.rollout.gpus_per_server),
     }
     return {key: values for key, values in options.items() if values}
 

@@ -245,25 +245,6 @@ class ServerMemory:
         return self.replies > 0
 
 
-def server_option(config: TrainConfig, *names: str) -> str | None:
-    """The value of a command-line option in rollout.server_args, by any of its names; None where it is not given."""
-    found = None
-    arguments = config.rollout.server_args
-    for number, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            found = value if equals else next(iter(arguments[number + 1 :]), None)
-    return found
-
-
-def server_gpus(config: TrainConfig) -> int:
-    """GPUs of one server: SGLang's --tp."""
-    given = server_option(config, "--tp", "--tp-size", "--tensor-parallel-size") or "1"
-    if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"rollout.server_args: --tp {given}: must be a number of GPUs of at least 1; correct it.")
-    return int(given)
-
-
 def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
     """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
     if arch.latent is not None:
@@ -275,8 +256,8 @@ def server_memory(
     policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
 ) -> ServerMemory:
     """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
-    gpus = server_gpus(config)
-    share = float(server_option(config, "--mem-fraction-static") or SERVER_MEMORY_SHARE)
+    gpus = config.rollout.gpus_per_server
+    share = float(config.rollout.server_option("--mem-fraction-static") or SERVER_MEMORY_SHARE)
     weights = policy.itemsize * policy.parameters / gpus
     return ServerMemory(
         gpus=gpus,

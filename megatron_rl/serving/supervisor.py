@@ -104,7 +104,7 @@ class Supervisor:
         dummy_weights: bool = False,
         threads_per_server: int = 1,
         host: str = "127.0.0.1",
-        devices: list[list[int]] | None = None,
+        devices: list[list[str]] | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
@@ -127,6 +127,7 @@ class Supervisor:
         """Held to start a server, so that none is started once `stop` has begun."""
         self._stopping = threading.Event()
         self._publishing = threading.Event()
+        self._lent = threading.Event()
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -144,6 +145,44 @@ class Supervisor:
         """Every server is up, and has answered since it was last started. From any thread."""
         with self._changing:
             return all(server.is_ready and server.process.poll() is None for server in self._servers)
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """By URL, a number that differs from one start of a server to the next. From any thread."""
+        with self._changing:
+            return {server.url: server.process.pid for server in self._servers if server.url is not None}
+
+    def lend_devices(self) -> None:
+        """The trainer is about to use the servers' devices: those that are starting come up first, as they need memory
+        of their own for it; one that dies from now on is started again only after `take_devices_back`."""
+        with self._changing:
+            self._lent.set()
+        self._wait_for_starting()
+
+    def take_devices_back(self) -> None:
+        self._lent.clear()
+
+    @property
+    def lacks_servers(self) -> bool:
+        """A server died while its device was lent, or a moment ago, and is going to be started again."""
+        with self._changing:
+            servers = [server for server in self._servers if server.number not in self._given_up]
+            return any(server.process.poll() is not None for server in servers)
+
+    def start_missing(self) -> None:
+        """Start what is lacking, in a moment in which the trainer does not use the devices, and wait for it."""
+        self._lent.clear()
+        deadline = time.monotonic() + LONGEST_RESTART_S
+        while self.lacks_servers and time.monotonic() < deadline and not self._stopping.wait(POLL_S):
+            pass
+        self.lend_devices()
+
+    def _wait_for_starting(self) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while time.monotonic() < deadline and not self._stopping.wait(POLL_S):
+            with self._changing:
+                if all(server.is_ready or server.process.poll() is not None for server in self._servers):
+                    return
 
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer. RuntimeError shows the log of one that does not."""
@@ -244,6 +283,8 @@ class Supervisor:
         command += ["--host", self.host, "--port", str(port), *self._shared_arguments()]
         if not torch.cuda.is_available():
             command += SGLANG_CPU_ARGS
+        elif self.config.colocated:
+            command.append("--enable-memory-saver")
         return command
 
     def _shared_arguments(self) -> list[str]:
@@ -316,12 +357,17 @@ class Supervisor:
                 "%s %s; restart %d of %d in %g s; its log is %s",
                 *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
             )
-            if self._stopping.wait(delay_s):
-                return
-            with self._changing:
-                if self._stopping.is_set():
-                    return
+            while not self._stopping.wait(delay_s) and not self._restart(number, url):
+                delay_s = POLL_S
+
+    def _restart(self, number: int, url: str | None) -> bool:
+        """Start a server again; False while the trainer has its device."""
+        with self._changing:
+            if self._lent.is_set():
+                return False
+            if not self._stopping.is_set():
                 self._servers[number] = self._launch(number, url)
+            return True
 
     def _server(self, number: int) -> Server | None:
         with self._changing:
@@ -340,14 +386,18 @@ class Supervisor:
         well_at = looked_at = time.monotonic()
         while not self._stopping.wait(POLL_S) and server.process.poll() is None:
             now = time.monotonic()
-            if self._publishing.is_set():
+            if self._is_quiet():
                 well_at = now
             elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
                 looked_at = now
                 if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
                     well_at = time.monotonic()
-                elif time.monotonic() - well_at > patience_s and not self._publishing.is_set():
+                elif time.monotonic() - well_at > patience_s and not self._is_quiet():
                     server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
+
+    def _is_quiet(self) -> bool:
+        """Servers are not expected to generate anything."""
+        return self._publishing.is_set() or self._lent.is_set()
 
     def _give_up(self, server: Server, restarts: int) -> None:
         ending = " | ".join(line.strip() for line in server.tail().splitlines()[-GIVE_UP_LINES:])
