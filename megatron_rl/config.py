@@ -480,6 +480,14 @@ class RolloutConfig:
             return not self.colocated, rule
         return True, ""
 
+    def check_for_gpus(self) -> None:
+        """Raise ValueError for what works without GPUs only."""
+        if self.colocated and self.publication == "group":
+            raise ValueError(
+                "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "
+                "the trainer's; set rollout.publication=ipc."
+            )
+
     @property
     def starts_servers(self) -> bool:
         """Whether the run starts its servers itself."""

@@ -34,11 +34,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
                 f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
                 f"0; give a sequence classification model with one label."
             )
-    if config.rollout.colocated and config.rollout.publication == "group" and platform.has_cuda():
-        raise ValueError(
-            "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on the "
-            "trainer's; set rollout.publication=ipc."
-        )
+    if platform.has_cuda():
+        config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)
     resolve(config.rollout.reward, key="rollout.reward")
     make_workflow(config, tokenizer, config.generation)

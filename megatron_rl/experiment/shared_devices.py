@@ -60,14 +60,18 @@ class SharedDevices:
         if not self.are_shared:
             return
         assert self.turns is not None
-        self._lend(WEIGHTS)
+        if self.held == ALL_MEMORY:
+            self._lend(WEIGHTS)
         supervisor = self.x.rollouts.supervisor
-        if self.x.groups.any(supervisor is not None and supervisor.lacks_servers):
+        dead = self._occupy(WEIGHTS)
+        if self.x.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
             self.turns.leave()
             dist.barrier(self.x.groups.control)
             if supervisor is not None:
-                supervisor.start_missing()
+                supervisor.start_missing(dead)
             self._occupy(WEIGHTS)
+        elif supervisor is not None:
+            supervisor.start_missing()  # any that dies from here on
 
     def _make_room(self) -> None:
         """An engine comes in while the servers may generate: to save, say. They keep the weights, which are current."""
@@ -82,10 +86,12 @@ class SharedDevices:
                 self.x.rollouts.supervisor.lend_devices()
             self._occupy(parts)
 
-    def _occupy(self, parts: frozenset[str]) -> None:
+    def _occupy(self, parts: frozenset[str]) -> list[str]:
+        """Return the URLs of servers that failed, on the rank that started them."""
         dist.barrier(self.x.groups.control)  # every engine is out
-        rollouts = self.x.rollouts
+        rollouts, dead = self.x.rollouts, []
         if rollouts.supervisor is not None and rollouts.process is not None:
-            rollouts.process.occupy(parts, rollouts.supervisor.starts)
+            dead = rollouts.process.occupy(parts, rollouts.supervisor.starts)
         dist.barrier(self.x.groups.control)  # the servers are
         self.held = parts
+        return dead

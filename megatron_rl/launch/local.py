@@ -75,6 +75,7 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
         places = Places(ranks=ranks or math.lcm(*(ranks_of_replica(layout) for layout in layouts(config))))
         config.check_world_size(places.ranks)
         return places
+    rollout.check_for_gpus()
     wanted = rollout.server_gpus if rollout.starts_servers else 0
     servers = rollout.devices
     if missing := [gpu for gpu in servers if gpu not in gpus]:

@@ -155,8 +155,10 @@ def _of_stage(
     moments = {"backward pass": again + between}
     shares = parameters_of_stage(model.arch, parallel, stage)
     moments["optimizer step"] = 4 * _of_optimizer(shares, model.engine, world_size)  # torch's AdamW, of all at once
-    if model.name == "policy" and stage == 0:
-        moments["publication"] = publication_bytes(model)
+    if model.name == "policy" and (stage == 0 or config.rollout.colocated):
+        moments["publication"] = publication_bytes(model) if stage == 0 else 0.0
+        if config.rollout.colocated:
+            moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
     return ModelMemory(states, update, moments)
 
 
@@ -173,6 +175,8 @@ class TrainerMemory:
     by_model: dict[str, ModelMemory]
     offload: bool
     available: float
+    reserved: float = float(RESERVED_BYTES)
+    """For what is no tensor, of all processes on the GPU."""
 
     @property
     def fullest_moment(self) -> str:
@@ -197,7 +201,7 @@ class TrainerMemory:
                 passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
                 parts |= {prefix + part: size for part, size in passing.items()}
         parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
-        return parts | {"reserved": float(RESERVED_BYTES)}
+        return parts | {"reserved": self.reserved}
 
     def _working(self, memory: ModelMemory) -> float:
         return memory.passing + (memory.kept if self.offload else 0.0)
@@ -221,7 +225,8 @@ def trainer_memory(
 ) -> TrainerMemory:
     """Return the memory of the fullest GPU among `world_size` trainer ranks."""
     by_model = {model.name: memory_of(model, config, batch, tokens, world_size) for model in models}
-    return TrainerMemory(by_model, config.run.offload, device.memory)
+    processes = 2 if config.rollout.colocated else 1
+    return TrainerMemory(by_model, config.run.offload, device.memory, processes * float(RESERVED_BYTES))
 
 
 @dataclass(frozen=True)

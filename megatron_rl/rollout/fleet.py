@@ -228,12 +228,12 @@ class Fleet:
             else:
                 await self.members.stop_catching_up()
 
-    async def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> None:
+    async def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
         """Have all servers that answer hold these parts of their memory. With all of them they go on; with fewer they
         are paused, requests wait, and what was being generated is asked for again later.
 
-        starts: by URL, what differs from one start of a server to the next. Servers that fail are dropped;
-        CommandRefused where all refuse.
+        starts: by URL, what differs from one start of a server to the next. Servers that fail are dropped, and their
+        URLs returned; CommandRefused where all refuse.
         """
         self._occupancy.wanted = parts
         if not self._occupancy.is_whole:
@@ -241,21 +241,22 @@ class Fleet:
             await self.members.stop_catching_up()
         timeout_s = self.config.request_timeout_s
         bring = (self._occupancy.bring(server, starts[server.url], timeout_s=timeout_s) for server in self.servers)
-        failures = []
+        failures: dict[str, ServerError] = {}
         for server, error in zip(self.servers, await asyncio.gather(*bring, return_exceptions=True), strict=True):
             if not isinstance(error, ServerError | None):
                 raise error
             if error is not None:
-                failures.append(error)
+                failures[server.url] = error
                 self.members.drop(server, str(error))
-        if failures and all(isinstance(error, CommandRefused) for error in failures):
-            raise failures[0]
+        if len(failures) == len(self.servers) and all(isinstance(e, CommandRefused) for e in failures.values()):
+            raise next(iter(failures.values()))
         if self._occupancy.is_whole:
             try:
                 await self.resume()
             except NoServerLeft:  # replies wait for those that are started again, and these for a publication
                 self.members.allow_catching_up()
                 self.open.set()
+        return list(failures)
 
     def begin_update(self, folder: str | None = None) -> None:
         """Servers are about to get new weights, from `folder` where they come over a disk."""

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,8 @@ class Supervisor:
         self._stopping = threading.Event()
         self._publishing = threading.Event()
         self._lent = threading.Event()
+        self._holds_back = threading.Event()
+        """Set while no server may be started again."""
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -154,28 +156,40 @@ class Supervisor:
 
     def lend_devices(self) -> None:
         """The trainer is about to use the servers' devices: those that are starting come up first, as they need memory
-        of their own for it; one that dies from now on is started again only after `take_devices_back`."""
+        of their own for it, and one that dies from now on is started again only by `start_missing`."""
         with self._changing:
             self._lent.set()
+            self._holds_back.set()
         self._wait_for_starting()
 
     def take_devices_back(self) -> None:
+        """Servers are expected to generate again."""
         self._lent.clear()
 
     @property
     def lacks_servers(self) -> bool:
-        """A server died while its device was lent, or a moment ago, and is going to be started again."""
+        """One has died and is going to be started again."""
         with self._changing:
-            servers = [server for server in self._servers if server.number not in self._given_up]
-            return any(server.process.poll() is not None for server in servers)
+            return any(server.process.poll() is not None for server in self._kept())
 
-    def start_missing(self) -> None:
-        """Start what is lacking, in a moment in which the trainer does not use the devices, and wait for it."""
-        self._lent.clear()
-        deadline = time.monotonic() + LONGEST_RESTART_S
-        while self.lacks_servers and time.monotonic() < deadline and not self._stopping.wait(POLL_S):
-            pass
-        self.lend_devices()
+    def start_missing(self, dead: Collection[str] = ()) -> None:
+        """Start servers that died while their devices were lent, and wait for them; `dead` are URLs of some that may
+        be dying still. The trainer should not be using the devices."""
+        before = self.starts
+        self._holds_back.clear()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while self.lacks_servers or self._any_still(before, dead):
+            if time.monotonic() > deadline or self._stopping.wait(POLL_S):
+                return
+        self._wait_for_starting()
+
+    def _any_still(self, before: dict[str, int], dead: Collection[str]) -> bool:
+        with self._changing:
+            return any(server.url in dead and server.process.pid == before[server.url] for server in self._kept())
+
+    def _kept(self) -> list[Server]:
+        """Those that are not given up. With `_changing` held."""
+        return [server for server in self._servers if server.number not in self._given_up]
 
     def _wait_for_starting(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -363,7 +377,7 @@ class Supervisor:
     def _restart(self, number: int, url: str | None) -> bool:
         """Start a server again; False while the trainer has its device."""
         with self._changing:
-            if self._lent.is_set():
+            if self._holds_back.is_set():
                 return False
             if not self._stopping.is_set():
                 self._servers[number] = self._launch(number, url)

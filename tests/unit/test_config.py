@@ -80,6 +80,8 @@ OUR_KEYS = {
         "server_restarts",
         "health_timeout_s",
         "server_args",
+        "devices",
+        "colocated",
         "api_key",
         "max_concurrent_episodes",
         "max_staleness",
