@@ -12,8 +12,8 @@ first request to its last update: filling the pipeline, and what is in flight at
 `interrupt`: a publication puts running requests back, and they go on with the new weights (SGLang's retract). `drain`:
 it waits for them to finish.
 
-Below stands what the simulation of `megatron-rl plan` (plan/simulation.py) makes of the same lengths and times: the
-synchronous run's seconds of all but the rollout are its update and publication.
+Below stands what the simulation of `megatron-rl plan` (plan/simulation.py) makes of the same lengths: from the servers'
+times and each run's own seconds for everything but the rollout, how long the trainer waits and what the servers do.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def write_inputs(folder: Path, steps: int) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def predict(folder: Path, *, eta: int, decode_ms: float, steps: int, synchronous: dict) -> Outcome:
-    """What the plan's simulation says of a run that interrupts; `synchronous` is the measured run without staleness."""
+def simulated(folder: Path, *, eta: int, decode_ms: float, steps: int, measured: dict) -> Outcome:
+    """What the plan's simulation says of a run that interrupts, whose trainer works as long as it was measured to."""
     rows = map(json.loads, (folder / "prompts.jsonl").read_text().splitlines())
     slots, one_s = PROMPTS * SAMPLES // SERVERS, decode_ms / 2000
     work = Workload(
@@ -71,8 +71,8 @@ def predict(folder: Path, *, eta: int, decode_ms: float, steps: int, synchronous
         groups_per_step=PROMPTS,
         groups_at_once=PROMPTS * (eta + 1),
         max_staleness=eta,
-        update_s=synchronous["others_s"] - synchronous["publish_s"],
-        publish_s=synchronous["publish_s"],
+        update_s=measured["seconds"] * (1 - measured["waited"]) / steps - measured["publish_s"],
+        publish_s=measured["publish_s"],
     )
     return simulate(work, steps=steps)
 
@@ -226,8 +226,12 @@ def main() -> None:
         for label, eta, drains in cases:
             rows.append((label, run(folder, eta=eta, drains=drains, decode_ms=args.decode_ms, steps=args.steps)))
             print(f"{label}: {rows[-1][1]['seconds']:.1f} s", file=sys.stderr, flush=True)
-        options = {"decode_ms": args.decode_ms, "steps": args.steps, "synchronous": rows[0][1]}
-        plans = [(label, predict(folder, eta=eta, **options)) for label, eta, drains in cases if not drains]
+        options = {"decode_ms": args.decode_ms, "steps": args.steps}
+        plans = [
+            (label, simulated(folder, eta=eta, measured=row, **options))
+            for (label, eta, drains), (_, row) in zip(cases, rows, strict=True)
+            if not drains
+        ]
 
     print(
         f"{PROMPTS} prompts x {SAMPLES} samples a step, {args.steps} steps, reply lengths log-normal (median "

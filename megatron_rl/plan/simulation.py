@@ -1,8 +1,9 @@
 """A run's steps as events: servers that decode, a gate that admits by staleness, and a trainer that waits for groups.
 
 The loop is that of train.py: wait for a step's groups, update, pause the servers and publish, go on. A publication puts
-replies under way back; they go on after their tokens were read again. Nothing here knows a GPU: seconds are given.
-benchmarks/bench_async.py compares it with the real loop.
+replies under way back; they go on after their tokens were read again. A group that is too old for its step is sampled
+again, and waited for where it would be too old once more, as the executor does. Nothing here knows a GPU: seconds are
+given. benchmarks/bench_async.py compares it with the real loop.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Workload:
     groups_at_once: int
     """With servers at most."""
     max_staleness: int
+    drops_stale: bool = True
+    """Groups with a token older than that are sampled again."""
     update_s: float
     publish_s: float
     """The servers stand still."""
@@ -51,6 +54,18 @@ class Outcome:
     """Of the slots' time in which there is a reply in them."""
 
 
+@dataclass(kw_only=True, eq=False)
+class _Group:
+    lengths: list[int]
+    requeues: int = 0
+    asked_at: int = 0
+    """The version when its replies were asked for."""
+    oldest: int | None = None
+    """That of the first token."""
+    left: int = 0
+    """Replies to come."""
+
+
 class _Server:
     """Counts tokens: a reply that starts at count c with n tokens to come is done at count c + n."""
 
@@ -60,9 +75,9 @@ class _Server:
         self.tokens = 0.0
         """Of all running replies, with their prompts."""
         self.busy_s = self.slot_s = 0.0
-        self.running: list[tuple[float, int, int, int]] = []
+        self.running: list[tuple[float, int, _Group, int]] = []
         """(count at the end, number, group, length), a heap."""
-        self.queue: deque[tuple[int, int, int]] = deque()
+        self.queue: deque[tuple[int, _Group, int]] = deque()
         """(number, group, length)."""
 
     @property
@@ -87,17 +102,18 @@ class _Server:
         self.count += decoding / self.token_s
         self.tokens += decoding / self.token_s * len(self.running)
 
-    def finish(self) -> int:
+    def finish(self) -> _Group:
         """Take out the reply that is done now; return its group."""
         self.count, _, group, length = heapq.heappop(self.running)
         self.tokens -= length + self.work.prompt_tokens
         return group
 
-    def fill(self) -> None:
+    def fill(self, version: int) -> None:
         """Start what waits while there are slots, and look at the batch anew."""
         while self.queue and len(self.running) < self.work.slots:
             number, group, length = self.queue.popleft()
             heapq.heappush(self.running, (self.count + length, number, group, length))
+            group.oldest = version if group.oldest is None else group.oldest
             self.tokens += self.work.prompt_tokens
             self.stall_s += self.work.read_s * self.work.prompt_tokens
         if self.running:
@@ -114,44 +130,42 @@ class _Run:
     def __init__(self, work: Workload) -> None:
         self.work, self.now, self.version = work, 0.0, 0
         self.servers = [_Server(work) for _ in range(work.servers)]
-        self.left: dict[int, int] = {}
-        """Replies to come of each group that is with servers."""
-        self.sizes: dict[int, int] = {}
-        self.done: list[int] = []
-        """Groups that are complete, by number: the older first."""
-        self.started = 0
+        self.with_servers: list[_Group] = []
+        self.again: deque[_Group] = deque()
+        """Groups that were too old, which start before others."""
+        self.done: list[_Group] = []
+        """Complete groups that are not trained yet."""
+        self.trained = 0
         self.numbers = itertools.count()
 
     def admit(self) -> None:
+        """Ask for as many groups as staleness and concurrency allow."""
         work = self.work
-        most = (work.max_staleness + self.version + 1) * work.groups_per_step
-        while self.started < most and len(self.left) < work.groups_at_once:
-            lengths = next(work.groups)
-            self.left[self.started], self.sizes[self.started] = len(lengths), sum(lengths)
-            for length in lengths:
+        most = (work.max_staleness + self.version + 1) * work.groups_per_step - self.trained
+        while len(self.done) + len(self.with_servers) < most and len(self.with_servers) < work.groups_at_once:
+            group = self.again.popleft() if self.again else _Group(lengths=next(work.groups))
+            group.asked_at, group.oldest, group.left = self.version, None, len(group.lengths)
+            self.with_servers.append(group)
+            for length in group.lengths:
                 server = min(self.servers, key=lambda server: server.load)
                 server.advance(self.now)
-                server.queue.append((next(self.numbers), self.started, length))
-                server.fill()
-            self.started += 1
+                server.queue.append((next(self.numbers), group, length))
+                server.fill(self.version)
 
-    def go_on(self, until: float, groups: int | None = None) -> None:
-        """Let the servers work until a time, or until so many groups are done."""
-        while groups is None or len(self.done) < groups:
-            server = min(self.servers, key=lambda server: server.ends_at)
-            if server.ends_at > until:
-                break
+    def go_on(self, until: float, *, to_a_group: bool = False) -> None:
+        """Let the servers work until a time, or until a group is complete."""
+        while (server := min(self.servers, key=lambda server: server.ends_at)).ends_at <= until:
             self.now = server.ends_at
             server.advance(self.now)
             group = server.finish()
-            server.fill()
-            self.left[group] -= 1
-            if self.left[group] == 0:
-                del self.left[group]
-                heapq.heappush(self.done, group)
+            server.fill(self.version)
+            group.left -= 1
+            if group.left == 0:
+                self.with_servers.remove(group)
+                self.done.append(group)
                 self.admit()
-        else:
-            return
+                if to_a_group:
+                    return
         self.now = until
         for server in self.servers:
             server.advance(until)
@@ -159,17 +173,36 @@ class _Run:
     def step(self) -> tuple[float, int]:
         """Return how long the trainer waited, and the step's tokens."""
         work, began = self.work, self.now
-        self.admit()
-        self.go_on(float("inf"), work.groups_per_step)
+        while True:
+            self._requeue_stale()
+            self.admit()
+            if len(self.done) >= work.groups_per_step and not self._is_due():
+                break
+            self.go_on(float("inf"), to_a_group=True)
         waited = self.now - began
-        tokens = sum(self.sizes.pop(heapq.heappop(self.done)) for _ in range(work.groups_per_step))
+        self.done.sort(key=lambda group: (-group.requeues, group.oldest))
+        taken, self.done = self.done[: work.groups_per_step], self.done[work.groups_per_step :]
+        self.trained += work.groups_per_step
         self.go_on(self.now + work.update_s)
         self.now += work.publish_s
         self.version += 1
         for server in self.servers:
             server.now = self.now
             server.interrupt()
-        return waited, tokens
+        return waited, sum(sum(group.lengths) for group in taken)
+
+    def _requeue_stale(self) -> None:
+        oldest = self.version - self.work.max_staleness
+        stale = [group for group in self.done if self.work.drops_stale and (group.oldest or 0) < oldest]
+        for group in stale:
+            self.done.remove(group)
+            group.requeues += 1
+        self.again.extend(stale)
+
+    def _is_due(self) -> bool:
+        """Whether a group that was too old before is with servers, and would be for any later step."""
+        oldest = self.version + 1 - self.work.max_staleness
+        return any(group.requeues and group.asked_at < oldest for group in self.with_servers)
 
 
 def simulate(work: Workload, *, steps: int, first: int = 0) -> Outcome:

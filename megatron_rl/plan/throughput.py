@@ -199,6 +199,7 @@ class Step:
             groups_per_step=groups,
             groups_at_once=max(1, round(batch.episodes_running * groups / batch.prompts)),
             max_staleness=self.max_staleness,
+            drops_stale=self.config.rollout.stale == "drop",
             update_s=self.update_s * share,
             publish_s=(self.publish_s + self.turns_s) * share,
         )

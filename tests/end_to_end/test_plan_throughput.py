@@ -7,34 +7,30 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
-DECODE_MS, STEPS, ETA = 5.0, 8, 4
+DECODE_MS, STEPS = 5.0, 8
 
 
-@pytest.fixture(scope="module")
-def bench_async():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import bench_async
+@pytest.fixture
+def bench_async(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_async
 
-        yield bench_async
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    yield bench_async
+    for name in [n for n, module in sys.modules.items() if str(BENCHMARKS) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
 
 
 def test_the_plans_simulation_is_what_bench_async_measures(bench_async, tmp_path):
-    """The loop takes time of its own that no model has: what a synchronous run shows of it bounds the difference.
+    """With staleness 1, which is the hardest: without its second samples, say, the simulation is 30 % too fast.
 
-    That is the part of a step's wait which the servers' modelled time does not explain; on a loaded machine it grows.
+    The loop waits for things that the simulation leaves out (HTTP, journals, rewards), so it is the slower one: by 1 to
+    5 % in benchmarks/results/bench_async.txt, and by more where other processes want the machine.
     """
     bench_async.write_inputs(tmp_path, STEPS)
-    measured = {
-        eta: bench_async.run(tmp_path, eta=eta, drains=False, decode_ms=DECODE_MS, steps=STEPS) for eta in (0, ETA)
-    }
-    options = {"decode_ms": DECODE_MS, "steps": STEPS, "synchronous": measured[0]}
-    simulated = {eta: bench_async.predict(tmp_path, eta=eta, **options) for eta in (0, ETA)}
-    seconds = {eta: measured[eta]["seconds"] / STEPS for eta in measured}
-    print(seconds, {eta: outcome.step_s for eta, outcome in simulated.items()})
-    own_s = measured[0]["waited"] * seconds[0] - simulated[0].wait_s
-    assert 0 <= own_s < 0.25 * seconds[0]
-    for eta, outcome in simulated.items():
-        assert -0.02 * seconds[eta] <= seconds[eta] - outcome.step_s <= own_s + 0.05 * seconds[0]
+    for eta in (0, 1):
+        measured = bench_async.run(tmp_path, eta=eta, drains=False, decode_ms=DECODE_MS, steps=STEPS)
+        outcome = bench_async.simulated(tmp_path, eta=eta, decode_ms=DECODE_MS, steps=STEPS, measured=measured)
+        step_s = measured["seconds"] / STEPS
+        assert 0.95 < step_s / outcome.step_s < 1.2
+        assert -0.03 < measured["waited"] - outcome.wait_s / outcome.step_s < 0.1
+        assert -0.1 < outcome.slots - measured["slots_used"] < 0.1

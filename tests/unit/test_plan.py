@@ -364,10 +364,10 @@ def test_too_few_gpus_for_both_are_refused_with_turns_as_the_way_out():
 
 
 # Models of three sizes in layouts, batches and clusters drawn at random: about half of them do not fit at first.
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp_path):
     chance, refused = random.Random(seed), 0
-    for number in range(6):
+    for number in range(5):
         arch = chance.choice([LLAMA_8B, QWEN_30B_A3B, LLAMA_8B | {"num_hidden_layers": 8, "hidden_size": 2048}])
         words = {
             "model.path": model_folder(tmp_path / str(number), arch),

@@ -1,5 +1,6 @@
 """The simulated loop against clocks worked out by hand, and against what bounds it."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -71,9 +72,24 @@ def test_admission_is_that_of_the_executor(staleness, at_once):
     gate = AdmissionGate(at_once, staleness, groups_per_step=2)
     for version in range(6):
         run.admit()
-        gate.accepted, gate.running = run.started - len(run.left), len(run.left)
+        gate.accepted, gate.running = run.trained + len(run.done), len(run.with_servers)
         assert gate.capacity(version) == 0
         run.step()
+
+
+def test_a_group_that_is_too_old_is_sampled_again_and_then_waited_for():
+    # A token takes a second. The group of 50 begins at version 0 and is done at 50. Until then the trainer has the
+    # short ones: at 2 (a third begins only then), 4 and so on; with 50 it is far behind, and its prompt is sampled once
+    # more. That is waited for as soon as it would be too old for the next step, which is at once.
+    groups = itertools.chain([[50]], itertools.repeat([2]))
+    endless = dataclasses.replace(
+        work([[1]], groups_per_step=1, max_staleness=1, update_s=0.0, publish_s=0.0), groups=groups
+    )
+    run = _Run(endless)
+    waited = [run.step()[0] for _ in range(30)]
+    assert max(waited) == pytest.approx(50) and waited.count(max(waited)) == 1
+    kept = _Run(dataclasses.replace(endless, drops_stale=False, groups=itertools.chain([[50]], itertools.repeat([2]))))
+    assert max(kept.step()[0] for _ in range(30)) == pytest.approx(2)
 
 
 def test_the_slower_of_both_decides_where_staleness_allows():
