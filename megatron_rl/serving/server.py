@@ -119,7 +119,8 @@ class RolloutServer:
         return json_answer(protocol.chat_answer(requests, body, version, self.model_name, now_s, self.text))
 
     def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
-        self.batcher.require(*MEMORY)
+        if not self.batcher.paused:  # else they wait, with those that were on their way when it was
+            self.batcher.require(*MEMORY)
         for request in requests:
             if request.rid in self.live:
                 raise ValueError(f"Duplicate request ID detected: {request.rid}")

@@ -71,7 +71,7 @@ def watched(overrides):
 
         def compute_advantages(self, batch):
             (url,) = self.rollouts.supervisor.urls
-            answer = requests.post(f"{url}/generate", json={"input_ids": [1]}, timeout=30)
+            answer = requests.post(f"{url}/continue_generation", json={}, timeout=30)
             assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
             looks.append("trainer")
             processes.append(self.rollouts.supervisor.starts[url])

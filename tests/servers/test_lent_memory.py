@@ -44,9 +44,19 @@ def post(url, path, body=None):
     return requests.post(f"{url}{path}", json=body or {}, timeout=30)
 
 
+def get(url, path):
+    return requests.get(f"{url}{path}", timeout=30).json()
+
+
 def long_reply(engine, tokens):
     gconfig = GenerationConfig(max_new_tokens=tokens, greedy=True, ignore_eos=True)
     return asyncio.run(engine.agenerate(LLMRequest(rid="long", input_ids=PROMPT, gconfig=gconfig)))
+
+
+def wait_for_a_reply(servers):
+    """Until one is being generated, of which most is still to come."""
+    while not any(load["num_used_tokens"] for url in servers.urls for load in get(url, "/v1/loads")["loads"]):
+        pass
 
 
 def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path):
@@ -103,13 +113,13 @@ def test_requests_that_hold_keys_keep_the_memory(own_servers, connect):
     url = own_servers.urls[0]
     engine = connect(url, interruption="in_place", max_cache_age=1)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(long_reply, engine, 400)
-        time.sleep(0.3)
+        reply = pool.submit(long_reply, engine, 450)
+        wait_for_a_reply(own_servers)
         engine.pause()
         answer = post(url, "/release_memory_occupation")
         assert answer.status_code == 400 and "1 running and 0 queued requests; pause with mode abort" in answer.text
         engine.resume()
-        assert reply.result(30).output_len == 400
+        assert reply.result(30).output_len == 450
 
 
 def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weights(
@@ -117,18 +127,20 @@ def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weig
 ):
     engine, starts = connect(own_servers.urls), own_servers.starts
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         under_way = pool.submit(long_reply, engine, 450)
-        time.sleep(0.3)
+        wait_for_a_reply(own_servers)
         engine.occupy(NOTHING, starts)
+        on_its_way = pool.submit(post, own_servers.urls[0], "/generate", {"input_ids": PROMPT})
         time.sleep(0.3)
         engine.occupy(WEIGHTS, starts)
         publisher.publish(specs_of(weights), weights.items(), 1)
         assert publisher.last.verified == 2 * len(weights) and not under_way.done()
-        refused = [post(url, "/generate", {"input_ids": PROMPT}).text for url in own_servers.urls]
-        assert all("kv_cache: released" in text for text in refused), "the publication does not let them go on"
+        assert all("kv_cache: released" in post(url, "/continue_generation").text for url in own_servers.urls)
+        assert not on_its_way.done(), "the publication does not let them go on"
         engine.occupy(ALL_MEMORY, starts)
         reply = under_way.result(30)
+        assert on_its_way.result(30).ok
     assert reply.output_len == 450 and reply.interruptions == 1 and reply.output_versions[-1] == 1
     assert greedy(engine).output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
 
@@ -147,7 +159,7 @@ def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the
     again = own_servers.starts
     assert not own_servers.lacks_servers and again[victim] != first[victim]
     engine.occupy(WEIGHTS, again)  # which the new one releases its cache for, and the old one gets
-    assert "kv_cache: released" in post(victim, "/generate", {"input_ids": PROMPT}).text
+    assert all(post(url, "/continue_generation").text.count("kv_cache: released") for url in own_servers.urls)
     engine.muster()
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
     publisher.publish(specs_of(weights), weights.items(), 1)
