@@ -11,6 +11,9 @@ first request to its last update: filling the pipeline, and what is in flight at
 
 `interrupt`: a publication puts running requests back, and they go on with the new weights (SGLang's retract). `drain`:
 it waits for them to finish.
+
+Below stands what the simulation of `megatron-rl plan` (plan/simulation.py) makes of the same lengths: from the servers'
+times and each run's own seconds for everything but the rollout, how long the trainer waits and what the servers do.
 """
 
 import argparse
@@ -27,7 +30,10 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
+from modelled_server import PREFILL_SPEEDUP
 from rollout_server import commit, cpu_name
+
+from megatron_rl.plan.simulation import Outcome, Workload, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, SAMPLES, SERVERS = 16, 4, 2
@@ -49,6 +55,26 @@ def write_inputs(folder: Path, steps: int) -> None:
         for number in range(PROMPTS * (steps + 12))
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def simulated(folder: Path, *, eta: int, decode_ms: float, steps: int, measured: dict) -> Outcome:
+    """What the plan's simulation says of a run that interrupts, whose trainer works as long as it was measured to."""
+    rows = map(json.loads, (folder / "prompts.jsonl").read_text().splitlines())
+    slots, one_s = PROMPTS * SAMPLES // SERVERS, decode_ms / 2000
+    work = Workload(
+        servers=SERVERS,
+        slots=slots,
+        token_s=lambda replies, tokens: one_s * (1 + replies / slots),
+        read_s=one_s / PREFILL_SPEEDUP,
+        prompt_tokens=9,
+        groups=(row["reply_tokens"] for row in rows),
+        groups_per_step=PROMPTS,
+        groups_at_once=PROMPTS * (eta + 1),
+        max_staleness=eta,
+        update_s=measured["seconds"] * (1 - measured["waited"]) / steps - measured["publish_s"],
+        publish_s=measured["publish_s"],
+    )
+    return simulate(work, steps=steps)
 
 
 def length(rng: random.Random) -> int:
@@ -167,6 +193,7 @@ def train_and_measure(settings: dict) -> None:
         "samples": sum(step["batch/trajectories"] for step in steps),
         "waited": sum(step["time/rollout"] for step in steps) / seconds,
         "others_s": statistics.median(step["time/step"] - step["time/rollout"] for step in steps[1:]),
+        "publish_s": statistics.median(step["time/publish"] for step in steps[1:]),
         "rollout_s": statistics.median(step["time/rollout"] for step in steps[1:]),
         "dropped": sum(step["rollout/episodes_stale"] for step in steps),
         "slots_used": sum(s["slot_s"] for s in stats)
@@ -200,6 +227,12 @@ def main() -> None:
         for label, eta, drains in cases:
             rows.append((label, run(folder, eta=eta, drains=drains, decode_ms=args.decode_ms, steps=args.steps)))
             print(f"{label}: {rows[-1][1]['seconds']:.1f} s", file=sys.stderr, flush=True)
+        options = {"decode_ms": args.decode_ms, "steps": args.steps}
+        plans = [
+            (label, simulated(folder, eta=eta, measured=row, **options))
+            for (label, eta, drains), (_, row) in zip(cases, rows, strict=True)
+            if not drains
+        ]
 
     print(
         f"{PROMPTS} prompts x {SAMPLES} samples a step, {args.steps} steps, reply lengths log-normal (median "
@@ -215,6 +248,11 @@ def main() -> None:
         print(f"{label:<20}{rate:>10.1f}{ratio:>7.2f}{row['waited']:>14.0%}{1 - row['slots_used']:>12.0%}", end="")
         shares = "  ".join(f"{age}: {count / sum(ages.values()):.0%}" for age, count in ages.items())
         print(f"{1 - row['decoding']:>14.0%}{row['dropped']:>9.0f}  {shares}")
+    print("as simulated by the plan")
+    for label, plan in plans:
+        rate, ratio = PROMPTS * SAMPLES / plan.step_s, plans[0][1].step_s / plan.step_s
+        idle = f"{plan.wait_s / plan.step_s:>14.0%}{1 - plan.slots:>12.0%}{1 - plan.busy:>14.0%}"
+        print(f"{label:<20}{rate:>10.1f}{ratio:>7.2f}{idle}")
 
 
 if __name__ == "__main__":

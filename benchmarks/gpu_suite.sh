@@ -103,7 +103,7 @@ suite() {
   outcome step $?
 
   if "$python" -c 'import sglang' 2>/dev/null && [ -f models/smollm2-135m-instruct/config.json ]; then
-    logged sglang 120 "$python" -m megatron_rl.launch configs/demo.yaml rollout.backend=sglang run.steps=3
+    logged sglang 120 "$python" -m megatron_rl.train configs/demo.yaml rollout.backend=sglang run.steps=3
     last sglang 15 $?
   else
     printf '\n## sglang\n\nNot run: the package sglang or models/smollm2-135m-instruct is not here.\n'

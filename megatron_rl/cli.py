@@ -1,4 +1,4 @@
-"""The command `megatron-rl`: plan | serve | convert | report | compare."""
+"""The command `megatron-rl`: launch | plan | serve | convert | report | compare."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser("megatron-rl", description="Tools around training; training is megatron_rl.train.")
+    parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
+    )
     plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
     plan.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
@@ -38,6 +41,11 @@ def main(argv: list[str] | None = None) -> None:
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
     args, rest = parser.parse_known_args(argv)
+    if args.command == "launch":
+        from megatron_rl.launch.local import main as launch
+
+        launch(rest)
+        return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
             from megatron_rl.serving.registered import main as serve

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -359,6 +360,14 @@ class RolloutConfig:
     Empty: `token` in run.folder, or with a registry RUN.token there. Servers that a user starts are given the same file
     (`megatron-rl serve --token-file`); one with SGLang's --api-key expects that key to be in it.
     """
+    devices: list[str] = field(default_factory=list)
+    """GPUs of this host for the started servers, as CUDA_VISIBLE_DEVICES names them: as many for each as its --tp.
+
+    Empty: `megatron-rl launch` chooses them, and otherwise a server sees what the trainer's first rank sees.
+    """
+    colocated: bool = False
+    """Started servers and trainer take turns on the same devices: servers have no weights and no cache while the
+    trainer works, and its models wait in host memory while they generate. Synchronous runs."""
     max_concurrent_episodes: int = 256
     max_staleness: int = 0
     """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
@@ -456,7 +465,65 @@ class RolloutConfig:
             request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
             start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
             episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),
+            colocated=(self.colocated, *self._may_be_colocated()),
+            devices=(
+                self.devices,
+                not self.devices or (self.starts_servers and len(self.devices) == self.server_gpus),
+                f"must name rollout.server_count({self.server_count}) x --tp({self.gpus_per_server}) GPUs for servers "
+                f"that this run starts; name as many, or leave the key out",
+            ),
         )
+
+    def _may_be_colocated(self) -> tuple[bool, str]:
+        """Whether the servers can take turns with the trainer, or are not to; and if neither, why not."""
+        for key in ("servers", "registry", "router"):
+            if value := getattr(self, key):
+                return (
+                    not self.colocated,
+                    f"needs servers that this run starts, and rollout.{key} = {value!r}; empty it",
+                )
+        if self.max_staleness > 0:
+            rule = f"trainer and servers take turns, and rollout.max_staleness = {self.max_staleness} has both work at"
+            return not self.colocated, f"{rule} once; set it to 0, or give servers devices of their own"
+        if self.publication == "delta":
+            rule = "servers keep no weights that rollout.publication = delta could change; set it to ipc"
+            return not self.colocated, rule
+        return True, ""
+
+    def check_for_gpus(self) -> None:
+        """Raise ValueError for what works without GPUs only."""
+        if self.colocated and self.publication == "group":
+            raise ValueError(
+                "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "
+                "the trainer's; set rollout.publication=ipc."
+            )
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether the run starts its servers itself."""
+        return not (self.servers or self.registry)
+
+    @property
+    def gpus_per_server(self) -> int:
+        """SGLang's --tp in server_args."""
+        given = self.server_option("--tp", "--tp-size", "--tensor-parallel-size") or "1"
+        if not given.isdecimal() or int(given) < 1:
+            raise ValueError(f"rollout.server_args: --tp {given}: must be a number of GPUs of at least 1; correct it.")
+        return int(given)
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of all started servers together."""
+        return self.server_count * self.gpus_per_server
+
+    def server_option(self, *names: str) -> str | None:
+        """The value of the last of these options in server_args, which counts: `--tp 2` or `--tp=2`."""
+        found = None
+        for word, following in itertools.zip_longest(self.server_args, self.server_args[1:]):
+            name, equals, value = word.partition("=")
+            if name in names:
+                found = value if equals else following
+        return found
 
     @property
     def takes_prompts_in_order(self) -> bool:

@@ -6,7 +6,7 @@ parameter in DDP's buffer, a bucket or the distributed optimizer's shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,16 +84,28 @@ def tensors_of(engine: MegatronEngine) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Turns:
-    """Engines that take turns on one device: the one that is used is there, all others wait in host memory."""
+    """Engines that take turns on one device: the one that is used is there, all others wait in host memory.
 
-    def __init__(self) -> None:
+    `one_at_a_time`=False lets engines be there together. `make_room` is called before one comes in, on all ranks, where
+    the device is not the engines' alone.
+    """
+
+    def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
+        self.one_at_a_time, self.make_room = one_at_a_time, make_room
         self.engines: list[MegatronEngine] = []
 
     def take(self, engine: MegatronEngine) -> None:
         """Send the others out, then bring `engine` in; one that is not known yet joins."""
-        for other in self.engines:
-            if other is not engine:
-                other.offload()
+        if self.make_room is not None:
+            self.make_room()
+        if self.one_at_a_time:
+            self.leave(engine)
         if engine not in self.engines:
             self.engines.append(engine)
         engine.onload()
+
+    def leave(self, remaining: MegatronEngine | None = None) -> None:
+        """Send all engines out, but for one. All ranks call it."""
+        for engine in self.engines:
+            if engine is not remaining:
+                engine.offload()

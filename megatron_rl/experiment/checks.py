@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl import platform
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.rollout.import_path import make_workflow
@@ -33,6 +34,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
                 f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
                 f"0; give a sequence classification model with one label."
             )
+    if platform.has_cuda():
+        config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)
     make_workflow(config, tokenizer, config.generation)
     allowed = config.run.import_from

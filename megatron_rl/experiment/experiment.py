@@ -23,7 +23,6 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.engine.offload import Turns
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
 from megatron_rl.experiment.hang import HangWatch
@@ -35,6 +34,7 @@ from megatron_rl.experiment.metrics import (
     publication_metrics,
 )
 from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.experiment.shared_devices import SharedDevices
 from megatron_rl.experiment.step_traces import StepTraces
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.launch import watch
@@ -62,6 +62,7 @@ class Experiment:
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
         """The policy's when the step's trajectories were complete."""
+        self.devices = SharedDevices(self)
         self.rollouts = Rollouts(self)
         self.traces = StepTraces(self)
         self.engine: MegatronEngine | None = None
@@ -137,7 +138,7 @@ class Experiment:
 
     def _start_engines(self) -> None:
         config = self.config
-        options: dict[str, Any] = {"megatron": config.megatron, "turns": Turns() if config.run.offload else None}
+        options: dict[str, Any] = {"megatron": config.megatron, "turns": self.devices.turns}
         self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
         self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
         reference = None
@@ -339,9 +340,8 @@ class Experiment:
         if not self.evaluations.is_due(step):
             return
         with self.timers("evaluate"):
-            if self.groups.is_main:
-                greedy = self.config.generation.new(greedy=True, n_samples=1)
-                self.evaluations.begin(step, self.rollouts.process.evaluate(greedy))
+            for replies in self.rollouts.evaluate(self.config.generation.new(greedy=True, n_samples=1)):
+                self.evaluations.begin(step, replies)
             if self.evaluations.are_waited_for(step):
                 self.rollouts.wait_for(self.evaluations.replies_under_way)
             self.evaluations.log_finished()

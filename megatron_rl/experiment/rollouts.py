@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.api import NoServerLeft
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.launch import watch
 from megatron_rl.launch.registry import wait_for_servers
@@ -63,6 +64,7 @@ class Rollouts:
         dist.broadcast_object_list(urls, src=0, group=x.groups.control)
         if self.process is not None:
             self.process.connect(urls[0])
+        x.devices.servers_have_started()
 
     def _start_process(self) -> None:
         x, rank = self.x, self.x.groups.data.rank
@@ -86,6 +88,7 @@ class Rollouts:
             context_length=read_architecture(config.model.path).max_positions,
             dummy_weights=True,  # version 0 is published before the first request
             threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
+            devices=devices_by_server(config.rollout),
             on_death=self._on_death,
         )
         x.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
@@ -142,6 +145,7 @@ class Rollouts:
         Servers that fail are left out, and those restarted since the last time take part again.
         """
         engine, groups = self.x.engine, self.x.groups
+        self.x.devices.prepare_publication()
         version, served_by = engine.get_version(), [[""]]
         watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
         with watched:
@@ -174,6 +178,7 @@ class Rollouts:
         A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
         many as it needs from its own share of the prompts, which its ledger hands out.
         """
+        self.x.devices.give_to_servers()
         total, data = self.x.config.batch.prompts_per_step, self.x.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
         pending: list[Future[TrajectoryBatch]] = []
@@ -184,7 +189,13 @@ class Rollouts:
         elif self.process is not None:
             pending = [self.process.prepare_batch(last - first)]
         self.wait_for(pending)
+        self.x.devices.give_to_trainer()
         return pending[0].result() if pending else None
+
+    def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
+        """Begin to answer the held-out prompts: one future on the main rank, none on others."""
+        self.x.devices.give_to_servers()
+        return [self.process.evaluate(generation)] if self.process is not None and self.x.groups.is_main else []
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
         """Return once all of `pending` are done, of which a rank may have none.
@@ -200,3 +211,16 @@ class Rollouts:
             dist.all_reduce(stalled, group=self.x.groups.control)
             if stalled:
                 self.publish()
+                self.x.devices.give_to_servers()
+
+
+def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
+    """The GPUs that each started server sees, its own first; None where the config leaves that open.
+
+    Those that share theirs with the trainer see the others' too: a publication over ipc comes from the first rank's.
+    """
+    each, gpus = options.gpus_per_server, options.devices
+    own = [gpus[first : first + each] for first in range(0, len(gpus), each)]
+    if options.colocated:
+        own = [[*mine, *(gpu for gpu in gpus if gpu not in mine)] for mine in own]
+    return own or None

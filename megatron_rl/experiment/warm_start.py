@@ -119,7 +119,7 @@ class WarmStart:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
         x = self.x
         x.rollouts.publish()
-        sampled = [x.rollouts.process.evaluate(x.config.generation.new(n_samples=2))] if x.groups.is_main else []
+        sampled = x.rollouts.evaluate(x.config.generation.new(n_samples=2))
         x.rollouts.wait_for(sampled)
         reward = [float(replies.result()["rewards"].mean()) for replies in sampled] or [0.0]
         dist.broadcast_object_list(reward, src=0, group=x.groups.control)

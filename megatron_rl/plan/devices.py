@@ -48,6 +48,8 @@ DECODE_OVERHEAD_S = 2e-3
 """Of each token of a server's batch: launches, sampling, scheduling."""
 PUBLICATION_BANDWIDTH = 20e9
 """Bytes a second from the trainer to all servers."""
+HOST_BANDWIDTH = 25e9
+"""Bytes a second between a GPU and host memory."""
 MEAN_REPLY = 0.5
 """Mean reply over generation.max_new_tokens; lengths spread evenly from 0 to the most."""
 
@@ -64,5 +66,6 @@ def assumptions() -> dict[str, str]:
         "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_EFFICIENCY:.0%} of peak, "
         f"{DECODE_OVERHEAD_S * 1e3:g} ms a token",
         "publication": f"{PUBLICATION_BANDWIDTH / 1e9:g} GB/s",
+        "host memory": f"{HOST_BANDWIDTH / 1e9:g} GB/s a GPU",
         "mean reply": f"{MEAN_REPLY:g} of max_new_tokens, lengths spread evenly",
     }

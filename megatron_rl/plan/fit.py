@@ -11,17 +11,16 @@ from typing import Any
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.plan.batch import BatchPlan, PromptTokens, plan_batch
-from megatron_rl.plan.devices import GIB, Device
+from megatron_rl.plan.devices import GIB, RESERVED_BYTES, Device
 from megatron_rl.plan.memory import (
     Model,
     ServerMemory,
     TrainerMemory,
     models_of,
-    server_gpus,
     server_memory,
     trainer_memory,
 )
-from megatron_rl.plan.throughput import Split, time_split
+from megatron_rl.plan.throughput import Split, Step, steps_of
 from megatron_rl.weights.layout import check_layout
 
 MOST_DOUBLINGS = 5
@@ -56,29 +55,39 @@ class Plan:
     servers: int
     trainer_gpus: int
     shares_gpus: bool
-    """Servers are on the trainers' GPUs, where there are too few for both."""
+    """Servers are on the trainers' GPUs: by turns (rollout.colocated), or as there are too few, which does not fit."""
 
     @cached_property
-    def split(self) -> Split:
-        return time_split(
+    def step(self) -> Step:
+        return steps_of(
             self.models,
             self.config,
             self.batch,
             self.tokens,
+            self.trainer,
             self.server,
             self.cluster.device,
             servers=self.servers,
             trainer_gpus=self.trainer_gpus,
-            takes_turns=self.shares_gpus,
+            shares_gpus=self.shares_gpus,
         )
+
+    @cached_property
+    def split(self) -> Split:
+        return self.step.split()
 
     @property
     def fits(self) -> bool:
-        return self.trainer.fits and self.server.fits
+        return self.trainer.fits and self.server.fits and self.has_gpus_for_both
+
+    @property
+    def has_gpus_for_both(self) -> bool:
+        return self.config.rollout.colocated or not self.shares_gpus
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
-    """Raise ValueError where a model does not divide as its layout wants."""
+    """Raise ValueError where a model does not divide as its layout wants, or the experiment does not run on GPUs."""
+    config.rollout.check_for_gpus()
     for model in models:
         check_layout(model.arch, model.engine.parallel)
     for key in config.megatron:
@@ -96,25 +105,32 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
     ValueError where the layout divides no number of trainer ranks.
     """
+    plans = _all_plans(config, tokens, cluster)
+    best: Plan | None = None
+    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.step.least_s):
+        if best is not None and plan.step.least_s >= best.split.step_s:
+            break  # simulating the others would show nothing faster
+        if best is None or plan.split.step_s < best.split.step_s:
+            best = plan
+    return best or min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
+
+
+def _all_plans(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
     models = models_of(config)
     check_models(models, config)
-    plans = list(_plans(models, config, tokens, cluster))
-    fitting = [plan for plan in plans if plan.fits]
-    if fitting:
-        return min(fitting, key=lambda plan: plan.split.step_s)
-    return min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
+    return list(_plans(models, config, tokens, cluster))
 
 
 def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Iterator[Plan]:
-    gpus, each = cluster.gpus, server_gpus(config)
+    gpus, each = cluster.gpus, config.rollout.gpus_per_server
     if each > cluster.gpus_per_node:
         raise ValueError(
             f"rollout.server_args: --tp {each}: a server is on one node, and a node has {cluster.gpus_per_node} GPUs; "
             f"lower it."
         )
-    external = len(config.rollout.servers)
+    external, takes_turns = len(config.rollout.servers), config.rollout.colocated
     unit = math.lcm(*(_ranks(model) for model in models))
-    counts = list(range(unit, (gpus if external else gpus - each) + 1, unit))
+    counts = [] if takes_turns else list(range(unit, (gpus if external else gpus - each) + 1, unit))
     shares_gpus = not external and not counts
     if not counts:
         config.check_world_size(gpus)
@@ -130,7 +146,7 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
             refused = error
             continue
         trainer = trainer_memory(models, config, batch, tokens, count, cluster.device)
-        beside = trainer.peak if shares_gpus else 0.0
+        beside = float(RESERVED_BYTES) if shares_gpus else 0.0
         server = server_memory(models[0], config, batch, cluster.device, beside)
         found += 1
         yield Plan(
@@ -159,7 +175,13 @@ def _ranks(model: Model) -> int:
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
     """Why the plan cannot run, and what would."""
     device = plan.cluster.device
-    if not plan.trainer.fits:
+    if not plan.has_gpus_for_both:
+        ranks = math.lcm(*(_ranks(model) for model in plan.models))
+        why = (
+            f"{ranks} GPU{'s' * (ranks > 1)} for the trainer and {plan.server.gpus} for a server are more than the "
+            f"{plan.cluster.gpus} there are"
+        )
+    elif not plan.trainer.fits:
         parts, largest = plan.trainer.parts, plan.trainer.largest
         why = (
             f"a trainer GPU needs {plan.trainer.peak / GIB:.1f} GiB of the {device.memory / GIB:.1f} GiB of a "
@@ -181,8 +203,9 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
 def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
     """Return the fewest `key=value` overrides with which the experiment fits, and its plan; None where there are none.
 
-    Of as many overrides those with the fastest step. Tensor and pipeline axis, tokens of a microbatch, the distributed
-    optimizer, recomputation and a server's GPUs are tried; where none of them helps, more nodes.
+    Of as many overrides those whose step could be the fastest. Tensor and pipeline axis, tokens of a microbatch, the
+    distributed optimizer, recomputation and a server's GPUs are tried, and turns on the same GPUs; where none of them
+    helps, more nodes.
     """
     for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
         found = _nearest(config, tokens, replace(cluster, nodes=nodes))
@@ -197,20 +220,23 @@ def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tup
     if plan.fits:
         return [], plan
     options = _options(config, tokens, cluster)
+    if not plan.has_gpus_for_both and not config.rollout.router:
+        options["rollout.colocated"] = [True]
     for count in range(1, len(options) + 1):
         found = []
         for keys in itertools.combinations(options, count):
             for values in itertools.product(*(options[key] for key in keys)):
                 changes = dict(zip(keys, values, strict=True))
                 try:
-                    plan = best_plan(_changed(config, changes), tokens, cluster)
+                    plans = _all_plans(_changed(config, changes), tokens, cluster)
                 except ValueError:  # a layout that divides neither the model nor the GPUs
                     continue
-                if plan.fits and (cluster.gpus == 1 or not plan.shares_gpus):
-                    found.append((plan.split.step_s, _overrides(config, changes), plan))
+                fitting = [plan.step.least_s for plan in plans if plan.fits]
+                if fitting:
+                    found.append((min(fitting), changes))
         if found:
-            _, overrides, plan = min(found, key=lambda entry: entry[0])
-            return overrides, plan
+            _, changes = min(found, key=lambda entry: entry[0])
+            return _overrides(config, changes), best_plan(_changed(config, changes), tokens, cluster)
     return None
 
 
@@ -221,13 +247,14 @@ def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dic
     parallel, budget = config.parallel, config.batch.tokens_per_microbatch
     longest = tokens.longest + config.generation.max_new_tokens
     shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
+    optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
     options: dict[str, list[Any]] = {
         "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
         "parallel.pipeline": powers(cluster.gpus, parallel.pipeline),
         "batch.tokens_per_microbatch": shorter,
-        "optimizer.distributed": [] if config.optimizer.distributed else [True],
+        "optimizer.distributed": [] if all(options.distributed for options in optimizers) else [True],
         "megatron": [] if config.megatron.get("recompute_granularity") == "full" else [RECOMPUTE],
-        "rollout.server_args": powers(cluster.gpus_per_node, server_gpus(config)),
+        "rollout.server_args": powers(cluster.gpus_per_node, config.rollout.gpus_per_server),
     }
     return {key: values for key, values in options.items() if values}
 
@@ -238,16 +265,15 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     for key in ("tensor", "pipeline"):
         if f"parallel.{key}" in changes:
             parallel = replace(parallel, **{key: changes[f"parallel.{key}"]})
-    optimizer = replace(
-        config.optimizer, distributed="optimizer.distributed" in changes or config.optimizer.distributed
-    )
+    distributed = "optimizer.distributed" in changes
+    optimizer = replace(config.optimizer, distributed=distributed or config.optimizer.distributed)
     if config.has_critic:
-        optimizer_of_critic = replace(
-            critic.optimizer, distributed=critic.optimizer.distributed or optimizer.distributed
-        )
+        of_critic = replace(critic.optimizer, distributed=distributed or critic.optimizer.distributed)
         layout = parallel if critic.parallel == config.parallel else critic.parallel
-        critic = replace(critic, parallel=layout, optimizer=optimizer_of_critic)
+        critic = replace(critic, parallel=layout, optimizer=of_critic)
     rollout = config.rollout
+    if "rollout.colocated" in changes:
+        rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
     if "rollout.server_args" in changes:
         rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])
     return replace(
@@ -270,6 +296,9 @@ def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
     for key, value in changes.items():
         if key == "megatron":
             words += [f"megatron.{name}={setting}" for name, setting in value.items()]
+        elif key == "rollout.colocated":
+            words += ["rollout.colocated=true", "rollout.publication=ipc"]
+            words += ["rollout.max_staleness=0"] if config.rollout.max_staleness else []
         elif key == "rollout.server_args":
             words.append(f"rollout.server_args=[{','.join([*config.rollout.server_args, '--tp', str(value)])}]")
         else:

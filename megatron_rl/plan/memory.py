@@ -155,8 +155,10 @@ def _of_stage(
     moments = {"backward pass": again + between}
     shares = parameters_of_stage(model.arch, parallel, stage)
     moments["optimizer step"] = 4 * _of_optimizer(shares, model.engine, world_size)  # torch's AdamW, of all at once
-    if model.name == "policy" and stage == 0:
-        moments["publication"] = publication_bytes(model)
+    if model.name == "policy" and (stage == 0 or config.rollout.colocated):
+        moments["publication"] = publication_bytes(model) if stage == 0 else 0.0
+        if config.rollout.colocated:
+            moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
     return ModelMemory(states, update, moments)
 
 
@@ -173,6 +175,8 @@ class TrainerMemory:
     by_model: dict[str, ModelMemory]
     offload: bool
     available: float
+    reserved: float = float(RESERVED_BYTES)
+    """For what is no tensor, of all processes on the GPU."""
 
     @property
     def fullest_moment(self) -> str:
@@ -197,7 +201,7 @@ class TrainerMemory:
                 passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
                 parts |= {prefix + part: size for part, size in passing.items()}
         parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
-        return parts | {"reserved": float(RESERVED_BYTES)}
+        return parts | {"reserved": self.reserved}
 
     def _working(self, memory: ModelMemory) -> float:
         return memory.passing + (memory.kept if self.offload else 0.0)
@@ -221,7 +225,8 @@ def trainer_memory(
 ) -> TrainerMemory:
     """Return the memory of the fullest GPU among `world_size` trainer ranks."""
     by_model = {model.name: memory_of(model, config, batch, tokens, world_size) for model in models}
-    return TrainerMemory(by_model, config.run.offload, device.memory)
+    processes = 2 if config.rollout.colocated else 1
+    return TrainerMemory(by_model, config.run.offload, device.memory, processes * float(RESERVED_BYTES))
 
 
 @dataclass(frozen=True)
@@ -245,25 +250,6 @@ class ServerMemory:
         return self.replies > 0
 
 
-def server_option(config: TrainConfig, *names: str) -> str | None:
-    """The value of a command-line option in rollout.server_args, by any of its names; None where it is not given."""
-    found = None
-    arguments = config.rollout.server_args
-    for number, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            found = value if equals else next(iter(arguments[number + 1 :]), None)
-    return found
-
-
-def server_gpus(config: TrainConfig) -> int:
-    """GPUs of one server: SGLang's --tp."""
-    given = server_option(config, "--tp", "--tp-size", "--tensor-parallel-size") or "1"
-    if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"rollout.server_args: --tp {given}: must be a number of GPUs of at least 1; correct it.")
-    return int(given)
-
-
 def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
     """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
     if arch.latent is not None:
@@ -275,8 +261,8 @@ def server_memory(
     policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
 ) -> ServerMemory:
     """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
-    gpus = server_gpus(config)
-    share = float(server_option(config, "--mem-fraction-static") or SERVER_MEMORY_SHARE)
+    gpus = config.rollout.gpus_per_server
+    share = float(config.rollout.server_option("--mem-fraction-static") or SERVER_MEMORY_SHARE)
     weights = policy.itemsize * policy.parameters / gpus
     return ServerMemory(
         gpus=gpus,

@@ -39,8 +39,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "time": {
             "rollout_s": split.rollout_s,
+            "wait_s": split.wait_s,
             "update_s": split.update_s,
             "publish_s": split.publish_s,
+            "turns_s": split.turns_s,
             "step_s": split.step_s,
             "reply_tokens_per_s": split.tokens_per_s,
             "server_idle": split.server_idle,
@@ -74,7 +76,9 @@ def _experiment(plan: Plan) -> dict[str, str]:
     replicas = f"{plan.batch.replicas} replica{'s' * (plan.batch.replicas > 1)}"
     trainer = " x ".join([replicas, *(f"{name} {size}" for name, size in axes.items() if size > 1)])
     where = (
-        "on the trainers' GPUs" if plan.shares_gpus else f"on {split.server_gpus} GPU{'s' * (split.server_gpus > 1)}"
+        "on the trainers' GPUs, by turns"
+        if plan.shares_gpus
+        else f"on {split.server_gpus} GPU{'s' * (split.server_gpus > 1)}"
     )
     if config.rollout.servers:
         where = "running already (rollout.servers)"
@@ -140,21 +144,19 @@ def _server(plan: Plan) -> dict[str, str]:
     }
     if room < wanted:
         rows["not all fit"] = "some replies wait, unless they end early or share a prompt's keys"
-    if plan.shares_gpus:
-        share = (server.weights + server.kv_room) / server.available
-        rows["beside trainers"] = f"rollout.server_args=[--mem-fraction-static,{share:.2f}] leaves them their part"
     return rows
 
 
 def _time(plan: Plan) -> dict[str, str]:
     split = plan.split
-    how = "the longer of the two" if split.is_async else "one after the other"
-    return {
-        "rollout": f"{_seconds(split.rollout_s)}, servers idle {split.server_idle:.0%}",
-        "update": f"{_seconds(split.update_s)}, trainer idle {split.trainer_idle:.0%}",
+    rows = {
+        "servers work": f"{_seconds(split.rollout_s)}, idle {split.server_idle:.0%}",
+        "trainer waits": f"{_seconds(split.wait_s)}, idle {split.trainer_idle:.0%}",
+        "update": _seconds(split.update_s),
         "publication": _seconds(split.publish_s),
-        "step": f"{_seconds(split.step_s)} ({how}), {_count(split.tokens_per_s)} reply tokens a second",
+        "step": f"{_seconds(split.step_s)}, {_count(split.tokens_per_s)} reply tokens a second",
     }
+    return rows | ({"turns": f"{_seconds(split.turns_s)} to host memory and back"} if split.turns_s else {})
 
 
 def _size(size: float) -> str:

@@ -1,21 +1,27 @@
-"""How long a step takes on a split of the GPUs between servers and trainers: products and bytes by `devices`' shares.
+"""How long a step takes on a split of the GPUs between servers and trainers.
 
-A step synchronously is rollout plus update; asynchronously (max_staleness > 0) the longer of the two, and servers are
-kept full. Publication comes on top of both. Replies have lengths spread evenly between 0 and the longest.
+Times of a token and of an update follow from products and bytes by `devices`' shares; what comes of them in a run whose
+replies have lengths spread evenly between 0 and the longest is simulated.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.plan import devices
 from megatron_rl.plan.batch import BatchPlan, PromptTokens
 from megatron_rl.plan.devices import Device
-from megatron_rl.plan.memory import Model, ServerMemory
+from megatron_rl.plan.memory import Model, ServerMemory, TrainerMemory
+from megatron_rl.plan.simulation import Workload, simulate
 
-MOMENTS = 16
-"""At which a decoding batch is looked at while its replies end one by one."""
+REPLIES_SIMULATED = 256
+"""Of a step: with more, as many servers fewer."""
+STEPS_SIMULATED = 6
+LONGEST_FILLING = 16
+"""Steps that a simulation runs before those it measures, at most: as many as the pipeline takes to fill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +32,19 @@ class Split:
     server_gpus: int
     trainer_gpus: int
     rollout_s: float
+    """A server has something to do, on average."""
+    wait_s: float
+    """The trainer waits for replies."""
     update_s: float
     publish_s: float
-    is_async: bool
+    turns_s: float
+    """Servers and trainer leave the devices to each other (rollout.colocated)."""
     reply_tokens: float
     """Mean tokens of all replies of a step."""
 
     @property
     def step_s(self) -> float:
-        both = max(self.rollout_s, self.update_s) if self.is_async else self.rollout_s + self.update_s
-        return both + self.publish_s
+        return self.wait_s + self.update_s + self.publish_s + self.turns_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,7 +56,7 @@ class Split:
 
     @property
     def trainer_idle(self) -> float:
-        return 1 - self.update_s / self.step_s
+        return self.wait_s / self.step_s
 
 
 def matrix_parameters(model: Model) -> float:
@@ -135,50 +144,110 @@ class Decoder:
         untouched: float = (1 - mixture.per_token / mixture.experts) ** replies
         return total - experts * untouched
 
-    def drain_seconds(self, replies: float, prompt: float, longest: int) -> float:
-        """Of a batch that starts together and ends one by one, evenly, until the longest reply is done."""
-        parts = [(number + 0.5) / MOMENTS for number in range(MOMENTS)]
-        moments = (self.seconds(replies * (1 - part), prompt + part * longest) for part in parts)
-        return longest / MOMENTS * sum(moments)
-
-
-def rollout_seconds(
-    model: Model, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, servers: int, memory: ServerMemory,
-    device: Device,
-) -> float:  # fmt: skip
-    """Seconds that `servers` servers need for a step's replies."""
-    decoder = Decoder(model, memory.gpus, device, memory.kv_per_token)
-    longest = config.generation.max_new_tokens
-    mean = devices.MEAN_REPLY * longest
-    own = batch.requests / servers
-    prefill = forward_flops(model, batch.prompts / servers * tokens.mean, 0, tokens.mean / 2)
-    rate = memory.gpus * device.flops(model.engine.model.dtype) * devices.PREFILL_EFFICIENCY
-    prefill_s = prefill / rate
-    together = max(1.0, min(max(1, memory.replies), batch.replies_running / servers))
-    full = mean / together * decoder.seconds(together, tokens.mean + mean / 2)  # a reply, of a batch that stays full
-    if config.rollout.max_staleness > 0:
-        return prefill_s + own * full
-    last = min(own, together)
-    return prefill_s + (own - last) * full + decoder.drain_seconds(last, tokens.mean, longest)
-
 
 def publish_seconds(model: Model) -> float:
     return model.itemsize * model.parameters / devices.PUBLICATION_BANDWIDTH
 
 
-def time_split(
-    models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, memory: ServerMemory,
-    device: Device, *, servers: int, trainer_gpus: int, takes_turns: bool = False,
-) -> Split:  # fmt: skip
-    """Time a step of `servers` servers beside `trainer_gpus` trainer ranks; takes_turns: they are on the same GPUs."""
+def turn_seconds(trainer: TrainerMemory) -> float:
+    """All that engines keep, to host memory and back."""
+    return 2 * sum(memory.kept for memory in trainer.by_model.values()) / devices.HOST_BANDWIDTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the steps of a run are made of on one split of the GPUs."""
+
+    config: TrainConfig
+    batch: BatchPlan
+    tokens: PromptTokens
+    decoder: Decoder
+    servers: int
+    trainer_gpus: int
+    slots: int
+    """Replies that fit a server at a time."""
+    read_s: float
+    """Of a prompt's token, on a server."""
+    update_s: float
+    publish_s: float
+    turns_s: float
+    max_staleness: int
+
+    @property
+    def least_s(self) -> float:
+        """No step is shorter: what the servers have to do with all slots taken, and what the trainer has."""
+        longest = self.config.generation.max_new_tokens
+        one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
+        servers_s = self.batch.requests * devices.MEAN_REPLY * longest * one / self.servers
+        both = max(servers_s, self.update_s) if self.max_staleness else servers_s + self.update_s
+        return both + self.publish_s + self.turns_s
+
+    def split(self) -> Split:
+        """Simulate some steps, of fewer servers and groups where there are many, which are alike."""
+        batch, servers, groups = self.batch, self.servers, self.batch.prompts
+        if batch.requests > REPLIES_SIMULATED:
+            servers = max(1, servers * REPLIES_SIMULATED // batch.requests)
+            groups = max(1, round(groups * servers / self.servers))
+        share = groups / batch.prompts * self.servers / servers  # of a server's work in a step, after rounding
+        work = Workload(
+            servers=servers,
+            slots=self.slots,
+            token_s=self.decoder.seconds,
+            read_s=self.read_s,
+            prompt_tokens=self.tokens.mean,
+            groups=spread_lengths(self.config.generation.max_new_tokens, groups, batch.requests // batch.prompts),
+            groups_per_step=groups,
+            groups_at_once=max(1, round(batch.episodes_running * groups / batch.prompts)),
+            max_staleness=self.max_staleness,
+            drops_stale=self.config.rollout.stale == "drop",
+            update_s=self.update_s * share,
+            publish_s=(self.publish_s + self.turns_s) * share,
+        )
+        filling = min(self.max_staleness + 2, LONGEST_FILLING) if self.max_staleness else 0
+        outcome = simulate(work, steps=STEPS_SIMULATED, first=filling)
+        return Split(
+            servers=self.servers,
+            server_gpus=self.decoder.gpus,
+            trainer_gpus=self.trainer_gpus,
+            rollout_s=outcome.busy * outcome.step_s / share,
+            wait_s=outcome.wait_s / share,
+            update_s=self.update_s,
+            publish_s=self.publish_s,
+            turns_s=self.turns_s,
+            reply_tokens=batch.requests * devices.MEAN_REPLY * self.config.generation.max_new_tokens,
+        )
+
+
+def spread_lengths(longest: int, groups: int, samples: int) -> Iterator[list[int]]:
+    """Yield groups of reply lengths, endlessly: those of a step are spread evenly between 0 and the longest."""
+    count, chance = groups * samples, random.Random(0)
+    lengths = [max(1, round((number + 0.5) / count * longest)) for number in range(count)]
+    while True:
+        chance.shuffle(lengths)
+        yield from (lengths[first : first + samples] for first in range(0, count, samples))
+
+
+def steps_of(
+    models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, trainer: TrainerMemory,
+    memory: ServerMemory, device: Device, *, servers: int, trainer_gpus: int, shares_gpus: bool = False,
+) -> Step:  # fmt: skip
+    """Return what the steps of `servers` servers beside `trainer_gpus` trainer ranks are made of.
+
+    shares_gpus: they are on the same GPUs, where one of them works at a time.
+    """
     policy = models[0]
-    return Split(
+    rate = memory.gpus * device.flops(policy.engine.model.dtype) * devices.PREFILL_EFFICIENCY
+    return Step(
+        config=config,
+        batch=batch,
+        tokens=tokens,
+        decoder=Decoder(policy, memory.gpus, device, memory.kv_per_token),
         servers=servers,
-        server_gpus=memory.gpus,
         trainer_gpus=trainer_gpus,
-        rollout_s=rollout_seconds(policy, config, batch, tokens, servers, memory, device),
+        slots=max(1, memory.replies),
+        read_s=forward_flops(policy, 1, 0, tokens.mean / 2) / rate,
         update_s=update_seconds(models, config, batch, tokens, trainer_gpus, device),
         publish_s=publish_seconds(policy),
-        is_async=config.rollout.max_staleness > 0 and not takes_turns,
-        reply_tokens=batch.requests * devices.MEAN_REPLY * config.generation.max_new_tokens,
+        turns_s=turn_seconds(trainer) if config.rollout.colocated else 0.0,
+        max_staleness=0 if shares_gpus else config.rollout.max_staleness,
     )

@@ -22,6 +22,7 @@ from megatron_rl.launch.registry import registered_urls
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
+from megatron_rl.rollout.occupancy import Occupancy
 from megatron_rl.rollout.router import Router, check_versions
 from megatron_rl.rollout.server_client import CommandRefused, ReplyPart, ServerClient, ServerError
 from megatron_rl.telemetry.spans import Spans
@@ -73,6 +74,7 @@ class Fleet:
         self._current: Current | None = None
         """None until this client has published."""
         self._watchers: list[asyncio.Task[None]] = []
+        self._occupancy = Occupancy()
 
     def _client(self, url: str) -> ServerClient:
         freezes_steps = self.config.interruption == "in_place"
@@ -205,12 +207,16 @@ class Fleet:
         await self.on_all(pause)
 
     async def resume(self) -> None:
-        """Let the servers go on, and get requests again unless the last update is not whole."""
+        """Let the servers go on, and get requests again unless the last update is not whole.
+
+        Those that have lent memory to the trainer stay paused until `occupy` gives it back.
+        """
         timeout_s = self.config.request_timeout_s
         if not self.update_is_whole:
             # What they were generating would go on with a part of the new weights.
             await self.on_all(lambda server: server.command("/abort_request", {"abort_all": True}, timeout_s=timeout_s))
-        await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
+        if self._occupancy.is_whole:
+            await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
         if self.update_is_whole:
             if self._published is not None:
                 servers, version = self.members.publishing, self._published
@@ -220,8 +226,41 @@ class Fleet:
                 if self.router is not None:
                     with contextlib.suppress(ServerError):  # it is told again, and again
                         await self._tell_router()
-            self.members.allow_catching_up()
-            self.open.set()
+            if self._occupancy.is_whole:
+                self.members.allow_catching_up()
+                self.open.set()
+            else:
+                await self.members.stop_catching_up()
+
+    async def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+        """Have all servers that answer hold these parts of their memory. With all of them they go on; with fewer they
+        are paused, requests wait, and what was being generated is asked for again later.
+
+        starts: by URL, what differs from one start of a server to the next. Servers that fail are dropped, and their
+        URLs returned; CommandRefused where all refuse.
+        """
+        self._occupancy.wanted = parts
+        if not self._occupancy.is_whole:
+            self.open.clear()
+            await self.members.stop_catching_up()
+        timeout_s = self.config.request_timeout_s
+        bring = (self._occupancy.bring(server, starts[server.url], timeout_s=timeout_s) for server in self.servers)
+        failures: dict[str, ServerError] = {}
+        for server, error in zip(self.servers, await asyncio.gather(*bring, return_exceptions=True), strict=True):
+            if not isinstance(error, ServerError | None):
+                raise error
+            if error is not None:
+                failures[server.url] = error
+                self.members.drop(server, str(error))
+        if len(failures) == len(self.servers) and all(isinstance(e, CommandRefused) for e in failures.values()):
+            raise next(iter(failures.values()))
+        if self._occupancy.is_whole:
+            try:
+                await self.resume()
+            except NoServerLeft:  # replies wait for those that are started again, and these for a publication
+                self.members.allow_catching_up()
+                self.open.set()
+        return list(failures)
 
     def begin_update(self, folder: str | None = None) -> None:
         """Servers are about to get new weights, from `folder` where they come over a disk."""

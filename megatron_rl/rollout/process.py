@@ -196,6 +196,14 @@ class RolloutProcess:
         """Another head has published `version` to the servers `serving`: send requests to these alone."""
         self._caller.call("settle", serving, version)
 
+    def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+        """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
+        of those that failed.
+
+        starts: by URL, what differs from one start of a server to the next.
+        """
+        return self._caller.call("occupy", parts, starts)
+
     @property
     def wants_folder(self) -> bool:
         """True where a server that may come back soon could have the weights just published from a folder alone."""

@@ -343,6 +343,11 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
         self._running_thread().run(offer())
 
+    def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+        """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
+        of those that failed."""
+        return self._running_thread().run(self._fleet.occupy(parts, starts))
+
     # -- weights; what a publication needs is in ServerWeights
 
     def pause(self) -> None:

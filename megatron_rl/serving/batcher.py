@@ -28,6 +28,10 @@ from megatron_rl.serving.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 FAILED = "The embedded server failed: "
+MEMORY = ("weights", "kv_cache")
+"""The parts of a server's memory that can be released, as SGLang calls them."""
+RELEASED = "released"
+"""The weight version where there are no weights, or none that were published. No policy version has this name."""
 LOGIT_ROWS = 256
 """Rows of logits computed at a time when a prompt is scored."""
 
@@ -81,6 +85,8 @@ class Batcher:
         self.failure: str | None = None
         """Why the batcher can run nothing more; set once, after a forward pass raised."""
         self.paused = False
+        self.released: set[str] = set()
+        """Parts of MEMORY that are not there: nothing can be generated then."""
         self._door: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -136,10 +142,21 @@ class Batcher:
         return self.call(run)
 
     def resume(self) -> Future:
-        return self.call(lambda: setattr(self, "paused", False))
+        def run() -> None:
+            self.require(*MEMORY)
+            self.paused = False
+
+        return self.call(run)
 
     def flush(self) -> Future:
         return self.call(self.flush_now)
+
+    def require(self, *tags: str) -> None:
+        """Raise ValueError where one of these parts of the memory is released."""
+        if missing := [tag for tag in tags if tag in self.released]:
+            raise ValueError(
+                f"{' and '.join(missing)}: released by /release_memory_occupation; call /resume_memory_occupation first"
+            )
 
     def stop(self) -> None:
         """End `run`; requests that still wait are aborted."""
@@ -171,6 +188,28 @@ class Batcher:
     def can_flush(self) -> bool:
         return not self._running and (self.paused or not (self._waiting or self._door))
 
+    def release(self, tags: Iterable[str]) -> None:
+        """Free parts of MEMORY; ValueError, and nothing freed, while requests hold or await the cache."""
+        if not self.can_flush():
+            raise ValueError(
+                f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "
+                f"requests; pause with mode abort or retract first"
+            )
+        for tag in set(tags) - self.released:
+            self.released.add(tag)
+            if tag == "weights":
+                self.model.free()
+                self.weights_changed(RELEASED)
+            else:
+                self.rows.free()
+
+    def regain(self, tags: Iterable[str]) -> None:
+        """Undo `release`, but for what was in the memory."""
+        for tag in set(tags) & self.released:
+            self.released.remove(tag)
+            if tag == "weights":
+                self.model.allocate()
+
     def weights_changed(self, version: str | None) -> None:
         """Keys of the old weights are never reused for new requests; running requests close a span."""
         self.rows.epoch += 1
@@ -192,7 +231,7 @@ class Batcher:
                 if self._stopping:
                     break
             self._run_commands()
-            if self.paused:
+            if self.paused or self.released:
                 continue
             try:
                 self._turn()
@@ -205,7 +244,7 @@ class Batcher:
             command.done.cancel()
 
     def _can_turn(self) -> bool:
-        if self.paused:
+        if self.paused or self.released:
             return bool(self._commands)
         return bool(self._commands or self._door or self._waiting or self._running)
 

@@ -197,6 +197,7 @@ class Decoder:
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
         self._checksums: dict[str, str] = {}
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self.norm = self._new("model.norm.weight", config.hidden_size)
@@ -314,6 +315,20 @@ class Decoder:
         self._checksums.clear()
         for name, weight in self.parameters.items():
             weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+
+    def free(self) -> None:
+        """Give back the memory of the weights; nothing may read or write them until `allocate`."""
+        storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
+        self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._checksums.clear()
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Undo `free`: the weights are there again, with anything in them."""
+        for storage, size in self._freed:
+            storage.resize_(size)
+        self._freed = []
 
     def checksums(self) -> dict[str, str]:
         """HF name -> checksum of the tensor's bytes as they lie in the memory that the forward pass reads.

@@ -43,6 +43,7 @@ class PeerEndpoints:
         name, version = field(body, "name", str), field(body, "peer_version", str)
 
         def copy() -> Tensor:
+            self.batcher.require("weights")
             if self.batcher.weight_version != version:
                 raise ValueError(f"peer_version = {version!r}: this server has {self.batcher.weight_version!r} now")
             if name not in self.batcher.model.parameters:
@@ -97,6 +98,7 @@ class PeerEndpoints:
 
     def _write(self, name: str, tensor: Tensor, version: str) -> Future:
         def write() -> None:
+            self.batcher.require("weights")
             self.batcher.model.write(name, tensor)
             self.batcher.weights_changed(version)
 

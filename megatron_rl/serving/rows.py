@@ -69,6 +69,12 @@ class RowTable:
 
     # Size
 
+    def free(self) -> None:
+        """Give back all memory of the cache; nothing may run. It grows again with the next requests."""
+        self._rows.clear()
+        self._copies.clear()
+        self.cache.resize(0, 0, [])
+
     def size_for(self, rows: int, tokens: int, longest: int) -> tuple[int, int]:
         """(rows, capacity) that hold `rows` rows of `tokens` tokens, with fewer rows where memory does not allow them.
 

@@ -34,7 +34,8 @@ from megatron_rl.serving.answers import (
     require_token,
     wait,
 )
-from megatron_rl.serving.batcher import Batcher
+from megatron_rl.serving.batcher import MEMORY, Batcher
+from megatron_rl.serving.memory import MemoryEndpoints
 from megatron_rl.serving.model import Decoder, ModelConfig
 from megatron_rl.serving.peer import PeerEndpoints
 from megatron_rl.serving.request import Request
@@ -95,7 +96,8 @@ class RolloutServer:
         ):
             for method in methods:
                 app.router.add_route(method, path, handler)
-        app.add_routes([*self.weights.routes(), *PeerEndpoints(self.batcher).routes()])
+        for endpoints in (self.weights, PeerEndpoints(self.batcher), MemoryEndpoints(self.batcher)):
+            app.add_routes(endpoints.routes())
         return app
 
     # Generation
@@ -120,6 +122,8 @@ class RolloutServer:
         return json_answer(protocol.chat_answer(requests, body, version, self.model_name, now_s, self.text))
 
     def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
+        if not self.batcher.paused:  # else they wait, with those that were on their way when it was
+            self.batcher.require(*MEMORY)
         for request in requests:
             if request.rid in self.live:
                 raise ValueError(f"Duplicate request ID detected: {request.rid}")
@@ -198,7 +202,7 @@ class RolloutServer:
 
     async def health_generate(self, _: web.Request) -> web.Response:
         """Healthy is a server that generates a token, be it another request's: all rows may be taken for long."""
-        if self.batcher.paused or self.batcher.failure is not None:
+        if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:
             return await self.health(_)
         request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
         generated, deadline = self.batcher.stats.generated_tokens, time.monotonic() + HEALTH_TIMEOUT_S

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ class Supervisor:
         dummy_weights: bool = False,
         threads_per_server: int = 1,
         host: str = "127.0.0.1",
-        devices: list[list[int]] | None = None,
+        devices: list[list[str]] | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
@@ -131,6 +131,9 @@ class Supervisor:
         """Held to start a server, so that none is started once `stop` has begun."""
         self._stopping = threading.Event()
         self._publishing = threading.Event()
+        self._lent = threading.Event()
+        self._holds_back = threading.Event()
+        """Set while no server may be started again."""
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -148,6 +151,56 @@ class Supervisor:
         """Every server is up, and has answered since it was last started. From any thread."""
         with self._changing:
             return all(server.is_ready and server.process.poll() is None for server in self._servers)
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """By URL, a number that differs from one start of a server to the next. From any thread."""
+        with self._changing:
+            return {server.url: server.process.pid for server in self._servers if server.url is not None}
+
+    def lend_devices(self) -> None:
+        """The trainer is about to use the servers' devices: those that are starting come up first, as they need memory
+        of their own for it, and one that dies from now on is started again only by `start_missing`."""
+        with self._changing:
+            self._lent.set()
+            self._holds_back.set()
+        self._wait_for_starting()
+
+    def take_devices_back(self) -> None:
+        """Servers are expected to generate again."""
+        self._lent.clear()
+
+    @property
+    def lacks_servers(self) -> bool:
+        """One has died and is going to be started again."""
+        with self._changing:
+            return any(server.process.poll() is not None for server in self._kept())
+
+    def start_missing(self, dead: Collection[str] = ()) -> None:
+        """Start servers that died while their devices were lent, and wait for them; `dead` are URLs of some that may
+        be dying still. The trainer should not be using the devices."""
+        before = self.starts
+        self._holds_back.clear()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while self.lacks_servers or self._any_still(before, dead):
+            if time.monotonic() > deadline or self._stopping.wait(POLL_S):
+                return
+        self._wait_for_starting()
+
+    def _any_still(self, before: dict[str, int], dead: Collection[str]) -> bool:
+        with self._changing:
+            return any(server.url in dead and server.process.pid == before[server.url] for server in self._kept())
+
+    def _kept(self) -> list[Server]:
+        """Those that are not given up. With `_changing` held."""
+        return [server for server in self._servers if server.number not in self._given_up]
+
+    def _wait_for_starting(self) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while time.monotonic() < deadline and not self._stopping.wait(POLL_S):
+            with self._changing:
+                if all(server.is_ready or server.process.poll() is not None for server in self._servers):
+                    return
 
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer.
@@ -261,6 +314,8 @@ class Supervisor:
         ]
         if not torch.cuda.is_available():
             command += SGLANG_CPU_ARGS
+        elif self.config.colocated:
+            command.append("--enable-memory-saver")
         return command
 
     def _shared_arguments(self) -> list[str]:
@@ -331,12 +386,17 @@ class Supervisor:
                 "%s %s; restart %d of %d in %g s; its log is %s",
                 *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
             )
-            if self._stopping.wait(delay_s):
-                return
-            with self._changing:
-                if self._stopping.is_set():
-                    return
+            while not self._stopping.wait(delay_s) and not self._restart(number, url):
+                delay_s = POLL_S
+
+    def _restart(self, number: int, url: str | None) -> bool:
+        """Start a server again; False while the trainer has its device."""
+        with self._changing:
+            if self._holds_back.is_set():
+                return False
+            if not self._stopping.is_set():
                 self._servers[number] = self._launch(number, url)
+            return True
 
     def _server(self, number: int) -> Server | None:
         with self._changing:
@@ -355,14 +415,18 @@ class Supervisor:
         well_at = looked_at = time.monotonic()
         while not self._stopping.wait(POLL_S) and server.process.poll() is None:
             now = time.monotonic()
-            if self._publishing.is_set():
+            if self._is_quiet():
                 well_at = now
             elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
                 looked_at = now
                 if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
                     well_at = time.monotonic()
-                elif time.monotonic() - well_at > patience_s and not self._publishing.is_set():
+                elif time.monotonic() - well_at > patience_s and not self._is_quiet():
                     server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
+
+    def _is_quiet(self) -> bool:
+        """Servers are not expected to generate anything."""
+        return self._publishing.is_set() or self._lent.is_set()
 
     def _give_up(self, server: Server, restarts: int) -> None:
         ending = " | ".join(line.strip() for line in server.tail().splitlines()[-GIVE_UP_LINES:])

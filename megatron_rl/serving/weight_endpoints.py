@@ -225,6 +225,7 @@ class WeightEndpoints:
         version = field(body, "weight_version", str, None)
 
         def run() -> str | None:
+            self.batcher.require("weights")
             flush = self._refuse_flush(body)
             broken = change()
             self.batcher.weights_changed(version if broken is None else INCOMPLETE)
@@ -250,13 +251,23 @@ class WeightEndpoints:
             name = "model.embed_tokens.weight"
         if name not in weights:
             raise ValueError(f"name = {name!r}: no such tensor; Hugging Face names are expected")
-        return json_answer(await wait(self.batcher.call(lambda: weights[name][:count].float().tolist())))
+
+        def read() -> list[float]:
+            self.batcher.require("weights")
+            return weights[name][:count].float().tolist()
+
+        return json_answer(await wait(self.batcher.call(read)))
 
     async def check(self, http: web.Request) -> web.Response:
         action = field(await read_object(http), "action", str, "checksum")
         if action != "checksum":
             raise ValueError(f"action = {action!r}: the embedded server knows only 'checksum'")
-        checksums = await wait(self.batcher.call(self.batcher.model.checksums))
+
+        def take() -> dict[str, str]:
+            self.batcher.require("weights")
+            return self.batcher.model.checksums()
+
+        checksums = await wait(self.batcher.call(take))
         whole = hashlib.sha256("".join(f"{n}:{h}" for n, h in sorted(checksums.items())).encode()).hexdigest()
         rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
         return json_answer({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": whole})

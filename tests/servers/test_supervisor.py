@@ -233,7 +233,7 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
 
 
 def test_each_server_has_its_devices(tmp_path):
-    supervisor = Supervisor(config(server_count=2), "model", tmp_path, devices=[[0, 1], [2, 3]])
+    supervisor = Supervisor(config(server_count=2), "model", tmp_path, devices=[["0", "1"], ["2", "3"]])
     assert [supervisor._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["0,1", "2,3"]
     with pytest.raises(ValueError, match="rollout.server_count = 2: 1 lists of devices"):
-        Supervisor(config(server_count=2), "model", tmp_path, devices=[[0]])
+        Supervisor(config(server_count=2), "model", tmp_path, devices=[["0"]])

@@ -81,6 +81,8 @@ OUR_KEYS = {
         "health_timeout_s",
         "server_args",
         "token_file",
+        "devices",
+        "colocated",
         "max_concurrent_episodes",
         "max_staleness",
         "stale",

@@ -1,0 +1,187 @@
+"""Starts the ranks of a run on one host, beside its servers or on the same devices: `megatron-rl launch CONFIG`.
+
+On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
+(rollout.colocated). When a rank dies the others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are
+passed on to all ranks, which save and stop (launch/notice.py); the exit code is theirs then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.config import ParallelConfig, TrainConfig, load_config
+from megatron_rl.launch.notice import EXIT_STOPPED, SIGNALS
+from megatron_rl.launch.watch import exit_with
+
+STOP_S = 5.0
+"""Seconds that ranks have to end by themselves after Ctrl-C, which reaches them too."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "megatron-rl launch",
+        description="Start a training run on this host: its ranks, which start its servers.",
+        epilog="Further arguments are those of megatron_rl.train: key=value settings, --dry-run.",
+    )
+    parser.add_argument("--ranks", type=int, help="processes that train; default: one for each GPU that servers leave")
+    parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
+    parser.add_argument("--resume", default="", metavar="auto|CHECKPOINT", help="continue a run, see megatron_rl.train")
+    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    args, rest = parser.parse_known_args(argv)
+    try:
+        config = load_config(args.config, [word for word in rest if not word.startswith("-")])
+        places = arrange(config, gpus_of_host(), args.ranks)
+    except ValueError as error:
+        sys.exit(f"megatron-rl launch: {error}")
+    if args.resume:
+        rest += ["--resume", args.resume]
+    if places.server_gpus:
+        rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
+    if args.exit_with:
+        exit_with(args.exit_with)
+    sys.exit(run(places, [str(args.config), *rest]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where a run's processes are on this host."""
+
+    ranks: int
+    rank_gpus: list[str] = field(default_factory=list)
+    """One for each rank; empty on a host without GPUs."""
+    server_gpus: list[str] = field(default_factory=list)
+    """Those of the started servers, for each as many as its --tp."""
+
+
+def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
+    """Return the places of a run on this host's GPUs, as many ranks as they allow unless `ranks` says how many.
+
+    Without GPUs that is one replica. ValueError where it does not fit, with the numbers.
+    """
+    rollout = config.rollout
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: must be at least 1; leave it out for as many as fit.")
+    if not gpus:
+        places = Places(ranks=ranks or math.lcm(*(ranks_of_replica(layout) for layout in layouts(config))))
+        config.check_world_size(places.ranks)
+        return places
+    rollout.check_for_gpus()
+    wanted = rollout.server_gpus if rollout.starts_servers else 0
+    servers = rollout.devices
+    if missing := [gpu for gpu in servers if gpu not in gpus]:
+        raise ValueError(
+            f"rollout.devices = {servers}: {', '.join(missing)} not among this host's {len(gpus)} GPUs, "
+            f"{', '.join(gpus)}; correct it, or leave it out."
+        )
+    if not servers and wanted <= len(gpus):
+        servers = gpus[:wanted] if rollout.colocated else gpus[len(gpus) - wanted :]
+    left = gpus if rollout.colocated else [gpu for gpu in gpus if gpu not in servers]
+    count = len(left) if ranks is None else ranks
+    if wanted > len(gpus) or not 1 <= count <= len(left):
+        share = "lower one of them" if rollout.colocated else "lower one of them, or set rollout.colocated=true"
+        raise ValueError(
+            f"this host has {len(gpus)} GPUs. Servers take rollout.server_count({rollout.server_count}) x "
+            f"--tp({rollout.gpus_per_server}) = {wanted}, and {'also ' if rollout.colocated else ''}"
+            f"{max(1, count)} are for the ranks; {share}."
+        )
+    config.check_world_size(count)
+    return Places(ranks=count, rank_gpus=left[:count], server_gpus=servers)
+
+
+def layouts(config: TrainConfig) -> list[ParallelConfig]:
+    """Those of all models of an experiment."""
+    critic = [config.critic.parallel] if config.has_critic else []
+    return [config.parallel, *critic, *([config.reward_model.parallel] if config.reward_model.path else [])]
+
+
+def ranks_of_replica(layout: ParallelConfig) -> int:
+    """The ranks that hold a model once."""
+    dense = layout.tensor * layout.pipeline * layout.context
+    return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
+
+
+def gpus_of_host() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none where there is no driver."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
+def run(places: Places, train_args: list[str]) -> int:
+    """Start the ranks, wait for them and return the exit code of the run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "megatron_rl.train", *train_args, "--exit-with", str(os.getpid())]
+    processes = [subprocess.Popen(command, env=os.environ | _place(rank, places, port)) for rank in range(places.ranks)]
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: _pass_on(number, processes))
+    try:
+        failed = _first_failure(processes)
+    except KeyboardInterrupt:
+        _stop(processes, patience_s=STOP_S)
+        return 130
+    if failed is None:
+        return max(process.returncode for process in processes)
+    code = processes[failed].returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    _stop(processes, patience_s=0.0)
+    if places.ranks > 1 or code < 0:
+        print(f"megatron_rl: rank {failed} (pid {processes[failed].pid}) {how}; stopped the run.", file=sys.stderr)
+    return 1
+
+
+def _place(rank: int, places: Places, port: int) -> dict[str, str]:
+    ranks = str(places.ranks)
+    # A rank sees the others' GPUs, by which NCCL reaches them, and takes the one of its local rank.
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(places.rank_gpus)} if places.rank_gpus else {}
+    return gpus | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _first_failure(processes: list[subprocess.Popen]) -> int | None:
+    """Wait until all ranks ended well or stopped on a notice (None), or one did not (its number)."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0, EXIT_STOPPED):
+                return rank
+        if all(code is not None for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _stop(processes: list[subprocess.Popen], *, patience_s: float) -> None:
+    """Wait a while for the ranks that remain, then kill them: SIGTERM would be a notice, and ask them to save."""
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

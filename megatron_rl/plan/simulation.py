@@ -1,0 +1,229 @@
+"""A run's steps as events: servers that decode, a gate that admits by staleness, and a trainer that waits for groups.
+
+The loop is that of train.py: wait for a step's groups, update, pause the servers and publish, go on. A publication puts
+replies under way back; they go on after their tokens were read again. A group that is too old for its step is sampled
+again, and waited for where it would be too old once more, as the executor does. Nothing here knows a GPU: seconds are
+given. benchmarks/bench_async.py compares it with the real loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is simulated. Times are seconds."""
+
+    servers: int
+    slots: int
+    """Replies that a server decodes at a time; others wait in its queue."""
+    token_s: Callable[[float, float], float]
+    """(replies in the batch, mean tokens that each has) -> time for one token of each."""
+    read_s: float
+    """Of a token that is read and not generated: a prompt's, or a reply's after an interruption."""
+    prompt_tokens: float
+    groups: Iterator[list[int]]
+    """The lengths of each group's replies, endlessly."""
+    groups_per_step: int
+    groups_at_once: int
+    """With servers at most."""
+    max_staleness: int
+    drops_stale: bool = True
+    """Groups with a token older than that are sampled again."""
+    update_s: float
+    publish_s: float
+    """The servers stand still."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Means over the measured steps, per step; busy and slots are shares of the time, over all servers."""
+
+    step_s: float
+    wait_s: float
+    """The trainer waits for groups."""
+    tokens: float
+    busy: float
+    """Of the time in which a server decodes or reads anything."""
+    slots: float
+    """Of the slots' time in which there is a reply in them."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Group:
+    lengths: list[int]
+    requeues: int = 0
+    asked_at: int = 0
+    """The version when its replies were asked for."""
+    oldest: int | None = None
+    """That of the first token."""
+    left: int = 0
+    """Replies to come."""
+
+
+class _Server:
+    """Counts tokens: a reply that starts at count c with n tokens to come is done at count c + n."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self.now = self.count = self.stall_s = self.token_s = 0.0
+        self.tokens = 0.0
+        """Of all running replies, with their prompts."""
+        self.busy_s = self.slot_s = 0.0
+        self.running: list[tuple[float, int, _Group, int]] = []
+        """(count at the end, number, group, length), a heap."""
+        self.queue: deque[tuple[int, _Group, int]] = deque()
+        """(number, group, length)."""
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.queue)
+
+    @property
+    def ends_at(self) -> float:
+        """When the next reply is done."""
+        if not self.running:
+            return float("inf")
+        return self.now + self.stall_s + (self.running[0][0] - self.count) * self.token_s
+
+    def advance(self, now: float) -> None:
+        past, self.now = now - self.now, now
+        if not self.running:
+            return
+        self.busy_s += past
+        self.slot_s += past * len(self.running)
+        decoding = max(0.0, past - self.stall_s)
+        self.stall_s = max(0.0, self.stall_s - past)
+        self.count += decoding / self.token_s
+        self.tokens += decoding / self.token_s * len(self.running)
+
+    def finish(self) -> _Group:
+        """Take out the reply that is done now; return its group."""
+        self.count, _, group, length = heapq.heappop(self.running)
+        self.tokens -= length + self.work.prompt_tokens
+        return group
+
+    def fill(self, version: int) -> None:
+        """Start what waits while there are slots, and look at the batch anew."""
+        while self.queue and len(self.running) < self.work.slots:
+            number, group, length = self.queue.popleft()
+            heapq.heappush(self.running, (self.count + length, number, group, length))
+            group.oldest = version if group.oldest is None else group.oldest
+            self.tokens += self.work.prompt_tokens
+            self.stall_s += self.work.read_s * self.work.prompt_tokens
+        if self.running:
+            count = len(self.running)
+            halfway = self.tokens / count + (self.running[0][0] - self.count) / 2
+            self.token_s = self.work.token_s(count, halfway)
+
+    def interrupt(self) -> None:
+        """All running replies are read again."""
+        self.stall_s = self.work.read_s * self.tokens
+
+
+class _Run:
+    def __init__(self, work: Workload) -> None:
+        self.work, self.now, self.version = work, 0.0, 0
+        self.servers = [_Server(work) for _ in range(work.servers)]
+        self.with_servers: list[_Group] = []
+        self.again: deque[_Group] = deque()
+        """Groups that were too old, which start before others."""
+        self.done: list[_Group] = []
+        """Complete groups that are not trained yet."""
+        self.trained = 0
+        self.numbers = itertools.count()
+
+    def admit(self) -> None:
+        """Ask for as many groups as staleness and concurrency allow."""
+        work = self.work
+        most = (work.max_staleness + self.version + 1) * work.groups_per_step - self.trained
+        while len(self.done) + len(self.with_servers) < most and len(self.with_servers) < work.groups_at_once:
+            group = self.again.popleft() if self.again else _Group(lengths=next(work.groups))
+            group.asked_at, group.oldest, group.left = self.version, None, len(group.lengths)
+            self.with_servers.append(group)
+            for length in group.lengths:
+                server = min(self.servers, key=lambda server: server.load)
+                server.advance(self.now)
+                server.queue.append((next(self.numbers), group, length))
+                server.fill(self.version)
+
+    def go_on(self, until: float, *, to_a_group: bool = False) -> None:
+        """Let the servers work until a time, or until a group is complete."""
+        while (server := min(self.servers, key=lambda server: server.ends_at)).ends_at <= until:
+            self.now = server.ends_at
+            server.advance(self.now)
+            group = server.finish()
+            server.fill(self.version)
+            group.left -= 1
+            if group.left == 0:
+                self.with_servers.remove(group)
+                self.done.append(group)
+                self.admit()
+                if to_a_group:
+                    return
+        self.now = until
+        for server in self.servers:
+            server.advance(until)
+
+    def step(self) -> tuple[float, int]:
+        """Return how long the trainer waited, and the step's tokens."""
+        work, began = self.work, self.now
+        while True:
+            self._requeue_stale()
+            self.admit()
+            if len(self.done) >= work.groups_per_step and not self._is_due():
+                break
+            self.go_on(float("inf"), to_a_group=True)
+        waited = self.now - began
+        self.done.sort(key=lambda group: (-group.requeues, group.oldest))
+        taken, self.done = self.done[: work.groups_per_step], self.done[work.groups_per_step :]
+        self.trained += work.groups_per_step
+        self.go_on(self.now + work.update_s)
+        self.now += work.publish_s
+        self.version += 1
+        for server in self.servers:
+            server.now = self.now
+            server.interrupt()
+        return waited, sum(sum(group.lengths) for group in taken)
+
+    def _requeue_stale(self) -> None:
+        oldest = self.version - self.work.max_staleness
+        stale = [group for group in self.done if self.work.drops_stale and (group.oldest or 0) < oldest]
+        for group in stale:
+            self.done.remove(group)
+            group.requeues += 1
+        self.again.extend(stale)
+
+    def _is_due(self) -> bool:
+        """Whether a group that was too old before is with servers, and would be for any later step."""
+        oldest = self.version + 1 - self.work.max_staleness
+        return any(group.requeues and group.asked_at < oldest for group in self.with_servers)
+
+
+def simulate(work: Workload, *, steps: int, first: int = 0) -> Outcome:
+    """Return the means of `steps` steps after the `first` ones, in which the pipeline fills."""
+    run = _Run(work)
+    for _ in range(first):
+        run.step()
+    began, busy, slots = run.now, *_used(run)
+    results = [run.step() for _ in range(steps)]
+    took = run.now - began
+    busy_after, slots_after = _used(run)
+    return Outcome(
+        step_s=took / steps,
+        wait_s=sum(waited for waited, _ in results) / steps,
+        tokens=sum(tokens for _, tokens in results) / steps,
+        busy=(busy_after - busy) / took / work.servers,
+        slots=(slots_after - slots) / took / work.servers / work.slots,
+    )
+
+
+def _used(run: _Run) -> tuple[float, float]:
+    for server in run.servers:
+        server.advance(run.now)
+    return sum(server.busy_s for server in run.servers), sum(server.slot_s for server in run.servers)

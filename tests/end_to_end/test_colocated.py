@@ -1,0 +1,99 @@
+"""Servers and trainer that take turns on the same devices train as those with devices of their own, bit for bit."""
+
+import hashlib
+import os
+import signal
+
+import pytest
+import requests
+from kills import exit_codes, losses, start_ranks
+from training_runs import COUNT, ROOT, evaluations_of, steps_of
+
+from megatron_rl import experiment
+from megatron_rl.config import load_config
+from megatron_rl.engine.offload import tensors_of
+from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.train import train
+
+pytestmark = pytest.mark.slow
+
+# Two engines beside each other, evaluations and checkpoints between the steps: all that may want the devices.
+SETTINGS = (
+    *("rollout.backend=embedded", "rollout.server_count=1", "batch.prompts_per_step=8", "generation.n_samples=4"),
+    *("warm_start.updates=10", "warm_start.check_every_updates=5", "warm_start.folder=", "algo.kl_coefficient=0.1"),
+    *("run.steps=4", "run.evaluate_every_steps=2", "run.checkpoint_every_steps=2", "run.save_every_steps=3"),
+)
+BY_TURNS = ("rollout.colocated=true",)
+
+
+def experiment_of(overrides):
+    os.chdir(ROOT)
+    train(load_config(COUNT, list(overrides)), resume="auto")
+
+
+def run(folder, *overrides, ranks=1, how=experiment_of):
+    folder.mkdir()
+    output = folder / "output.txt"
+    codes = exit_codes(start_ranks(ranks, how, (f"run.folder={folder}", *SETTINGS, *overrides), output))
+    assert codes == [0] * ranks, output.read_text()
+
+
+def outcome(folder):
+    """All that a run leaves and that depends on no clock."""
+    scores = [line["accuracy"] for line in evaluations_of(folder)]
+    weights = [(folder / name / "model.safetensors").read_bytes() for name in ("step-3", "final")]
+    return losses(folder), scores, [hashlib.sha256(content).hexdigest() for content in weights]
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "apart"
+    run(folder)
+    return outcome(folder)
+
+
+def watched(overrides):
+    """A run that looks at every turn whether the other side is out, and kills its server in one of the trainer's."""
+    looks, processes = [], []
+
+    class Watched(Rollouts):
+        def wait_for(self, pending):
+            engines = [self.x.engine, self.x.reference]
+            there = sum(t.untyped_storage().nbytes() for engine in engines for part in tensors_of(engine) for t in part)
+            assert there == 0, f"{there} bytes of the engines are there while servers generate"
+            looks.append("servers")
+            super().wait_for(pending)
+
+    class Experiment(experiment.Experiment):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.rollouts = Watched(self)
+
+        def compute_advantages(self, batch):
+            (url,) = self.rollouts.supervisor.urls
+            answer = requests.post(f"{url}/continue_generation", json={}, timeout=30)
+            assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
+            looks.append("trainer")
+            processes.append(self.rollouts.supervisor.starts[url])
+            if len(processes) == 2:
+                os.kill(processes[-1], signal.SIGKILL)
+            super().compute_advantages(batch)
+
+    experiment.Experiment = Experiment
+    experiment_of(overrides)
+    assert looks.count("trainer") == 4 and looks.count("servers") >= 4 + 3, "steps, and evaluations"
+    assert processes[0] == processes[1] != processes[2] == processes[3], "one restart, before the publication"
+
+
+def test_turns_change_no_bit_of_a_run_even_where_the_server_dies_while_its_device_is_lent(apart, tmp_path):
+    run(tmp_path / "run", *BY_TURNS, "rollout.publication=ipc", how=watched)
+    assert outcome(tmp_path / "run") == apart
+    assert all(step["time/turns"] > 0 for step in steps_of(tmp_path / "run"))
+
+
+def test_two_ranks_hand_the_devices_over_together(apart, tmp_path):
+    run(tmp_path / "run", *BY_TURNS, "run.offload=true", ranks=2)
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 4 and steps[0]["reward/mean"] == apart[0][0][1], (
+        "the same replies, from two replicas as from one"
+    )

@@ -1,0 +1,196 @@
+"""Servers whose memory the trainer has for a while: it is really free, nothing reads it, and all of it comes back."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import requests
+from safetensors.torch import load_file
+
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.rollout.occupancy import ALL_MEMORY
+from megatron_rl.rollout.server_client import CommandRefused
+from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.types import LLMRequest
+from megatron_rl.weights.ipc import IPCPublisher
+from tests.servers.in_process import specs_of
+from tests.servers.reference import reference_greedy
+from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
+
+NOTHING, WEIGHTS = frozenset(), frozenset({"weights"})
+MIB = 2**20
+
+
+@pytest.fixture
+def weights(other_tiny_model):
+    return load_file(other_tiny_model / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def own_servers(tiny_model, tmp_path_factory):
+    """Two servers of this module alone, which come back from every test with all their memory."""
+    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60)
+    with Supervisor(config, tiny_model, tmp_path_factory.mktemp("servers")) as supervisor:
+        yield supervisor
+
+
+def post(url, path, body=None):
+    return requests.post(f"{url}{path}", json=body or {}, timeout=30)
+
+
+def get(url, path):
+    return requests.get(f"{url}{path}", timeout=30).json()
+
+
+def long_reply(engine, tokens):
+    gconfig = GenerationConfig(max_new_tokens=tokens, greedy=True, ignore_eos=True)
+    return asyncio.run(engine.agenerate(LLMRequest(rid="long", input_ids=PROMPT, gconfig=gconfig)))
+
+
+def wait_for_a_reply(servers):
+    """Until one is being generated, of which most is still to come."""
+    while not any(load["num_used_tokens"] for url in servers.urls for load in get(url, "/v1/loads")["loads"]):
+        pass
+
+
+def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path):
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_model, folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    wide = {"vocab_size": 16384, "hidden_size": 512, "num_key_value_heads": 4, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config | wide))
+    embeddings, cache = 2 * 16384 * 512 * 4, 32 * 256 * 2 * 2 * 4 * 128 * 4
+    with Supervisor(RolloutConfig(backend="embedded"), folder, tmp_path, dummy_weights=True) as supervisor:
+        (url,) = supervisor.urls
+        process = psutil.Process(pid_of(supervisor, url))
+        sampling = {"max_new_tokens": 2, "ignore_eos": True}
+        prompts = [[number, *range(200)] for number in range(32)]
+        assert post(url, "/generate", {"input_ids": prompts, "sampling_params": sampling}).ok
+        full = process.memory_info().rss
+        assert post(url, "/release_memory_occupation", {"tags": ["kv_cache"]}).json() is None
+        without_cache = process.memory_info().rss
+        assert full - without_cache > 0.9 * cache > 50 * MIB
+        assert post(url, "/release_memory_occupation").ok
+        assert without_cache - process.memory_info().rss > 0.9 * embeddings > 50 * MIB
+        assert post(url, "/resume_memory_occupation").ok
+        assert post(url, "/generate", {"input_ids": prompts, "sampling_params": sampling}).ok
+
+
+def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers):
+    url = own_servers.urls[0]
+    assert post(url, "/release_memory_occupation").ok and post(url, "/release_memory_occupation").ok
+    generate = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    for path, body, parts in (
+        ("/generate", generate, "weights and kv_cache"),
+        ("/continue_generation", {}, "weights and kv_cache"),
+        ("/weights_checker", {}, "weights"),
+        ("/get_weights_by_name", {"name": "model.norm.weight"}, "weights"),
+        ("/update_weights_from_disk", {"model_path": str(own_servers.model_path)}, "weights"),
+        ("/peer_tensor", {"name": "model.norm.weight", "peer_version": "released"}, "weights"),
+    ):
+        answer = post(url, path, body)
+        assert answer.status_code == 400
+        assert f"{parts}: released by /release_memory_occupation; call /resume_memory_occupation first" in answer.text
+    assert requests.get(f"{url}/health_generate", timeout=30).ok, "it is well, and only has no memory"
+    assert requests.get(f"{url}/model_info", timeout=30).json()["weight_version"] == "released"
+    assert post(url, "/resume_memory_occupation", {"tags": ["weights"]}).ok
+    assert "kv_cache: released" in post(url, "/generate", generate).text
+    assert post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}).ok
+    body = {"model_path": str(own_servers.model_path), "weight_version": "7"}
+    assert post(url, "/update_weights_from_disk", body).ok and post(url, "/generate", generate).ok
+    answer = post(url, "/release_memory_occupation", {"tags": ["kv-cache"]})
+    assert answer.status_code == 400 and "tags = ['kv-cache']: each must be one of weights, kv_cache" in answer.text
+
+
+def test_requests_that_hold_keys_keep_the_memory(own_servers, connect):
+    url = own_servers.urls[0]
+    engine = connect(url, interruption="in_place", max_cache_age=1)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(long_reply, engine, 450)
+        wait_for_a_reply(own_servers)
+        engine.pause()
+        answer = post(url, "/release_memory_occupation")
+        assert answer.status_code == 400 and "1 running and 0 queued requests; pause with mode abort" in answer.text
+        engine.resume()
+        assert reply.result(30).output_len == 450
+
+
+def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weights(
+    own_servers, connect, weights, other_tiny_model
+):
+    engine, starts = connect(own_servers.urls), own_servers.starts
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    with ThreadPoolExecutor(2) as pool:
+        under_way = pool.submit(long_reply, engine, 450)
+        wait_for_a_reply(own_servers)
+        engine.occupy(NOTHING, starts)
+        on_its_way = pool.submit(post, own_servers.urls[0], "/generate", {"input_ids": PROMPT})
+        time.sleep(0.3)
+        engine.occupy(WEIGHTS, starts)
+        publisher.publish(specs_of(weights), weights.items(), 1)
+        assert publisher.last.verified == 2 * len(weights) and not under_way.done()
+        assert all("kv_cache: released" in post(url, "/continue_generation").text for url in own_servers.urls)
+        assert not on_its_way.done(), "the publication does not let them go on"
+        engine.occupy(ALL_MEMORY, starts)
+        reply = under_way.result(30)
+        assert on_its_way.result(30).ok
+    assert reply.output_len == 450 and reply.interruptions == 1 and reply.output_versions[-1] == 1
+    assert greedy(engine).output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
+
+
+def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the_publication(
+    own_servers, connect, weights
+):
+    own_servers.lend_devices()
+    engine = connect(own_servers.urls, on_drop=own_servers.replace)
+    engine.occupy(NOTHING, own_servers.starts)
+    victim, first = own_servers.urls[1], own_servers.starts
+    os.kill(pid_of(own_servers, victim), signal.SIGKILL)
+    time.sleep(1.5)  # longer than before the first restart
+    assert own_servers.lacks_servers and own_servers.starts == first
+    own_servers.start_missing([victim])
+    again = own_servers.starts
+    assert not own_servers.lacks_servers and again[victim] != first[victim]
+    engine.occupy(WEIGHTS, again)  # which the new one releases its cache for, and the old one gets
+    assert all(post(url, "/continue_generation").text.count("kv_cache: released") for url in own_servers.urls)
+    engine.muster()
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher.publish(specs_of(weights), weights.items(), 1)
+    engine.occupy(ALL_MEMORY, again)
+    own_servers.take_devices_back()
+    deadline = time.monotonic() + 20
+    while sorted(engine.serving) != sorted(own_servers.urls) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(engine.serving) == sorted(own_servers.urls)
+    sums = [post(url, "/weights_checker").json()["per_engine_checksum"] for url in own_servers.urls]
+    assert sums[0] == sums[1] and greedy(engine).output_versions == [1] * 12
+
+
+def test_real_sglang_lends_its_memory_in_the_same_order(real_supervisor, connect, tiny_model, weights):
+    """Without CUDA it frees nothing, but takes every call, and dies of one that asks for what it has."""
+    engine, starts = connect(real_supervisor.urls), real_supervisor.starts
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    for version in (3, 4):
+        for parts in (NOTHING, WEIGHTS):
+            engine.occupy(parts, starts)
+        publisher.publish(specs_of(weights), weights.items(), version)
+        engine.occupy(ALL_MEMORY, starts)
+        assert greedy(engine).output_versions == [version] * 12
+        engine.occupy(WEIGHTS, starts)  # as for a checkpoint
+        engine.occupy(ALL_MEMORY, starts)
+        assert greedy(engine).output_versions == [version] * 12
+    engine.update_weights(tiny_model, 0)
+
+
+def test_servers_that_cannot_lend_memory_end_the_run_with_their_words(scripted, connect):
+    server = scripted(endpoints={"/server_info", "/model_info", "/health", "/pause_generation", "/flush_cache"})
+    engine = connect(server.url)
+    with pytest.raises(CommandRefused, match="/release_memory_occupation"):
+        engine.occupy(NOTHING, {server.url: 1})
