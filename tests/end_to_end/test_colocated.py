@@ -13,6 +13,7 @@ from megatron_rl import experiment
 from megatron_rl.config import load_config
 from megatron_rl.engine.offload import tensors_of
 from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.launch.run_token import token_in
 from megatron_rl.train import train
 
 pytestmark = pytest.mark.slow
@@ -71,7 +72,8 @@ def watched(overrides):
 
         def compute_advantages(self, batch):
             (url,) = self.rollouts.supervisor.urls
-            answer = requests.post(f"{url}/continue_generation", json={}, timeout=30)
+            headers = {"Authorization": f"Bearer {token_in(self.rollouts.supervisor.token_file)}"}
+            answer = requests.post(f"{url}/continue_generation", json={}, headers=headers, timeout=30)
             assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
             looks.append("trainer")
             processes.append(self.rollouts.supervisor.starts[url])

@@ -21,6 +21,7 @@ from megatron_rl.types import LLMRequest
 from megatron_rl.weights.ipc import IPCPublisher
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
+from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
 
 NOTHING, WEIGHTS = frozenset(), frozenset({"weights"})
@@ -35,17 +36,17 @@ def weights(other_tiny_model):
 @pytest.fixture(scope="module")
 def own_servers(tiny_model, tmp_path_factory):
     """Two servers of this module alone, which come back from every test with all their memory."""
-    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60)
+    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("servers")) as supervisor:
         yield supervisor
 
 
 def post(url, path, body=None):
-    return requests.post(f"{url}{path}", json=body or {}, timeout=30)
+    return requests.post(f"{url}{path}", json=body or {}, headers=AUTHORIZED, timeout=30)
 
 
 def get(url, path):
-    return requests.get(f"{url}{path}", timeout=30).json()
+    return requests.get(f"{url}{path}", headers=AUTHORIZED, timeout=30).json()
 
 
 def long_reply(engine, tokens):
@@ -67,7 +68,9 @@ def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path):
     wide = {"vocab_size": 16384, "hidden_size": 512, "num_key_value_heads": 4, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps(config | wide))
     embeddings, cache = 2 * 16384 * 512 * 4, 32 * 256 * 2 * 2 * 4 * 128 * 4
-    with Supervisor(RolloutConfig(backend="embedded"), folder, tmp_path, dummy_weights=True) as supervisor:
+    with Supervisor(
+        RolloutConfig(backend="embedded", token_file=TOKEN_FILE), folder, tmp_path, dummy_weights=True
+    ) as supervisor:
         (url,) = supervisor.urls
         process = psutil.Process(pid_of(supervisor, url))
         sampling = {"max_new_tokens": 2, "ignore_eos": True}
@@ -99,7 +102,7 @@ def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers):
         assert answer.status_code == 400
         assert f"{parts}: released by /release_memory_occupation; call /resume_memory_occupation first" in answer.text
     assert requests.get(f"{url}/health_generate", timeout=30).ok, "it is well, and only has no memory"
-    assert requests.get(f"{url}/model_info", timeout=30).json()["weight_version"] == "released"
+    assert requests.get(f"{url}/model_info", headers=AUTHORIZED, timeout=30).json()["weight_version"] == "released"
     assert post(url, "/resume_memory_occupation", {"tags": ["weights"]}).ok
     assert "kv_cache: released" in post(url, "/generate", generate).text
     assert post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}).ok
