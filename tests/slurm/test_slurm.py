@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import ROOT, Cluster, missing, running_cluster, wait_until
+from cluster import ROOT, Cluster, wait_until
 
 from megatron_rl.cli import main
 from megatron_rl.launch.slurm import port_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = pytest.mark.slow
 
 GRPO = "scripts/train_grpo.sh"
 COUNT = "configs/count_grpo.yaml"
@@ -25,13 +25,6 @@ SMALL = (
 )
 ONE_NODE = ("--nodes=1", "--oversubscribe")
 """Of both, the command line's wins over the script's: --exclusive."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slurm")
-    with running_cluster(folder / "cluster") as environment:
-        yield Cluster(environment, folder)
 
 
 def small(folder: Path, *settings: str) -> tuple[str, ...]:
