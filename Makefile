@@ -26,13 +26,16 @@ POINTS ?= 50
 
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
+# 0 leaves the tests on a real Slurm out of `make test`, as does a machine where it cannot be installed.
+SLURM ?= 1
+SLURM_TEST := $(if $(filter 0,$(SLURM)),,.venv/.slurm)
 
 .PHONY: help demo demo-tiny test test-fast soak readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
-	@echo "make test       every test that needs no GPU, with real SGLang on CPU (SGLANG=0 leaves that out)"
+	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
@@ -48,8 +51,8 @@ demo-tiny: operators
 	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
-test: operators $(SGLANG_TEST)
-	@$(PYTEST)
+test: operators $(SGLANG_TEST) $(SLURM_TEST)
+	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
 	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
@@ -109,6 +112,9 @@ operators: .venv/.installed
 	@echo "==> installing real SGLang for CPU (once; about a minute; make test SGLANG=0 goes without)"
 	@bash scripts/install_sglang_cpu.sh $(PYTHON)
 	@touch $@
+
+.venv/.slurm: scripts/install_slurm.sh | .venv/.installed
+	@if bash scripts/install_slurm.sh; then touch $@; fi
 
 .venv-trl/.installed: requirements/trl.txt | .venv/.installed
 	@echo "==> installing TRL into .venv-trl (once; some minutes and about 1.5 GB)"

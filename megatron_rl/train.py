@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch import watch
 from megatron_rl.launch.notice import EXIT_STOPPED
+from megatron_rl.launch.placement import ranks_of_step
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     args = parser.parse_intermixed_args(argv)
+    os.environ |= ranks_of_step(os.environ)
     try:
         config = load_config(args.config, args.overrides)
         config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))

@@ -151,6 +151,9 @@ class Rollouts:
         with watched:
             is_published, attempt = [False], 0
             while not is_published[0]:
+                # Servers that were ended together with the run do not come back: it only has to save then.
+                if groups.any(groups.is_main and self.x.notice.came() and not self.process.serving):
+                    return
                 is_published, attempt = [True], attempt + 1
                 if groups.is_main:
                     self.process.muster()

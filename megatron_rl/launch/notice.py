@@ -14,13 +14,15 @@ from megatron_rl.launch import watch
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STOPPED = 75
 """Exit code of a run that stopped on a notice and can be resumed: EX_TEMPFAIL, "try again later"."""
+FINISH_ON_TERM_S = 5.0
+"""Schedulers send SIGKILL half a minute after SIGTERM, which must be enough to save in."""
 
 
 class StopNotice:
     """Hears the signals in a thread of its own, so also while the main thread waits for other ranks.
 
-    From a notice on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread; when they
-    are over the process is ended.
+    From a notice on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after
+    SIGTERM within FINISH_ON_TERM_S; when they are over the process is ended.
     """
 
     def __init__(self, grace_s: float, *, on_half_time: Callable[[], None], says_so: bool = True) -> None:
@@ -61,7 +63,10 @@ class StopNotice:
         self.signal_name = signal.Signals(number[0]).name
         deadline = time.monotonic() + self.grace_s
         self._came.set()
-        if self._closed.wait(self.grace_s / 2):
+        half_time_s = self.grace_s / 2
+        if self.signal_name == "SIGTERM":
+            half_time_s = min(half_time_s, FINISH_ON_TERM_S)
+        if self._closed.wait(half_time_s):
             return
         self.on_half_time()
         if self._closed.wait(deadline - time.monotonic()):

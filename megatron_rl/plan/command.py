@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.plan.batch import PromptTokens
 from megatron_rl.plan.devices import DEVICES
-from megatron_rl.plan.fit import Cluster, best_plan, nearest_plan, refusal
+from megatron_rl.plan.fit import Cluster, Plan, best_plan, nearest_plan, refusal
 from megatron_rl.plan.text import as_dict, as_text
 from megatron_rl.rollout.prompts import load_prompts
 from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
@@ -28,7 +28,26 @@ def plan_text(
     plan = best_plan(config, tokens, cluster)
     if not plan.fits:
         raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster)))
-    return json.dumps(as_dict(plan), indent=2) if as_json else as_text(plan)
+    command = start_command(plan, path, overrides)
+    return json.dumps(as_dict(plan) | {"command": command}, indent=2) if as_json else as_text(plan, command)
+
+
+def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
+    """Return the words of the command that starts the experiment on the plan's split, from the repository's folder.
+
+    Empty where servers would be on the GPUs of trainers on several nodes, which no command starts.
+    """
+    cluster, config = plan.cluster, plan.config
+    settings = [str(path), *(word for word in overrides if not word.startswith("rollout.server_count="))]
+    if not config.rollout.servers:
+        settings.append(f"rollout.server_count={plan.servers}")
+    if plan.shares_gpus and cluster.nodes > 1:
+        return []
+    if plan.shares_gpus:  # the trainer starts them on its own host
+        return [".venv/bin/megatron-rl", "launch", "--ranks", str(plan.trainer_gpus), *settings]
+    script = "scripts/train_ppo.sh" if config.has_critic else "scripts/train_grpo.sh"
+    nodes = ["--nodes", str(cluster.nodes), "--gpus-per-node", str(cluster.gpus_per_node)]
+    return ["sbatch", *nodes, script, *settings, "--ranks", str(plan.trainer_gpus)]
 
 
 def measure_prompts(config: TrainConfig) -> PromptTokens:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import textwrap
 from typing import Any
 
 from megatron_rl.plan.devices import GIB, assumptions
 from megatron_rl.plan.fit import Plan
 
+WIDTH = 118
 NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
 LOCAL_LAYERS = "Activations are those of megatron.core's local layers; Transformer Engine's take less."
+
+NO_COMMAND = "Nothing starts servers on the GPUs of trainers of several nodes; add a node for servers."
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: Plan, command: list[str]) -> str:
     sections = {
         "experiment": _experiment(plan),
         "a step": _step(plan),
@@ -65,7 +69,20 @@ def as_text(plan: Plan) -> str:
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
     assumed = "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions().items()) + "."
-    return "\n".join([*lines, *textwrap.wrap(assumed, 118), NOT_MEASURED, LOCAL_LAYERS])
+    notes = [*textwrap.wrap(assumed, WIDTH), NOT_MEASURED, LOCAL_LAYERS]
+    return "\n".join([*lines, "start it", *_shell_lines(command), *notes])
+
+
+def _shell_lines(command: list[str]) -> list[str]:
+    """The command for a shell, on as many lines as it takes."""
+    if not command:
+        return [f"  {NO_COMMAND}"]
+    lines = [""]
+    for word in map(shlex.quote, command):
+        if len(lines[-1]) + len(word) > WIDTH - len("   \\"):
+            lines.append("")
+        lines[-1] += f" {word}"
+    return [f" {line}" + " \\" * (line is not lines[-1]) for line in lines]
 
 
 def _experiment(plan: Plan) -> dict[str, str]:

@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     args, server_args = parser().parse_known_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # srun hands on the second alone
+        signal.signal(number, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
     ended, reason = threading.Event(), []
     try:
         args.token_file = token_file_of(args) or args.log_folder / "token"

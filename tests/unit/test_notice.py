@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,6 +39,17 @@ def test_a_process_that_does_not_stop_within_its_grace_is_ended(number):
     assert 0.5 < time.monotonic() - began < 5
     assert process.returncode == 1 and out == "half time\n"
     assert f"{signal.Signals(number).name}: no checkpoint within run.grace_s = 0.6 s" in said
+
+
+def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
+    monkeypatch.setattr("megatron_rl.launch.notice.FINISH_ON_TERM_S", 0.1)
+    for number, is_early in ((signal.SIGTERM, True), (signal.SIGUSR1, False)):
+        half_time = threading.Event()
+        notice = StopNotice(120.0, on_half_time=half_time.set)
+        notice.listen()
+        os.kill(os.getpid(), number)
+        assert half_time.wait(5.0 if is_early else 0.5) == is_early
+        notice.close()
 
 
 def test_the_signals_are_given_back_and_a_stop_in_time_is_left_alone():

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from megatron_rl.config import (
     TrainConfig,
     load_config,
 )
+from megatron_rl.launch import slurm
 from megatron_rl.launch.local import arrange
+from megatron_rl.launch.placement import Nodes, place
 from megatron_rl.ops import lm_head_loss
 from megatron_rl.plan.batch import Bounds, PromptTokens, evaluation_count, plan_batch
 from megatron_rl.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES
@@ -426,7 +429,36 @@ def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys)
     assert len(lines) <= 48 and max(map(len, lines)) <= 120
     text = "\n".join(lines)
     assert "no run on a GPU has checked them" in text and "128: 8 replies a prompt" in text and "2 x 8 H100" in text
-    assert "sbatch" not in text
+    command = shlex.split(text.split("start it\n")[1].split("Assumed")[0].replace("\\\n", ""))
+    assert command[:6] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "scripts/train_grpo.sh"]
+    servers, ranks = int(command[-3].removeprefix("rollout.server_count=")), int(command[-1])
+    assert f"trainer            {ranks} GPUs" in text and f"servers            {servers}, each on 1 GPU" in text
+    assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
+
+
+@pytest.mark.parametrize("nodes, gpus, server_args", [(2, 8, "[]"), (3, 4, "[--tp,2]"), (1, 4, "[]"), (2, 2, "[]")])
+def test_a_slurm_job_places_what_the_plan_asks_for(nodes, gpus, server_args, count_words, capsys):
+    settings = (f"rollout.server_args={server_args}", "batch.prompts_per_step=256")
+    main([*count_words, f"--nodes={nodes}", f"--gpus-per-node={gpus}", *settings, "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    args = slurm.parser().parse_intermixed_args(plan["command"][6:])
+    config = load_config(args.config, args.overrides)
+    own = Nodes(hosts=[f"n{number}" for number in range(nodes)], cpus=8, gpus=gpus)
+    rollout = config.rollout
+    placement = place(own, own, servers=rollout.server_count, ranks=args.ranks, gpus_per_server=rollout.gpus_per_server)
+    taken = [(server.host, gpu) for server in placement.servers for gpu in server.gpus]
+    assert len(set(taken)) == plan["servers"]["count"] * plan["servers"]["gpus_each"]
+    assert sum(placement.ranks.values()) == plan["trainer"]["gpus"]
+    for host, ranks in placement.ranks.items():
+        assert ranks + sum(server == host for server, _ in taken) <= gpus
+
+
+def test_few_gpus_are_shared_on_one_host_and_by_no_command_on_several(count_words, capsys):
+    turns = ("rollout.colocated=true", "rollout.publication=ipc")
+    main([*count_words, "--gpus-per-node=1", *turns])
+    assert ".venv/bin/megatron-rl launch --ranks 1 " in capsys.readouterr().out
+    main([*count_words, "--nodes=2", "--gpus-per-node=1", "parallel.tensor=2", *turns])
+    assert "add a node for servers" in capsys.readouterr().out
 
 
 def test_json_has_the_same_plan(count_words, capsys):

@@ -1,0 +1,139 @@
+"""Which node of a Slurm job does what: reads the variables that Slurm sets, and places rollout servers and ranks.
+
+Servers take the first nodes and, of a node's GPUs, the first; ranks take the last. A job of one node does both. Of a
+heterogeneous job the first component serves and the second trains.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Those of a job, or of one component of a heterogeneous one. `cpus` and `gpus`: of each node, at least."""
+
+    hosts: list[str]
+    cpus: int
+    gpus: int
+    het_group: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlace:
+    """Where one server runs. Without GPUs `gpus` is empty."""
+
+    host: str
+    gpus: range = range(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    servers: list[ServerPlace]
+    ranks: dict[str, int]
+    """How many by host, in the order of the ranks."""
+
+
+def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
+    """Return the job's nodes, or those of the two components of a heterogeneous one. ValueError outside a job."""
+    if "SLURM_JOB_ID" not in environment:
+        raise ValueError("SLURM_JOB_ID: is not set; start this with sbatch, e.g. sbatch scripts/train_grpo.sh CONFIG.")
+    components = int(environment.get("SLURM_HET_SIZE", 1))
+    if components > 2:
+        raise ValueError(
+            f"SLURM_HET_SIZE = {components}: a heterogeneous job must have two components, servers : trainers."
+        )
+    if components < 2:
+        return [_nodes(environment, "", environment.get("SLURM_GPUS_ON_NODE"))]
+    gpus = [environment.get(f"SLURM_GPUS_PER_NODE_HET_GROUP_{group}") for group in range(2)]
+    return [_nodes(environment, f"_HET_GROUP_{group}", gpus[group], group) for group in range(2)]
+
+
+def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_group: int | None = None) -> Nodes:
+    names = ["scontrol", "show", "hostnames", environment[f"SLURM_JOB_NODELIST{suffix}"]]
+    return Nodes(
+        hosts=subprocess.run(names, capture_output=True, text=True, check=True).stdout.split(),
+        cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),
+        gpus=int((gpus or "0").rpartition(":")[2]),  # 8, or h100:8
+        het_group=het_group,
+    )
+
+
+def counts(text: str) -> list[int]:
+    """Slurm's way to count by node: `2(x3),1` -> [2, 2, 2, 1]."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def place(serving: Nodes, training: Nodes, *, servers: int, ranks: int | None, gpus_per_server: int) -> Placement:
+    """Place so many servers and ranks; None: a rank for each GPU that is left, or for each node where there are none.
+
+    ValueError says what does not fit.
+    """
+    places = _place_servers(serving, servers, gpus_per_server, spare=int(serving is training and ranks != 0))
+    room = _room(training, places)
+    only_serves = ranks == 0 and bool(places)
+    if ranks is None:
+        ranks = sum(room.values()) if training.gpus else len(room)
+    if ranks > sum(room.values()) or not (ranks or only_serves):
+        unit, option = ("GPUs", "--gpus-per-node") if training.gpus else ("CPUs", "--cpus-per-task")
+        raise ValueError(
+            f"--ranks {ranks}: the nodes {', '.join(training.hosts)} have {sum(room.values())} {unit} for ranks beside "
+            f"{len(places)} servers. Ask Slurm for more with --nodes, --exclusive or {option}, or start fewer with "
+            f"--servers or --ranks."
+        )
+    return Placement(servers=places, ranks=_share_out(ranks, room, fill=training.gpus > 0))
+
+
+def _place_servers(nodes: Nodes, count: int, gpus_each: int, *, spare: int) -> list[ServerPlace]:
+    """By GPU from the first node on; without any, in turn on all nodes but `spare`, where there are several."""
+    if count == 0:
+        return []
+    if not nodes.gpus:
+        hosts = nodes.hosts[: max(1, len(nodes.hosts) - spare)]
+        return [ServerPlace(host=hosts[number % len(hosts)]) for number in range(count)]
+    starts = range(0, nodes.gpus - gpus_each + 1, gpus_each)
+    room = [ServerPlace(host=host, gpus=range(n, n + gpus_each)) for host in nodes.hosts for n in starts]
+    if count > len(room):
+        raise ValueError(
+            f"--servers {count}: {len(nodes.hosts)} nodes of {nodes.gpus} GPUs hold {len(room)} servers of {gpus_each} "
+            f"(rollout.server_args: --tp). Ask Slurm for more with --nodes, or start fewer."
+        )
+    return room[:count]
+
+
+def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
+    """Ranks that each node can take beside the servers."""
+    if nodes.gpus:
+        taken = Counter(place.host for place in servers for _ in place.gpus)
+        return {host: nodes.gpus - taken[host] for host in nodes.hosts if taken[host] < nodes.gpus}
+    serving = {place.host for place in servers}
+    return {host: nodes.cpus for host in nodes.hosts if host not in serving or len(nodes.hosts) == 1}
+
+
+def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int]:
+    """Fill the last nodes, or share evenly."""
+    shares = dict.fromkeys(room, 0)
+    while ranks:
+        for host in reversed(room):
+            more = min(room[host] if fill else 1, room[host] - shares[host], ranks)
+            shares[host], ranks = shares[host] + more, ranks - more
+    return {host: count for host, count in shares.items() if count}
+
+
+def ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables for a rank that srun started; none where torchrun or a user has set them, or outside a step."""
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment or "MASTER_PORT" not in environment:
+        return {}
+    here = counts(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
+    servers_gpus = max(0, int(environment.get("SLURM_GPUS_ON_NODE", 0)) - here)
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": str(servers_gpus + int(environment["SLURM_LOCALID"])),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_WORLD_SIZE": str(here),
+    }

@@ -1,0 +1,351 @@
+"""Runs an experiment in a Slurm job: rollout servers and trainer ranks, each as steps of the job.
+
+    sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
+
+It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs. A
+notice (`--signal`, pre-emption) goes to the trainer, which saves; then the job is queued again and goes on with
+`--resume auto`. Steps are ended through their own sruns, by pid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.launch.container import RUNTIMES, Container
+from megatron_rl.launch.notice import EXIT_STOPPED
+from megatron_rl.launch.placement import Nodes, Placement, ServerPlace, nodes_of_job, place
+
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Below the range from which Linux hands out ports by itself; servers take theirs from there, and register them."""
+POLL_S = 0.2
+STOP_S = 25.0
+"""For servers, which drain for up to 20."""
+LAST_RANK_S = 120
+"""Ranks that are left so long after the first one ended are killed: it died, and they wait for it in a collective.
+
+Not at once (--kill-on-bad-exit), as those that save on a notice end one after the other, with a code of their own.
+"""
+FIRST_RESTART_S = 2.0
+TAIL_LINES = 5
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A step of one server and its supervisor, which restarts the server; a step that ends is started again here."""
+
+    name: str
+    place: ServerPlace
+    log: Path
+    process: subprocess.Popen[bytes]
+    starts: int = 1
+    next_start: float | None = None
+    """Of time.monotonic(), where its step has ended."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """The steps of one job."""
+
+    config: TrainConfig
+    number: str
+    serving: Nodes
+    training: Nodes
+    placement: Placement
+    train_arguments: list[str]
+    container: Container | None = None
+    srun_options: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.config.run.folder)
+        self.registry = Path(self.config.rollout.registry or self.folder / "registry")
+        self.rank_logs = self.folder / "ranks"
+        self.trains = bool(self.placement.ranks)
+        self.servers: list[Server] = []
+        self.trainer: subprocess.Popen[bytes] | None = None
+        self.notice: signal.Signals | None = None
+        self._shown = 0
+
+    def run(self) -> int:
+        """Start everything and return the exit code of the trainer, with which the servers end."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._hear)
+        try:
+            for number, where in enumerate(self.placement.servers):
+                self._start_server(f"{where.host}-{number}", where)
+            if self.trains:
+                self.trainer = self._start_trainer()
+            return self._wait()
+        finally:
+            self._stop()
+
+    def _wait(self) -> int:
+        while True:
+            code = None if self.trainer is None else self.trainer.poll()
+            self._show_first_rank()
+            if code is not None:
+                return code if code >= 0 else 128 - code
+            if self.notice is not None and not self.trains:
+                return EXIT_STOPPED
+            if self.notice is None and not self._keep_servers():
+                return 1
+            time.sleep(POLL_S)
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _start_server(self, name: str, where: ServerPlace) -> None:
+        folder = self.folder / "servers" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "supervisor.log"
+        self.servers.append(Server(name=name, place=where, log=log, process=self._server_step(where, log)))
+
+    def _server_step(self, where: ServerPlace, log: Path) -> subprocess.Popen[bytes]:
+        config, backend = self.config, self.config.rollout.backend
+        if backend == "auto":
+            backend = "sglang" if self.serving.gpus else "embedded"
+        serve = ["-m", "megatron_rl.cli", "serve", config.model.path, "--backend", backend]
+        serve += ["--host", address(where.host), "--dtype", config.model.dtype, "--load-format", "dummy"]
+        serve += ["--restarts", str(config.rollout.server_restarts), "--log-folder", str(log.parent)]
+        serve += ["--start-timeout-s", str(config.rollout.start_timeout_s)]
+        serve += ["--health-timeout-s", str(config.rollout.health_timeout_s)]
+        serve += ["--token-file", config.rollout.token_file] if config.rollout.token_file else []
+        serve += ["--register", str(self.registry), "--run", self.folder.name, *config.rollout.server_args]
+        # Of the node's GPUs, all of which the step can see.
+        gpus = ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, where.gpus))}"] if where.gpus else []
+        here = sum(other.host == where.host for other in self.placement.servers)
+        step = srun(self.serving, {where.host: 1}, cpus_per_task=self.serving.cpus // here)
+        return self._popen(step, [*gpus, *self._python(serve, self.serving)], log)
+
+    def _keep_servers(self) -> bool:
+        """Start those again that have ended, a while later each time. False where none is left."""
+        limit = self.config.rollout.server_restarts
+        for server in self.servers:
+            if server.process.poll() is None:
+                continue
+            if server.next_start is None:
+                delay_s = FIRST_RESTART_S * 2 ** (server.starts - 1)
+                server.next_start = time.monotonic() + delay_s
+                then = f"starts again in {delay_s:g} s" if server.starts <= limit else "is given up"
+                say(
+                    f"server {server.name} ended with exit code {server.process.returncode} and {then}; its log, "
+                    f"{server.log}, ends with: {tail(server.log)}"
+                )
+            elif server.starts <= limit and time.monotonic() > server.next_start:
+                server.process = self._server_step(server.place, server.log)
+                server.starts, server.next_start = server.starts + 1, None
+        return not self.servers or any(s.next_start is None or s.starts <= limit for s in self.servers)
+
+    # -- the trainer --------------------------------------------------------------------------------------------------
+
+    def _start_trainer(self) -> subprocess.Popen[bytes]:
+        ranks = self.placement.ranks
+        train = ["-m", "megatron_rl.train", *self.train_arguments]
+        if self.config.run.checkpoint_every_steps:
+            train += ["--resume", "auto"]
+        if not self.config.rollout.servers:
+            count = len(self.servers) or self.config.rollout.server_count
+            train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
+        self.rank_logs.mkdir(parents=True, exist_ok=True)
+        first = self.rank_logs / "rank-0.log"
+        self._shown = first.stat().st_size if first.exists() else 0
+        step = srun(self.training, ranks, cpus_per_task=self.training.cpus // max(ranks.values()))
+        step += [f"--wait={LAST_RANK_S}"]
+        meeting = {"MASTER_ADDR": address(next(iter(ranks))), "MASTER_PORT": str(port_of(self.number))}
+        if len(set(ranks.values())) > 1:
+            hosts = self.rank_logs / "hosts"
+            hosts.write_text("".join(f"{host}\n" * count for host, count in ranks.items()))
+            meeting["SLURM_HOSTFILE"] = str(hosts)
+        return self._popen(step, self._python(train, self.training), self.rank_logs / "rank-%t.log", meeting)
+
+    def _show_first_rank(self) -> None:
+        """Copy what the first rank has written to the job's own log."""
+        try:
+            with (self.rank_logs / "rank-0.log").open("rb") as log:
+                log.seek(self._shown)
+                new = log.read()
+        except FileNotFoundError:
+            return
+        self._shown += len(new)
+        sys.stdout.buffer.write(new)
+        sys.stdout.buffer.flush()
+
+    def _hear(self, number: int, _: object) -> None:
+        """Tell every rank of SIGUSR1. A run that cannot save goes on until it is ended, and SIGTERM all have got."""
+        if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
+            return
+        self.notice = signal.Signals(number)
+        if number == signal.SIGUSR1:
+            tell(self.trainer)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _python(self, arguments: Sequence[str], nodes: Nodes) -> list[str]:
+        if self.container is None:
+            return [sys.executable, *arguments]
+        return self.container.command(arguments, has_gpus=nodes.gpus > 0)
+
+    def _popen(
+        self, step: list[str], command: list[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        options = [*self.srun_options, f"--output={log}", "--open-mode=append"]
+        options += self.container.srun_options() if self.container is not None else []
+        say(shlex.join([*step, *options, *command]))
+        return subprocess.Popen([*step, *options, *command], env=os.environ | (environment or {}))
+
+    def _stop(self) -> None:
+        """End the trainer where it still runs, which saves, and then its servers."""
+        servers = [server.process for server in self.servers]
+        for steps, patience_s in (([self.trainer], self.config.run.grace_s), (servers, STOP_S)):
+            for step in steps:
+                tell(step)
+            deadline = time.monotonic() + patience_s
+            for step in (step for step in steps if step is not None):
+                try:
+                    step.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    step.terminate()  # srun kills its tasks
+                    step.wait()
+
+
+def tell(step: subprocess.Popen[bytes] | None) -> None:
+    """Send the step's tasks SIGUSR1, which srun hands on; of SIGTERM it would kill them."""
+    if step is not None and step.poll() is None:
+        step.send_signal(signal.SIGUSR1)
+
+
+def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[str]:
+    """A step of so many tasks on each host, which shares CPUs and GPUs with the job's other steps.
+
+    Where the numbers differ, SLURM_HOSTFILE must name a file that has the host of each task.
+    """
+    command = ["srun", "--overlap", f"--nodes={len(tasks)}", f"--ntasks={sum(tasks.values())}"]
+    if len(set(tasks.values())) > 1:
+        command += ["--distribution=arbitrary"]
+    else:
+        command += [f"--nodelist={','.join(tasks)}", f"--ntasks-per-node={max(tasks.values())}"]
+    # A step does not take it from its job since Slurm 22.05, and gets one CPU for each task.
+    command += [f"--cpus-per-task={max(1, cpus_per_task)}"]
+    command += [f"--het-group={nodes.het_group}"] if nodes.het_group is not None else []
+    return command + ([f"--gpus-per-node={nodes.gpus}", "--gpu-bind=none"] if nodes.gpus else [])
+
+
+def address(host: str) -> str:
+    """Where a node is reached: its NodeAddr, which differs from its name where several nodes share a host."""
+    told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bNodeAddr=(\S+)", told)
+    return found.group(1) if found else host
+
+
+def port_of(job: str) -> int:
+    """A port of the job's own, on which its ranks meet: jobs on one host do not."""
+    return FIRST_PORT + int(job) % PORTS
+
+
+def tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "(nothing)"
+
+
+def say(text: str) -> None:
+    print(f"megatron_rl: {text}", flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("megatron_rl.launch.slurm", description="Run an experiment in this Slurm job.")
+    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/count_grpo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
+    parser.add_argument("--servers", type=int, help="rollout servers; default: rollout.server_count. 0: other jobs'")
+    parser.add_argument("--ranks", type=int, help="trainer ranks; default: all GPUs left, or one a node. 0: only serve")
+    parser.add_argument("--sweep", type=Path, help="of a job array: a file whose line N has the settings of task N")
+    parser.add_argument("--container", default="", metavar="IMAGE", help="every step runs in it, by its python3")
+    parser.add_argument("--container-runtime", choices=RUNTIMES, default="pyxis")
+    parser.add_argument("--container-mounts", default="", metavar="FOLDER,FOLDER", help="besides the working folder")
+    parser.add_argument("--srun", default="", metavar="OPTIONS", help="further options of every step's srun")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_intermixed_args(argv)
+    try:
+        job = job_of(args, os.environ)
+    except (ValueError, OSError) as error:
+        sys.exit(f"megatron_rl.launch.slurm: {error}")
+    if job.trains and not job.config.run.checkpoint_every_steps:
+        say("run.checkpoint_every_steps = 0: a pre-emption, a lost node or the time limit starts this run afresh")
+    code = job.run()
+    if code == EXIT_STOPPED and (job.notice is signal.SIGUSR1 or is_preempted(job.number)):
+        say(f"job {job.number} is queued again and goes on")
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # Slurm ends what it queues again
+        subprocess.run(["scontrol", "requeue", job.number], check=False)
+    elif code not in (0, EXIT_STOPPED) and job.trains:
+        say(f"the trainer ended with exit code {code}; its ranks' logs are in {job.rank_logs}")
+    sys.exit(code)
+
+
+def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
+    """What the command line asks for, in the job that the environment describes. ValueError where it cannot be."""
+    overrides = [*args.overrides, *overrides_of_task(environment, args)]
+    config = load_config(args.config, overrides)
+    if config.rollout.colocated:
+        raise ValueError(
+            "rollout.colocated = true: servers of a Slurm job have devices of their own; leave it out, or have the job "
+            "run `megatron-rl launch CONFIG`, where servers and ranks take turns on one node."
+        )
+    nodes = nodes_of_job(environment)
+    serving, training = nodes[0], nodes[-1]
+    count = args.servers
+    if count is None:
+        count = 0 if config.rollout.servers else config.rollout.server_count
+    gpus = config.rollout.gpus_per_server if serving.gpus else 0
+    placement = place(serving, training, servers=count, ranks=args.ranks, gpus_per_server=gpus)
+    if placement.ranks:
+        config.check_world_size(sum(placement.ranks.values()))
+    mounts = [folder for folder in args.container_mounts.split(",") if folder]
+    container = Container(image=args.container, runtime=args.container_runtime, mounts=mounts)
+    return Job(
+        config=config,
+        number=environment["SLURM_JOB_ID"],
+        serving=serving,
+        training=training,
+        placement=placement,
+        train_arguments=[str(args.config), *overrides],
+        container=container if args.container else None,
+        srun_options=shlex.split(args.srun),
+    )
+
+
+def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) -> list[str]:
+    """A task of a job array has its number as its seed, or line of the sweep (the first is 0), and its own folder."""
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    if args.sweep and task is None:
+        raise ValueError("--sweep: is for job arrays; start it with sbatch --array.")
+    if task is None:
+        return []
+    folder = load_config(args.config, args.overrides).run.folder
+    if not args.sweep:
+        return [f"run.seed={task}", f"run.folder={folder}/seed-{task}"]
+    lines = args.sweep.read_text().splitlines()
+    if int(task) >= len(lines):
+        raise ValueError(f"--sweep {args.sweep}: has {len(lines)} lines and none of number {task}; correct --array.")
+    return [*shlex.split(lines[int(task)]), f"run.folder={folder}/sweep-{task}"]
+
+
+def is_preempted(job: str) -> bool:
+    """True where Slurm has chosen the job to make room for another. Its tasks may have got SIGTERM, and we nothing."""
+    told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    return "JobState=RUNNING" in told and re.search(r"\bPreemptTime=(?!None)", told) is not None
+
+
+if __name__ == "__main__":
+    main()

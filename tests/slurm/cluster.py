@@ -1,0 +1,217 @@
+"""A real Slurm of four nodes on this host, for tests: munge, slurmctld and four slurmd in a folder of its own.
+
+Nothing is shared with another Slurm or munge on the host: sockets, key and ports are the cluster's. Its daemons end
+with the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue", "sacct", "munge", "setpriv")
+DAEMONS = ("slurmctld", "slurmd", "munged")
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+NODES = ("n1", "n2", "n3", "n4")
+GPU_NODES = NODES[2:]
+
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+# A job that is queued again waits until its credentials have expired, two minutes by default.
+AuthInfo=socket={root}/munge.socket,cred_expire=10
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool-%n
+SlurmdLogFile={root}/slurmd-%n.log
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdPidFile={root}/slurmd-%n.pid
+SlurmctldPidFile={root}/slurmctld.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+# SIGTERM comes so long before SIGKILL: twice the default, as a tests' machine is a busy one.
+KillWait=60
+SlurmdParameters=config_overrides
+JobCompType=jobcomp/filetxt
+JobCompLoc={root}/jobs.txt
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# Heterogeneous jobs are started by the backfill scheduler alone, which looks every 30 seconds by default.
+SchedulerParameters=bf_interval=1,sched_interval=2
+SlurmctldPort={ports[0]}
+# Files stand for devices, so that jobs are given GPUs by number.
+GresTypes=gpu
+NodeName=n1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=2000 State=UNKNOWN
+NodeName=n2 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=2000 State=UNKNOWN
+NodeName=n3 NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8 Gres=gpu:2 RealMemory=2000 State=UNKNOWN
+NodeName=n4 NodeAddr=127.0.0.1 Port={ports[4]} CPUs=8 Gres=gpu:2 RealMemory=2000 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4 GraceTime=120
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=gpu Nodes=n3,n4 MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """Submits jobs and asks about them."""
+
+    def __init__(self, environment: dict[str, str], logs: Path) -> None:
+        self.environment = environment | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        self.logs = logs
+
+    def __call__(self, *command: str, **more: str) -> str:
+        """Run a command with more in its environment and return what it printed, or else what it said as an error."""
+        done = subprocess.run(
+            command, env=self.environment | more, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout or done.stderr
+
+    def sbatch(self, name: str, *arguments: str, **more: str) -> str:
+        """Submit a job that logs to `log(name)`; return its number."""
+        return self("sbatch", "--parsable", f"--output={self.log(name)}", *arguments, **more).strip()
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def told(self, name: str) -> str:
+        log = self.log(name)
+        return log.read_text() if log.exists() else ""
+
+    def about(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says; of a heterogeneous job its first component."""
+        first, _, _ = self("scontrol", "show", "job", job).partition("\n\n")
+        return dict(word.split("=", 1) for word in first.split() if "=" in word)
+
+    def state(self, job: str) -> str:
+        return self.about(job)["JobState"]
+
+    def accounted_state(self, job: str) -> str:
+        """What `sacct` says of a job that has ended."""
+        return self("sacct", "-c", "-f", f"{self.logs}/cluster/jobs.txt", "-j", job, "-n", "-o", "State").strip()
+
+    def wait_for_state(self, job: str, name: str, *states: str) -> None:
+        """Wait until the job has one of the states; AssertionError shows its log where it ended in another."""
+        wait_until(lambda: self.state(job) in {*states, *ENDED}, lambda: f"{self.state(job)}: {self.told(name)}")
+        assert self.state(job) in states, f"{self.state(job)}: {self.told(name)}"
+
+
+def wait_until(condition: Callable[[], bool], complaint: Callable[[], str], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {patience_s:g} s: {complaint()}"
+        time.sleep(0.2)
+
+
+def missing() -> str:
+    """Why no cluster can be started here; '' where one can."""
+    absent = [name for name in COMMANDS if shutil.which(name) is None]
+    absent += [name for name in DAEMONS if _daemon(name) is None]
+    if absent:
+        return f"Slurm is not installed ({', '.join(absent)}); scripts/install_slurm.sh installs it"
+    return "" if os.geteuid() == 0 else "slurmd starts jobs as root only"
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path) -> Iterator[dict[str, str]]:
+    """Start a cluster and yield the environment for its commands; stop its jobs and daemons at the end."""
+    root.mkdir(parents=True)
+    config = root / "slurm.conf"
+    config.write_text(
+        CONFIG.format(host=socket.gethostname().partition(".")[0], root=root, ports=_free_ports(1 + len(NODES)))
+    )
+    for node in NODES:
+        (root / f"spool-{node}").mkdir()
+    (root / "state").mkdir()
+    for gpu in (root / f"{node}-gpu{number}" for node in GPU_NODES for number in range(2)):
+        gpu.touch()
+    (root / "gres.conf").write_text(
+        "".join(f"NodeName={node} Name=gpu File={root}/{node}-gpu[0-1]\n" for node in GPU_NODES)
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    environment["SLURM_CONF"] = str(config)
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        daemons.append(_start_munge(root, environment))
+        daemons.append(_start(root, environment, "slurmctld", "-D", "-f", str(config)))
+        for node in NODES:
+            daemons.append(_start(root, environment, "slurmd", "-D", "-N", node, "-f", str(config)))
+        idle = {node: "idle" for node in NODES}
+        wait_until(lambda: _states(environment) == idle, lambda: f"not idle: {_daemons_said(root)}", 60.0)
+        yield environment
+    finally:
+        _ask(environment, "scancel", "--user", "root", "--full")
+        with contextlib.suppress(AssertionError):  # slurmd ends what is left
+            wait_until(lambda: not _ask(environment, "squeue", "--noheader"), lambda: "jobs are left", 30.0)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(20)
+            daemon.kill()
+            daemon.wait()
+
+
+def _start_munge(root: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    key, munge_socket = root / "munge.key", root / "munge.socket"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    # Force: it wants its folder open to all users, which a test's is not.
+    files = [f"--{name}-file={root}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    daemon = _start(root, environment, "munged", "--force", "--foreground", f"--socket={munge_socket}", *files)
+    try:
+        wait_until(
+            lambda: bool(_ask(environment, "munge", "-n", "-S", str(munge_socket))), lambda: _daemons_said(root), 60
+        )
+    except AssertionError:
+        daemon.kill()
+        raise
+    return daemon
+
+
+def _start(root: Path, environment: dict[str, str], name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    with (root / f"{name}.out").open("ab") as log:
+        command = ["setpriv", "--pdeathsig", "TERM", str(_daemon(name)), *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def _daemon(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+def _ask(environment: dict[str, str], *command: str) -> str:
+    """What a command prints; '' where it fails."""
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+
+
+def _states(environment: dict[str, str]) -> dict[str, str]:
+    return dict(line.split() for line in _ask(environment, "sinfo", "-h", "--Node", "--format=%N %T").splitlines())
+
+
+def _daemons_said(root: Path) -> str:
+    return "".join(f"\n{path.name}:\n{path.read_text(errors='replace')}" for path in root.glob("*.out"))
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

@@ -1,0 +1,281 @@
+"""The batch scripts on a real Slurm, as its users start them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import ROOT, Cluster, wait_until
+
+from megatron_rl.cli import main
+from megatron_rl.launch.slurm import port_of
+
+pytestmark = pytest.mark.slow
+
+GRPO = "scripts/train_grpo.sh"
+COUNT = "configs/count_grpo.yaml"
+SMALL = (
+    *("batch.prompts_per_step=8", "generation.n_samples=4", "data.evaluation=", "warm_start.updates=0"),
+    *("run.checkpoint_every_steps=2", "run.save_at_end=false", "rollout.server_count=1"),
+)
+ONE_NODE = ("--nodes=1", "--oversubscribe")
+"""Of both, the command line's wins over the script's: --exclusive."""
+
+
+def small(folder: Path, *settings: str) -> tuple[str, ...]:
+    return (COUNT, f"run.folder={folder}", *SMALL, *settings)
+
+
+def lines(folder: Path) -> list[dict]:
+    log = folder / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines() if line] if log.is_file() else []
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder) if line["kind"] == "step"]
+
+
+def wait_for_step(cluster: Cluster, folder: Path, step: int) -> None:
+    wait_until(lambda: step in steps(folder), lambda: f"{steps(folder)}: {cluster.told(folder.name)}")
+
+
+def processes_of(folder: Path, module: str = "megatron_rl") -> list[psutil.Process]:
+    """The run's processes, by its folder on the command line or, for the rollout process, among its open files."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            if module in line and (str(folder) in line or any(str(folder) in f.path for f in process.open_files())):
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def resumed_after(cluster: Cluster, name: str) -> list[int]:
+    return [int(step) for step in re.findall(r"resumed after step (\d+)", cluster.told(name))]
+
+
+# -- one job that trains to the end, with its servers killed on the way -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, tmp_path_factory):
+    """The folder of a run that `sbatch --wait` has seen to its end, and the servers that were killed meanwhile."""
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    settings = (f"run.folder={folder}", f"warm_start.folder={folder}-warm", "run.steps=60")
+    command = ["sbatch", "--wait", "--parsable", "--nodes", "2", f"--output={cluster.log('trained')}", GRPO, COUNT]
+    run = subprocess.Popen([*command, *settings], cwd=ROOT, env=cluster.environment, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for_step(cluster, folder, 5)
+        killed = processes_of(folder, "megatron_rl.serving.server")
+        for server in killed:
+            server.kill()
+        job, _ = run.communicate(timeout=240)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 0, cluster.told("trained")
+    return job.strip(), folder, killed
+
+
+def test_sbatch_on_two_nodes_trains_into_the_band(cluster, trained):
+    job, folder, _ = trained
+    assert cluster.state(job) == "COMPLETED"
+    rewards = [line["reward/mean"] for line in lines(folder) if line["kind"] == "step"]
+    assert len(rewards) == 60
+    first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    assert last >= first + 0.25 and last >= 0.6, (first, last)
+
+
+def test_killed_servers_come_back_and_training_goes_on_with_them(trained):
+    _, folder, killed = trained
+    logs = sorted(folder.glob("servers/*/supervisor.log"))
+    assert len(killed) == len(logs) == 2
+    for log in logs:
+        assert "was killed by SIGKILL; restart 1 of 3" in log.read_text()
+    assert steps(folder) == list(range(60)), "no step was lost or repeated"
+
+
+def test_the_first_node_serves_and_each_rank_and_server_has_its_log(cluster, trained):
+    job, folder, _ = trained
+    assert {log.parent.name for log in folder.glob("servers/*/server-0.log")} == {"n1-0", "n1-1"}
+    said = cluster.told("trained")
+    assert "--nodelist=n2 " in next(line for line in said.splitlines() if "megatron_rl.train " in line)
+    assert "step 60/60" in said, "the job's log has what the first rank says"
+    assert (folder / "ranks" / "rank-0.log").stat().st_size > 0
+    assert cluster.accounted_state(job) == "COMPLETED"
+
+
+def test_a_job_that_has_ended_leaves_no_process(trained):
+    assert processes_of(trained[1]) == []
+
+
+# -- jobs that are ended from outside ----------------------------------------------------------------------------------
+
+
+def stopped_after(folder: Path) -> list[int]:
+    found = re.findall(r"stopped after step (\d+) on SIG", (folder / "ranks" / "rank-0.log").read_text())
+    return [int(step) for step in found]
+
+
+def test_cancelled_job_leaves_no_process_and_a_checkpoint_for_two_ranks_of_a_heterogeneous_job(cluster, tmp_path):
+    folder = tmp_path / "cancelled"
+    # Checkpoints are those of notices alone.
+    job = cluster.sbatch(folder.name, GRPO, *small(folder, "run.steps=400", "run.checkpoint_every_steps=1000"))
+    wait_for_step(cluster, folder, 1)
+    cluster("scancel", job)
+    cluster.wait_for_state(job, folder.name, "CANCELLED")
+    wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
+    (stopped,) = stopped_after(folder)
+
+    more = ("parallel.tensor=2", "--ranks=2", f"run.steps={stopped + 2}")
+    components = ("--nodes=1", ":", "--nodes=1", "--exclusive")
+    again = cluster.sbatch("again", *components, GRPO, *small(folder, *more))
+    cluster.wait_for_state(again, "again", "COMPLETED")
+    assert "2 rank(s)" in cluster.told("again") and (folder / "ranks" / "rank-1.log").is_file()
+    assert resumed_after(cluster, "again") == [stopped] and stopped >= 2
+    assert steps(folder) == list(range(stopped + 2))
+
+
+def test_preempted_notified_and_requeued_job_saves_each_time_and_goes_on_by_itself(cluster, tmp_path):
+    folder = tmp_path / "ended"
+    job = cluster.sbatch(folder.name, GRPO, *small(folder, "run.steps=80", "run.checkpoint_every_steps=100"))
+
+    def stops(times: int) -> list[int]:
+        wait_until(lambda: cluster.about(job)["Restarts"] == str(times), lambda: cluster.told(folder.name))
+        return stopped_after(folder)
+
+    wait_for_step(cluster, folder, 1)
+    urgent = cluster.sbatch("urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
+    cluster.wait_for_state(urgent, "urgent", "COMPLETED")
+    (first,) = stops(times=1)
+    wait_for_step(cluster, folder, first + 1)
+    cluster("scancel", "--batch", "--signal=USR1", job)  # as Slurm does on the script's --signal
+    wait_until(lambda: cluster.told(folder.name).count("is queued again") == 2, lambda: cluster.told(folder.name))
+    assert "on SIGUSR1" in cluster.told(folder.name)
+    first, second = stops(times=2)
+    wait_for_step(cluster, folder, second + 1)
+    cluster("scontrol", "requeue", job)
+    cluster.wait_for_state(job, folder.name, "COMPLETED")
+    first, second, third = stops(times=3)
+    assert resumed_after(cluster, folder.name) == [first, second, third]
+    assert 2 <= first < second < third < 80
+    assert steps(folder) == list(range(80)), "no step was lost or repeated"
+
+
+# -- several jobs ------------------------------------------------------------------------------------------------------
+
+
+def test_two_seeds_of_an_array_train_at_once_and_do_not_meet(cluster, tmp_path):
+    folder = tmp_path / "seeds"
+    job = cluster.sbatch("seed-%a", "--array=3-4", "--nodelist=n1", *ONE_NODE, GRPO, *small(folder, "run.steps=4"))
+    for task in (3, 4):
+        cluster.wait_for_state(f"{job}_{task}", f"seed-{task}", "COMPLETED")
+        assert f"seed: {task}" in (folder / f"seed-{task}" / "config.yaml").read_text()
+        assert steps(folder / f"seed-{task}") == list(range(4))
+    told = [cluster.about(f"{job}_{task}") for task in (3, 4)]
+    assert told[0]["NodeList"] == told[1]["NodeList"], "on the same node"
+    assert max(one["StartTime"] for one in told) < min(one["EndTime"] for one in told), "at the same time"
+    assert port_of(told[0]["JobId"]) != port_of(told[1]["JobId"])
+    samples = [(folder / f"seed-{task}" / "samples.jsonl").read_text() for task in (3, 4)]
+    assert samples[0] != samples[1]
+
+
+@pytest.fixture
+def apptainer(tmp_path):
+    """A folder for PATH with an `apptainer` that writes down its arguments and runs the command without a container."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "apptainer").write_text(
+        f'#!/bin/bash\necho "$@" >>{tmp_path}/apptainer.txt\n'
+        'while [[ $1 != image.sif ]]; do shift; done\nshift\nexec "$@"\n'
+    )
+    (folder / "python3").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    for file in folder.iterdir():
+        file.chmod(0o755)
+    return folder
+
+
+def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):
+    folder = tmp_path / "joined"
+    settings = small(folder, "run.steps=2", "rollout.server_count=2", "rollout.backend=embedded")
+    gpus = ("--partition=gpu", "--nodes=1", "--gpus-per-node=2")
+    serving = cluster.sbatch("servers", *gpus, "scripts/serve_rollouts.sh", *settings)
+    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer", "CONTAINER_MOUNTS": str(tmp_path)}
+    path = f"{apptainer}:{cluster.environment['PATH']}"
+    job = cluster.sbatch("joined", *ONE_NODE, GRPO, *settings, "--servers=0", PATH=path, **container)
+    wait_for_step(cluster, folder, 0)
+    servers = processes_of(folder, "megatron_rl.serving.server")
+    assert sorted(server.environ()["CUDA_VISIBLE_DEVICES"] for server in servers) == ["0", "1"]
+    cluster.wait_for_state(job, "joined", "COMPLETED")
+    assert steps(folder) == [0, 1]
+    (asked,) = (tmp_path / "apptainer.txt").read_text().splitlines()
+    assert asked.startswith(f"exec --bind {ROOT} --bind {tmp_path} --pwd {ROOT} image.sif python3 -m megatron_rl.train")
+    assert cluster.state(serving) == "RUNNING", "servers outlive a trainer that they do not belong to"
+    cluster("scancel", serving)
+    wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
+
+
+# -- what is wrong or uneven -------------------------------------------------------------------------------------------
+
+
+def test_wrong_option_fails_in_seconds_with_its_message_in_the_log_and_a_state_that_says_so(cluster, tmp_path):
+    folder = tmp_path / "wrong"
+    job = cluster.sbatch("wrong", GRPO, *small(folder, "optimizer.lrr=1"))
+    cluster.wait_for_state(job, "wrong", "FAILED")
+    about = cluster.about(job)
+    assert about["ExitCode"] == "1:0"
+    assert re.fullmatch(r"00:00:0[0-4]", about["RunTime"])
+    assert "did you mean optimizer.lr" in cluster.told("wrong")
+    assert cluster.accounted_state(job) == "FAILED"
+
+
+def test_ranks_that_do_not_fit_are_refused_with_what_to_ask_for(cluster, tmp_path):
+    components = ("--nodes=1", ":", "--nodes=1", "--ntasks=1")
+    job = cluster.sbatch("many", *components, GRPO, *small(tmp_path / "many", "--ranks=2", "parallel.tensor=2"))
+    cluster.wait_for_state(job, "many", "FAILED")
+    assert "--ranks 2: the nodes n2 have 1 CPUs for ranks" in cluster.told("many")
+    assert "--exclusive" in cluster.told("many")
+
+
+SHOW_PLACE = """
+import os
+from pathlib import Path
+import subprocess, sys
+from megatron_rl.launch.placement import nodes_of_job, place, ranks_of_step
+from megatron_rl.launch.slurm import srun
+if "SLURM_STEP_ID" in os.environ and "MASTER_PORT" in os.environ:
+    print(os.environ["SLURMD_NODENAME"], *ranks_of_step(os.environ).values())
+else:
+    (nodes,) = nodes_of_job(os.environ)
+    placement = place(nodes, nodes, servers=1, ranks=None, gpus_per_server=1)
+    hosts = Path(sys.argv[1])
+    hosts.write_text("".join(f"{host}\\n" * count for host, count in placement.ranks.items()))
+    step = srun(nodes, placement.ranks, cpus_per_task=1)
+    more = {"SLURM_HOSTFILE": str(hosts), "MASTER_PORT": "1"}
+    subprocess.run([*step, sys.executable, __file__], env=os.environ | more, check=True)
+"""
+
+
+def test_ranks_take_every_gpu_that_servers_leave_also_on_the_node_that_they_share(cluster, tmp_path):
+    (tmp_path / "place.py").write_text(SHOW_PLACE)
+    wrap = f"--wrap={sys.executable} {tmp_path}/place.py {tmp_path}/hosts"
+    job = cluster.sbatch("placed", "--partition=gpu", "--nodes=2", "--exclusive", wrap)
+    cluster.wait_for_state(job, "placed", "COMPLETED")
+    # Node, then RANK, LOCAL_RANK (which is the GPU), WORLD_SIZE and LOCAL_WORLD_SIZE: a server has GPU 0 of n3.
+    expected = ["n3 0 1 3 1", "n4 1 0 3 2", "n4 2 1 3 2"]
+    assert sorted(cluster.told("placed").splitlines()) == expected, cluster.told("placed")
+
+
+def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
+    main(["plan", COUNT, "--nodes=2", "--gpus-per-node=2", "parallel.tensor=2", "--json"])
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert command[0] == "sbatch"
+    answer = cluster(*command[:1], "--test-only", *command[1:], SBATCH_PARTITION="gpu")
+    assert re.search(r"to start at .* on nodes n\[3-4\] in partition gpu", answer), answer

@@ -1,0 +1,132 @@
+"""Who runs where in a Slurm job, and the commands that start it there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.container import Container
+from megatron_rl.launch.placement import Nodes, ServerPlace, counts, nodes_of_job, place, ranks_of_step
+from megatron_rl.launch.slurm import overrides_of_task, port_of, srun
+
+COUNT = Path("configs/count_grpo.yaml")
+
+
+def nodes(count, gpus=0, cpus=16, first=1):
+    return Nodes(hosts=[f"n{number}" for number in range(first, first + count)], cpus=cpus, gpus=gpus)
+
+
+def placed(own, servers, ranks=None, gpus_per_server=1):
+    placement = place(own, own, servers=servers, ranks=ranks, gpus_per_server=gpus_per_server)
+    return [(server.host, list(server.gpus)) for server in placement.servers], placement.ranks
+
+
+def test_counts_by_node():
+    assert counts("2(x3),1") == [2, 2, 2, 1] and counts("8") == [8] and counts("72(x12)") == [72] * 12
+
+
+def test_servers_take_the_first_gpus_and_ranks_all_that_are_left():
+    assert placed(nodes(2, gpus=4), 3, gpus_per_server=2) == (
+        [("n1", [0, 1]), ("n1", [2, 3]), ("n2", [0, 1])],
+        {"n2": 2},
+    )
+    assert placed(nodes(2, gpus=2), 1) == ([("n1", [0])], {"n1": 1, "n2": 2})
+    assert placed(nodes(1, gpus=4), 1, ranks=2) == ([("n1", [0])], {"n1": 2})
+    assert placed(nodes(2, gpus=4), 0) == ([], {"n1": 4, "n2": 4})
+    assert placed(nodes(2, gpus=4), 8, ranks=0)[1] == {}
+
+
+def test_without_gpus_the_last_node_trains_and_one_node_does_both():
+    assert placed(nodes(2), 2) == ([("n1", []), ("n1", [])], {"n2": 1})
+    assert placed(nodes(4), 2) == ([("n1", []), ("n2", [])], {"n3": 1, "n4": 1})
+    assert placed(nodes(4), 1, ranks=6) == ([("n1", [])], {"n2": 2, "n3": 2, "n4": 2})
+    assert placed(nodes(1), 1, ranks=2) == ([("n1", [])], {"n1": 2})
+    assert placed(nodes(2), 2, ranks=0) == ([("n1", []), ("n2", [])], {})
+
+
+def test_components_of_a_heterogeneous_job_serve_and_train():
+    placement = place(nodes(1), nodes(2, first=2), servers=3, ranks=None, gpus_per_server=1)
+    assert placement.servers == [ServerPlace(host="n1")] * 3 and placement.ranks == {"n2": 1, "n3": 1}
+
+
+@pytest.mark.parametrize(
+    "own, servers, ranks, message",
+    [
+        (nodes(2, gpus=4), 9, None, "--servers 9: 2 nodes of 4 GPUs hold 8 servers"),
+        (nodes(2, gpus=4), 8, None, "--ranks 0: the nodes n1, n2 have 0 GPUs"),
+        (nodes(2, gpus=4), 4, 5, "--ranks 5: .* 4 GPUs for ranks beside 4 servers. .* --gpus-per-node"),
+        (nodes(2, cpus=1), 1, 2, "--ranks 2: .* 1 CPUs for ranks .* --cpus-per-task"),
+        (nodes(1), 0, 0, "--ranks 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(own, servers, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        placed(own, servers, ranks)
+
+
+def test_outside_a_job_the_message_names_sbatch():
+    with pytest.raises(ValueError, match="start this with sbatch"):
+        nodes_of_job({})
+    with pytest.raises(ValueError, match="must have two components"):
+        nodes_of_job({"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "3"})
+
+
+def test_rank_of_a_step_takes_the_gpu_behind_those_of_servers():
+    step = {"SLURM_STEP_ID": "1", "MASTER_PORT": "20001", "SLURM_STEP_TASKS_PER_NODE": "3,8", "SLURM_GPUS_ON_NODE": "8"}
+    first = {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "11"}
+    expected = {"RANK": "2", "LOCAL_RANK": "7", "WORLD_SIZE": "11", "LOCAL_WORLD_SIZE": "3"}
+    assert ranks_of_step(step | first) == expected
+    second = first | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    assert ranks_of_step(step | second) == expected | {"RANK": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    assert ranks_of_step(step | second | {"RANK": "0"}) == {}, "torchrun inside a step has set them"
+    assert ranks_of_step({"SLURM_JOB_ID": "1"}) == {}, "plain python in a job"
+
+
+def test_a_step_shares_its_nodes_and_names_them():
+    even = srun(nodes(2, gpus=4), {"n1": 2, "n2": 2}, cpus_per_task=8)
+    assert even[:4] == ["srun", "--overlap", "--nodes=2", "--ntasks=4"]
+    assert {"--nodelist=n1,n2", "--ntasks-per-node=2", "--gpus-per-node=4", "--cpus-per-task=8"} <= set(even)
+    assert "--distribution=arbitrary" in srun(nodes(2, gpus=4), {"n1": 1, "n2": 2}, cpus_per_task=8)
+
+
+def test_container_of_either_kind():
+    here = str(Path.cwd())
+    pyxis = Container(image="a.sqsh", runtime="pyxis", mounts=["/data"])
+    assert pyxis.command(["-m", "x"], has_gpus=True) == ["python3", "-m", "x"]
+    mounts = f"--container-mounts={here}:{here},/data:/data"
+    assert pyxis.srun_options() == ["--container-image=a.sqsh", mounts, f"--container-workdir={here}"]
+    apptainer = Container(image="a.sif", runtime="apptainer", mounts=["/data"])
+    assert apptainer.srun_options() == []
+    where = ["--bind", here, "--bind", "/data", "--pwd", here, "a.sif", "python3", "-m", "x"]
+    assert apptainer.command(["-m", "x"], has_gpus=True) == ["apptainer", "exec", "--nv", *where]
+    assert apptainer.command(["-m", "x"], has_gpus=False) == ["apptainer", "exec", *where]
+
+
+@pytest.mark.parametrize(
+    "server_args, gpus", [([], 1), (["--tp", "4"], 4), (["--x", "1", "--tp-size=2"], 2), (["--tp-size-of-x", "4"], 1)]
+)
+def test_gpus_of_a_server(server_args, gpus):
+    assert RolloutConfig(server_args=server_args).gpus_per_server == gpus
+
+
+def test_task_of_an_array_has_a_seed_or_a_line_of_the_sweep_and_a_folder(tmp_path):
+    sweep = tmp_path / "sweep.txt"
+    sweep.write_text("optimizer.lr=1e-5\noptimizer.lr=1e-6 'data.train_args={split: train}'\n")
+    args = argparse.Namespace(config=COUNT, overrides=["run.folder=runs/x"], sweep=None)
+    assert overrides_of_task({}, args) == []
+    assert overrides_of_task({"SLURM_ARRAY_TASK_ID": "4"}, args) == ["run.seed=4", "run.folder=runs/x/seed-4"]
+    args.sweep = sweep
+    expected = ["optimizer.lr=1e-6", "data.train_args={split: train}", "run.folder=runs/x/sweep-1"]
+    assert overrides_of_task({"SLURM_ARRAY_TASK_ID": "1"}, args) == expected
+    with pytest.raises(ValueError, match="2 lines and none of number 2; correct --array"):
+        overrides_of_task({"SLURM_ARRAY_TASK_ID": "2"}, args)
+    with pytest.raises(ValueError, match="sbatch --array"):
+        overrides_of_task({}, args)
+
+
+def test_jobs_have_ports_of_their_own_below_those_of_linux():
+    ports = {port_of(str(job)) for job in range(100_000, 112_000)}
+    assert len(ports) == 12_000 and 1024 < min(ports) and max(ports) < 32_768
