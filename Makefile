@@ -18,23 +18,25 @@ SERVER ?= auto
 ARGS ?=
 # 0 leaves real SGLang out of `make test`; the tests that need it are then skipped.
 SGLANG ?= 1
+# 0 leaves the tests on a real Slurm out of `make test`, as does a machine where it cannot be installed.
+SLURM ?= 1
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How many times `make soak` kills a run.
 POINTS ?= 50
 
+# Where there is one GPU, the demo's server and trainer take turns on it.
+TURNS := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),rollout.colocated=true rollout.publication=ipc)
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
-# 0 leaves the tests on a real Slurm out of `make test`, as does a machine where it cannot be installed.
-SLURM ?= 1
 SLURM_TEST := $(if $(filter 0,$(SLURM)),,.venv/.slurm)
 
 .PHONY: help demo demo-tiny test test-fast soak readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
-	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism"
+	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
@@ -43,12 +45,12 @@ help:
 
 demo: operators $(SGLANG_DEMO) $(MODEL)/config.json
 	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
-	@$(QUIET) $(PYTHON) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(ARGS)
+	@$(QUIET) $(PYTHON) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(TURNS) $(ARGS)
 	@$(call show_report,runs/demo)
 
 demo-tiny: operators
 	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
-	@$(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
 test: operators $(SGLANG_TEST) $(SLURM_TEST)
