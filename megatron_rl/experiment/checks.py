@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.rollout.import_path import make_workflow, resolve
@@ -20,6 +21,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
 
     Returns the tokenizer, the training prompts and the held-out prompts.
     """
+    find_estimator(config.algo.advantage, config.advantage_args)
+    find_loss(config.algo.loss, config.algo.loss_args)
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
         weight_source(config.model.path, arch)

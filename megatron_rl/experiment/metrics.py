@@ -29,11 +29,18 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
     }
 
 
+def trained_tokens(stats: StepStats) -> float:
+    """Of one update: its weight, unless its loss is a mean over trajectories."""
+    return stats.sums.get("tokens", stats.weight)
+
+
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = sum(s.weight for s in stats)
-    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
+    """The loss is aggregated as configured; what the loss counts beside it are means over trained tokens."""
+    tokens = max(sum(map(trained_tokens, stats)), 1.0)
+    names = [key for key in stats[0].sums if key != "tokens"]
+    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / tokens for key in names}
     if "ratio_deviation" in metrics:
-        metrics["first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+        metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
     return {f"policy/{key}": value for key, value in metrics.items()}
 
 

@@ -121,9 +121,9 @@ def ppo_loss(
 
     All are `[T]` of one float dtype (float32, on the CPU also float64), mask bool; masked rows may hold anything.
     Without proximal_logprobs the policy itself is the proximal one, ratio 1; without behavior_logprobs the proximal one
-    sampled. row_weights multiply each row's loss, its KL and entropy terms included, and no statistic; without them every
-    row counts once. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss. Differentiable
-    in logprobs and entropy. No value is waited for, and the result is the same bits every time.
+    sampled. row_weights multiply each row's loss, its KL and entropy terms included, and no statistic; without them
+    every row counts once. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss.
+    Differentiable in logprobs and entropy. No value is waited for, and the result is the same bits every time.
     """
     check_ppo(
         options,
