@@ -54,33 +54,26 @@ class PolicyActor:
         self.metrics: dict[str, float] = {}
         """What the last step's shaping and selection found."""
 
-    # What of other policies the step needs to know before its first update, over the whole batch.
-
     @property
-    def penalizes_rewards(self) -> bool:
-        """Whether `compute_advantages` needs `ref_logprobs`."""
-        return self.options.kl_in == "reward" and self.options.kl_coefficient > 0
-
-    @property
-    def selects_by_entropy(self) -> bool:
-        """Whether `select` needs `entropies`."""
-        return self.options.high_entropy_share < 1
-
-    @property
-    def selects_by_logprob(self) -> bool:
-        """Whether `select` needs `proximal_logprobs`."""
-        return self.loss.select is not None
+    def columns_needed(self) -> list[str]:
+        """What `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the reference,
+        `proximal_logprobs` and `entropies` of the policy before the step's updates."""
+        penalizes = self.options.kl_in == "reward" and self.options.kl_coefficient > 0
+        needed = ["ref_logprobs"] if penalizes else []
+        needed += ["proximal_logprobs"] if penalizes or self.loss.select is not None else []
+        return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards and set `advantages`. The batch is the whole step's, with whole groups, on every rank."""
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
         advantage.compute(self.estimator, batch, self.options, self.advantage_args)
+        self._select(batch)
 
-    def select(self, batch: TrajectoryBatch) -> None:
+    def _select(self, batch: TrajectoryBatch) -> None:
         """Leave out the advantages of the tokens that the loss or a high entropy does not choose."""
         options = self.options
-        if self.selects_by_entropy:
+        if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)
             self.metrics["policy/high_entropy_share"] = keep(batch, kept)
         if self.loss.select is not None:

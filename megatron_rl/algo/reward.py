@@ -56,7 +56,8 @@ class RewardShaper:
         """Metrics of the last batch."""
 
     def __call__(self, batch: TrajectoryBatch) -> None:
-        """rewards: `[B]`, or `[N]` by token, of which the trained ones count. `ref_logprobs` for a KL penalty."""
+        """rewards: `[B]`, or `[N]` by token, of which the trained ones count. For a KL penalty `proximal_logprobs` and
+        `ref_logprobs` too."""
         by_token = token_rewards(batch)
         raw = sum_of_tokens(by_token, batch) if "rewards" in batch.tokens else batch["rewards"].double()
         scores = self._shaped(raw, batch)
@@ -86,9 +87,9 @@ class RewardShaper:
         return scores
 
     def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
-        """Each trained token's penalty `[N]`, and the mean divergence: of the policy that sampled the tokens."""
+        """Each trained token's penalty `[N]`, and the mean divergence, of the policy as it is before the updates."""
         mask = batch["loss_mask"]
-        divergence = KL[self.algo.kl_estimator](batch["logprobs"].double(), batch["ref_logprobs"].double())
+        divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
         mean = float(divergence.sum()) / max(int(mask.sum()), 1)
         return self.kl.coefficient * divergence, mean

@@ -294,24 +294,16 @@ class Experiment:
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
-        actor, temperature = self.actor, self.config.generation.temperature
         if self.critic is not None:
             with self.timers("values"):
                 batch.tokens["values"] = self._by_token(batch, self.critic.engine, self.critic.values)
-        if actor.penalizes_rewards:
-            forward = functools.partial(self.reference.forward, temperature=temperature)
-            with self.timers("reference"):
-                batch.tokens["ref_logprobs"] = self._by_token(batch, self.reference, forward)
-        actor.compute_advantages(batch)
-        for is_needed, name in (
-            (actor.selects_by_logprob, "proximal_logprobs"),
-            (actor.selects_by_entropy, "entropies"),
-        ):
-            if is_needed:
-                forward = functools.partial(self.engine.forward, temperature=temperature, entropy=name == "entropies")
-                with self.timers("selection"):
-                    batch.tokens[name] = self._by_token(batch, self.engine, forward)
-        actor.select(batch)
+        for name in self.actor.columns_needed:
+            engine = self.reference if name == "ref_logprobs" else self.engine
+            assert engine is not None
+            options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}
+            with self.timers("first_pass"):
+                batch.tokens[name] = self._by_token(batch, engine, functools.partial(engine.forward, **options))
+        self.actor.compute_advantages(batch)
 
     def _by_token(
         self, batch: TrajectoryBatch, engine: MegatronEngine, compute: Callable[[TrajectoryBatch], Tensor]

@@ -375,7 +375,7 @@ def test_a_kl_penalty_in_the_reward_stands_on_each_token(estimate):
     batch = ragged_batch()
     algo = AlgorithmConfig(kl_coefficient=0.3, kl_in="reward", kl_estimator=estimate)
     scores = shaped(batch, algo=algo)
-    d = batch["logprobs"].double() - batch["ref_logprobs"].double()
+    d = batch["proximal_logprobs"].double() - batch["ref_logprobs"].double()
     penalty = 0.3 * {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimate]
     for i, reward in enumerate(batch["rewards"].double().tolist()):
         places = trained(batch, i)
@@ -392,7 +392,7 @@ def test_the_kl_coefficient_is_steered_to_its_target_and_checkpointed():
     shaped(batch, shaper=shaper)
     assert shaper.last["reward/kl"] > 0.06  # more than a fifth above the target
     assert shaper.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * len(LENGTHS) / 90))
-    batch.tokens["logprobs"] = batch["ref_logprobs"]
+    batch.tokens["proximal_logprobs"] = batch["ref_logprobs"]
     again = RewardShaper(RewardShapingConfig(), algo, longest_reply=8)
     again.load_state_dict(shaper.state_dict())
     shaped(batch, shaper=again)
