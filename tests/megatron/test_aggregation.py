@@ -10,7 +10,9 @@ from test_fsdp_referee import make_fsdp
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
+from megatron_rl import parallel
 from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.batch import exchange
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from tests.unit.loss_definitions import defined_loss
 
@@ -58,13 +60,14 @@ def gradients_of(engine, backend):
 
 
 def updates(backend, folder):
-    """Return for each case the update's statistics and gradient."""
+    """Return the entropies of the rank's share; and for each case the update's statistics and gradient."""
     options = {"clip_grad": 0.0}
     if backend == "fsdp":
         engine = make_fsdp(folder, **options)
     else:
         engine = make_engine(folder, LAYOUTS["tp2_pp2"][1], tokens_per_microbatch=24, **options)
-    results = {}
+    results = {"entropies": engine.eval().forward(share_of(batch(), engine), temperature=TEMPERATURE, entropy=True)}
+    engine.train()
     for name, (algo, correction) in CASES.items():
         engine.load(folder)
         engine.reset_optimizer(10)
@@ -87,19 +90,25 @@ def ranks_of(backend, folder):
     return run_ranks({"megatron": 4, "fsdp": 2}[backend], updates, backend, folder)
 
 
-@cache
-def float64_update(name, folder):
-    """Loss, gradient and number of tokens and of trajectories."""
-    options, correction = CASES[name]
+def float64_policy(folder):
+    """transformers' model, the batch, and the log-prob and entropy of each token, 0 for a sequence's first."""
     model, data = AutoModelForCausalLM.from_pretrained(folder).double(), batch()
     logprobs, entropies = [], []
     for a, b in zip(data.cu_seqlens[:-1].tolist(), data.cu_seqlens[1:].tolist(), strict=True):
         ids = data["input_ids"][a:b]
         distribution = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        first = torch.zeros(1, dtype=torch.float64)  # nothing predicts it
+        first = torch.zeros(1, dtype=torch.float64)
         logprobs += [first, distribution[:-1].gather(-1, ids[1:, None])[:, 0]]
         entropies += [first, -(distribution.exp() * distribution).sum(-1)[:-1]]
-    loss = defined_loss(options, CorrectionConfig(**correction), data, torch.cat(logprobs), torch.cat(entropies))
+    return model, data, torch.cat(logprobs), torch.cat(entropies)
+
+
+@cache
+def float64_update(name, folder):
+    """Loss, gradient and number of tokens."""
+    options, correction = CASES[name]
+    model, data, logprobs, entropies = float64_policy(folder)
+    loss = defined_loss(options, CorrectionConfig(**correction), data, logprobs, entropies)
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters()}, int(data["loss_mask"].sum())
 
@@ -116,3 +125,43 @@ def test_update_is_that_of_the_definition_in_float64(name, backend, folder):
     for parameter, gradient in gradients.items():
         error = relative_error(found[parameter], gradient)
         assert error <= TOLERANCE, f"{parameter} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_entropies_are_those_of_float64(backend, folder):
+    _, data, _, entropies = float64_policy(folder)
+    data.tokens["entropies"] = entropies.detach().masked_fill(~data["loss_mask"], 0.0).float()
+    replicas = {"megatron": 1, "fsdp": 2}[backend]
+    for rank, results in enumerate(ranks_of(backend, folder)):
+        share = data.select(range(rank % replicas, len(data), replicas))
+        torch.testing.assert_close(results["entropies"], share["entropies"], rtol=1e-5, atol=1e-5)
+
+
+def advantages_of_a_step(layout):
+    """Each data head has its own prompts; every rank compares them all."""
+    groups = parallel.start(LAYOUTS[layout][1], seed=1)
+    heads, own = groups.data.size, None
+    if groups.is_data_head:
+        mine = [i for i, prompt in enumerate((0, 0, 1, 1, 2, 2)) if prompt * heads // 3 == groups.data.rank]
+        own = make_batch().select(mine)
+    whole = exchange.gather(own, groups)
+    actors = (PolicyActor(None, options, temperature=1.0) for options in NORMALIZED)
+    found = []
+    for actor in actors:
+        actor.compute_advantages(whole)
+        found.append(whole["advantages"])
+    return found
+
+
+NORMALIZED = (
+    AlgorithmConfig(advantage="reinforce++"),
+    AlgorithmConfig(advantage_std="batch"),
+    AlgorithmConfig(advantage="reinforce++-baseline"),
+)
+
+
+def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit():
+    one = run_ranks(1, advantages_of_a_step, "1")[0]
+    for found in run_ranks(2, advantages_of_a_step, "dp2"):
+        assert all(torch.equal(ours, alone) for ours, alone in zip(found, one, strict=True))
+    assert all(values.count_nonzero() > 10 for values in one)
