@@ -103,7 +103,7 @@ def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> dict[str, Any]:
 
 
 @loss("cpgd")
-def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 1e-4, drift_cap: float = 1.0) -> Tensor:
+def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift_cap: float = 0.2) -> Tensor:
     """max(-A log u, -A clip(log u, log(1 - clip_low), log(1 + clip_high))) + drift (u - 1 - log u).
 
     The policy drift, an estimate of KL(proximal || policy), has the slope min(u - 1, drift_cap) in log p: beyond

@@ -56,7 +56,7 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
-    rewards = batch["rewards"]
+    rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
     metrics: dict[str, Any] = {
         "reward/mean": float(rewards.mean()),

@@ -29,9 +29,9 @@ def one_token(name, u, a, lp, p, options, args, *, sequence=None):
         return 0 * lp if outside else -a * u.detach().clamp_max(args.get("most", 20.0)) * lp
     assert name == "cpgd"
     gain = min(u.log() * a, u.log().clamp(math.log(low), math.log(high)) * a)
-    cap, edge = args.get("drift_cap", 1.0), 1 + args.get("drift_cap", 1.0)
+    cap, edge = args.get("drift_cap", 0.2), 1 + args.get("drift_cap", 0.2)
     drift = u - 1 - u.log() if u < edge else edge - 1 - math.log(edge) + cap * (u.log() - math.log(edge))
-    return -gain + args.get("drift", 1e-4) * drift
+    return -gain + args.get("drift", 0.01) * drift
 
 
 def defined_loss(options, correction, batch, own, h):

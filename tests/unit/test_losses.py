@@ -78,7 +78,7 @@ OPTIONS = {
     "clip-higher, dual clip": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.3},
     "gspo, tight": {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02},
     "sapo, uneven": {"loss": "sapo", "loss_args": {"positive": 0.5, "negative": 3.0}},
-    "cpgd, drift": {"loss": "cpgd", "loss_args": {"drift": 0.7, "drift_cap": 0.2}},
+    "cpgd, drift": {"loss": "cpgd", "loss_args": {"drift": 0.7, "drift_cap": 1.0}},
     "dppo, tight": {"loss": "dppo", "loss_args": {"bound": 0.02, "most": 1.1}},
     **{k: {"kl_coefficient": 0.1, "kl_estimator": k} for k in ("k1", "k2", "k3", "unbiased")},
     "cpgd, kl and entropy": {"loss": "cpgd", "kl_coefficient": 0.2, "entropy_coefficient": 0.3},
@@ -177,7 +177,7 @@ def test_k3_and_the_policy_drift_are_never_negative():
         assert min(each) >= 0 and each[0] > 1
     own = distance.clone().requires_grad_()
     slope = torch.autograd.grad(drift(own, own * 0, rows)[0], own)[0]
-    torch.testing.assert_close(slope, (distance.exp() - 1).clamp_max(1.0), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(slope, (distance.exp() - 1).clamp_max(0.2), rtol=1e-6, atol=1e-9)
 
 
 def test_the_unbiased_kl_has_the_gradient_of_the_divergence():
@@ -307,7 +307,7 @@ def test_a_users_own_loss_is_found_by_its_import_path():
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*are drift=0.0001, drift_cap=1.0"):
+    with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*are drift=0.01, drift_cap=0.2"):
         find_loss("cpgd", {"cap": 1})
     with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*the arguments of algo.loss are none"):
         find_loss("ppo_clip", {"cap": 1})
