@@ -9,6 +9,7 @@ from megatron_rl.algo.actor import PolicyActor, proximal_share
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
 from tests.unit.counting_engine import CountingEngine
+from tests.unit.ragged import ragged_batch
 
 
 def test_kl_estimators_are_right_in_expectation():
@@ -146,3 +147,11 @@ def test_updates_of_a_step_make_one_version_or_none_where_all_were_skipped(appli
     actor = PolicyActor(CountingEngine(7), AlgorithmConfig(), temperature=1.0)
     assert [stats.applied for stats in actor.update(applied)] == applied
     assert actor.engine.version == version
+
+
+def test_log_probs_of_the_first_pass_are_not_computed_again():
+    actor = PolicyActor(CountingEngine(7), AlgorithmConfig(loss="m2po"), temperature=1.0)  # it cannot run forward
+    shares = [ragged_batch(seed) for seed in range(2)]
+    before = [share["proximal_logprobs"].clone() for share in shares]
+    actor.compute_logprobs(shares)
+    assert all(torch.equal(share["proximal_logprobs"], own) for share, own in zip(shares, before, strict=True))

@@ -12,6 +12,7 @@ from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.catalogue import find_estimator
 from megatron_rl.algo.normalize import normalize
 from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
 from megatron_rl.types import TrajectoryBatch
 from tests.unit.ragged import GROUPS, LENGTHS, parts_of, ragged_batch
@@ -223,6 +224,31 @@ def test_pass_at_1_is_grpo_with_the_populations_deviation():
     factor = batch.spread((n / (n - 1).clamp_min(1)).sqrt())
     found = advantages(batch, "pass@k", args={"k": 1})
     torch.testing.assert_close(found, advantages(batch) * factor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_of_a_group_of_six_is_that_of_its_listed_subsets(k):
+    rewards = [0.5, -1.0, 2.0, 0.5, 0.0, 3.0]
+    subsets = list(combinations(range(6), k))
+    best = [max(rewards[j] for j in subset) for subset in subsets]
+    wanted = [0.0] * 6
+    if k < 6:
+        with_it = [[b for b, subset in zip(best, subsets, strict=True) if i in subset] for i in range(6)]
+        wanted = [(mean(own) - mean(best)) / pstdev(best) for own in with_it]
+    tokens = {"input_ids": torch.arange(6), "loss_mask": torch.ones(6, dtype=torch.bool)}
+    sequences = {"rewards": torch.tensor(rewards), "group": torch.zeros(6, dtype=torch.int64)}
+    found = advantages(TrajectoryBatch(tokens, sequences, torch.arange(7)), "pass@k", args={"k": k})
+    torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_turns_are_runs_of_trained_tokens_and_end_with_their_sequence():
+    mask = torch.tensor([False, True, True, True, False, True, True, False, False])
+    turn, bounds = turns_of(mask, torch.tensor([0, 3, 6, 6, 7, 9]))
+    assert turn.tolist() == [-1, 0, 0, 1, -1, 2, 3, -1, -1] and bounds.tolist() == [0, 1, 3, 3, 4, 4]
+    assert first_of_turn(turn).tolist() == [1, 3, 5, 6]
+    assert spread_over_turns(torch.arange(4.0) + 1, turn).tolist() == [0, 1, 1, 2, 0, 3, 4, 0, 0]
+    none, empty = turns_of(torch.zeros(0, dtype=torch.bool), torch.tensor([0]))
+    assert len(none) == len(first_of_turn(none)) == 0 and empty.tolist() == [0]
 
 
 def test_opo_is_grpo_without_std_where_all_replies_have_one_length():
