@@ -47,9 +47,10 @@ def _find(name: str, catalogue: dict[str, Any], *, key: str) -> Any:
             f"{key} = {name!r}: module {module_name} cannot be imported ({error}); check the path, and that its folder "
             f"is on PYTHONPATH."
         ) from error
-    if not callable(vars(module).get(attribute)) and not isinstance(vars(module).get(attribute), Estimator | Loss):
+    found = vars(module).get(attribute)
+    if not (callable(found) or isinstance(found, Estimator | Loss)):
         raise ValueError(f"{key} = {name!r}: module {module_name} has no function {attribute!r}; check the name.")
-    return vars(module)[attribute]
+    return found
 
 
 def _check_arguments(function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str) -> None:

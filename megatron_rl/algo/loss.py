@@ -83,12 +83,11 @@ class PolicyLoss:
         trained, advantages = rows["labels"] >= 0, column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
         bounds = rows["cu_seqlens"].long() if self.by_sequence else None
-        is_fused = self.entry.fused
         loss, sums = ppo_loss(
             logprobs,
             proximal,
             behavior,
-            advantages if is_fused else torch.zeros_like(advantages),
+            advantages if self.entry.fused else torch.zeros_like(advantages),
             trained,
             self.terms,
             ref_logprobs=column("ref_logprobs") if self.terms.kl_coefficient > 0 else None,
@@ -96,7 +95,7 @@ class PolicyLoss:
             row_weights=row_weights,
             cu_seqlens=bounds if self.terms.by_sequence else None,
         )
-        if not is_fused:
+        if not self.entry.fused:
             before = logprobs.detach() if proximal is None else proximal
             seen = LossRows(
                 logprobs=logprobs.masked_fill(~trained, 0.0),
@@ -106,19 +105,30 @@ class PolicyLoss:
                 trained=trained,
                 cu_seqlens=bounds,
             )
-            own = self.entry.function(seen, self.options, **self.options.loss_args)
-            weight, outside = behavior_weight(seen, self.correction)
-            sums |= {"dropped_tokens": outside.sum(), "behavior_weight": weight.masked_fill(~trained, 0.0).sum()}
-            # A dropped token adds nothing, even where its loss is not finite.
-            own = own.masked_fill(~trained | (weight == 0), 0.0) * weight
-            loss = loss + (own if row_weights is None else own * row_weights.masked_fill(~trained, 0.0)).sum()
-        kept = ["entropy", "tokens"]
-        kept += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
-        kept += ["clipped_tokens"] if is_fused and self.terms.mode in ("clip", "cispo") else []
-        kept += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
-        kept += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
-        kept += ["reference_kl"] if self.terms.kl_coefficient > 0 else []
-        return loss, {name: sums[name] for name in kept}
+            own, counted = self._in_torch(seen, row_weights)
+            loss, sums = loss + own, sums | counted
+        return loss, {name: sums[name] for name in self._reported}
+
+    def _in_torch(self, rows: LossRows, row_weights: Tensor | None) -> tuple[Tensor, Sums]:
+        """The policy's term of a loss that is not fused, with what the operator would count."""
+        loss = self.entry.function(rows, self.options, **self.options.loss_args)
+        weight, outside = behavior_weight(rows, self.correction)
+        weight = weight.masked_fill(~rows.trained, 0.0)
+        # A dropped row adds nothing, even where its loss is not finite.
+        loss = loss.masked_fill(weight == 0, 0.0) * weight
+        if row_weights is not None:
+            loss = loss * row_weights.masked_fill(~rows.trained, 0.0)
+        return loss.sum(), {"dropped_tokens": outside.sum(), "behavior_weight": weight.sum()}
+
+    @property
+    def _reported(self) -> list[str]:
+        """The statistics that say something with these options."""
+        names = ["entropy", "tokens"]
+        names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
+        names += ["clipped_tokens"] if self.entry.fused and self.terms.mode in ("clip", "cispo") else []
+        names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
+        names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
+        return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
 
 
 def value_clip(

@@ -21,7 +21,12 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
 
     Returns the tokenizer, the training prompts and the held-out prompts.
     """
-    find_estimator(config.algo.advantage, config.advantage_args)
+    estimator = find_estimator(config.algo.advantage, config.advantage_args)
+    if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
+        raise ValueError(
+            f"generation.n_samples = {config.generation.n_samples}: algo.advantage = {config.algo.advantage} compares "
+            f"the replies of one prompt and needs 2 or more; raise it."
+        )
     find_loss(config.algo.loss, config.algo.loss_args)
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":

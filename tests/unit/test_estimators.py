@@ -332,12 +332,12 @@ def best_reply_only(batch, *, margin=0.0):
     return (batch["scores"] >= best - margin).double()
 
 
-centered_best = registry.estimator(mean="group")(best_reply_only)
+compares_best = registry.estimator(mean="group", compares_group=True)(best_reply_only)
 
 
 def test_a_users_own_estimator_is_found_by_its_import_path():
     batch = ragged_batch()
-    plain, decorated = (advantages(batch, f"{__name__}:{name}") for name in ("best_reply_only", "centered_best"))
+    plain, decorated = (advantages(batch, f"{__name__}:{name}") for name in ("best_reply_only", "compares_best"))
     best = [float(batch["rewards"][i] == max(batch["rewards"][j] for j in group_of(i))) for i in range(len(batch))]
     torch.testing.assert_close(plain, by_token(batch, best))
     center = [mean(best[j] for j in group_of(i)) for i in range(len(batch))]
