@@ -17,7 +17,8 @@ void logprob_grad_(
     OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns);
 std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
-    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options);
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor row_weights, OptionalTensor cu_seqlens,
+    std::vector<double> options);
 std::tuple<Tensor, Tensor> packed_gae(
     Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
     double trace_decay);

@@ -19,8 +19,8 @@ struct PpoResults {
 template <class X>
 PpoTokens<X> ppo_tokens(
     const Tensor& logprobs, const OptionalTensor& proximal, const OptionalTensor& behavior, const Tensor& advantages,
-    const Tensor& mask, const OptionalTensor& ref, const OptionalTensor& entropy, const OptionalTensor& cu_seqlens,
-    const std::vector<double>& options, const PpoResults& results) {
+    const Tensor& mask, const OptionalTensor& ref, const OptionalTensor& entropy, const OptionalTensor& row_weights,
+    const OptionalTensor& cu_seqlens, const std::vector<double>& options, const PpoResults& results) {
   const int64_t count = logprobs.numel();
   if (options.size() != PPO_OPTIONS) refuse("options has ", options.size(), " numbers: ", PPO_OPTIONS, " are needed");
   PpoTokens<X> tokens = {
@@ -31,6 +31,7 @@ PpoTokens<X> ppo_tokens(
       elements<X>(advantages, "advantages", count),
       elements_or_null<X>(ref, "ref_logprobs", count),
       elements_or_null<X>(entropy, "entropy", count),
+      elements_or_null<X>(row_weights, "row_weights", count),
       elements<bool>(mask, "mask", count),
       cu_seqlens ? elements<int64_t>(*cu_seqlens, "cu_seqlens", cu_seqlens->numel()) : nullptr,
       {},

@@ -22,7 +22,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& library) {
       "packed_labels(Tensor input_ids, Tensor cu_seqlens, Tensor? loss_mask) -> (Tensor, Tensor, Tensor)");
   library.def(
       "ppo_loss(Tensor logprobs, Tensor? proximal_logprobs, Tensor? behavior_logprobs, Tensor advantages, Tensor mask, "
-      "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, float[] options) "
+      "Tensor? ref_logprobs, Tensor? entropy, Tensor? row_weights, Tensor? cu_seqlens, float[] options) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "packed_gae(Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, Tensor? bootstrap, float discount, "

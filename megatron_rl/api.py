@@ -272,10 +272,12 @@ class TrainEngine(abc.ABC):
         post_hook: Callable[[Tensor, TensorDict], Tensor] | None = None,
         *,
         temperature: float = 1.0,
+        entropy: bool = False,
     ) -> Tensor:
         """Return log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, as `[N]` float32 by token.
 
-        An engine with a value head returns the value of the state in which each trained token was chosen.
+        entropy: in place of log p, the entropy in nats of the distribution that each was sampled from. An engine with a
+        value head returns the value of the state in which each trained token was chosen.
         """
 
     @abc.abstractmethod

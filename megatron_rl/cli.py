@@ -1,4 +1,4 @@
-"""The command `megatron-rl`: launch | plan | serve | convert | report | compare."""
+"""The command `megatron-rl`: launch | plan | serve | convert | report | compare | algorithms."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     against = commands.add_parser("compare", help="several runs side by side: a table, and compare.html beside them")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
+    commands.add_parser("algorithms", help="the advantage estimators and policy losses, their formulas and sources")
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -67,6 +68,10 @@ def main(argv: list[str] | None = None) -> None:
 
             options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
             print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+        elif args.command == "algorithms":
+            from megatron_rl.algo.catalogue import table
+
+            print(table())
         elif args.command == "compare":
             from rich import print as show
 

@@ -208,33 +208,148 @@ class BatchConfig:
             check("batch", **{key: (value, value >= 1, "must be at least 1")})
 
 
+ESTIMATORS = (
+    *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
+    *("maxrl", "pass@k", "gae"),
+)
+"""Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
+COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k")
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "cpgd", "dppo")
+
+
 @dataclass(kw_only=True)
 class AlgorithmConfig:
+    """`megatron-rl algorithms` lists estimators and losses, docs/algorithms.md says which options go with which."""
+
     advantage: str = "group_norm"
-    """group_norm (GRPO), reinforce (the reward itself), remax (reward minus the greedy reply's), gae (a critic's)."""
-    normalize_std: bool = True
-    """group_norm: divide by the group's standard deviation."""
+    """An estimator of the catalogue, such as group_norm (GRPO) or gae (a critic's), or the import path of your own."""
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that estimator; gae's are in the section critic."""
+    advantage_mean: str = ""
+    """What is subtracted: none, group or batch mean; empty does as the estimator says."""
+    advantage_std: str = ""
+    """What divides: none, group or batch standard deviation; empty does as the estimator says."""
+    advantage_clip: float = 0.0
+    """Largest advantage either way; 0 sets no bound."""
     loss: str = "ppo_clip"
-    """ppo_clip (clipped surrogate) or reinforce (-A log p)."""
+    """A policy loss of the catalogue, or the import path of your own."""
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that loss."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Above clip_low this is DAPO's clip-higher."""
+    dual_clip: float = 0.0
+    """Above 0: the clipped loss of a token with a negative advantage is at most this times its size; 3 is usual."""
+    aggregation: str = "token_mean"
+    """token_mean, or over trajectories the mean of each one's mean (sequence_mean) or sum (sequence_sum), or of the sum
+    over aggregation_length (constant, Dr. GRPO)."""
+    aggregation_length: int = 0
+    """Tokens; with constant aggregation only."""
+    high_entropy_share: float = 1.0
+    """Train the advantages of this share of the tokens, those of the highest entropy; below 1 takes a forward pass."""
+    high_entropy_level: str = "batch"
+    """The share is taken of the batch's tokens, or of each sequence's."""
     kl_coefficient: float = 0.0
     """Weight of the KL term to the frozen reference; above 0 loads a second engine."""
     kl_estimator: str = "k3"
+    """k1, k2, k3; or, in the loss, unbiased: k3 times the ratio to the proximal policy, gradient included."""
+    kl_in: str = "loss"
+    """loss: a term with gradient. reward: each token's reward is so much less."""
+    kl_target: float = 0.0
+    """In the reward: divergence per token, in nats, that the coefficient is steered to; 0 keeps it fixed."""
+    kl_horizon: float = 10_000.0
+    """Trajectories over which a steered coefficient changes by a fifth at most."""
     entropy_coefficient: float = 0.0
+    entropy_target: float = 0.0
+    """Steer the coefficient so that the entropy per token stays above this, in nats; 0 keeps it fixed."""
+    entropy_step: float = 0.005
+    """What a steered coefficient changes by at each step."""
 
     def __post_init__(self) -> None:
-        estimators, losses = ("group_norm", "reinforce", "remax", "gae"), ("ppo_clip", "reinforce")
+        levels = ("", "none", "group", "batch")
+        aggregations = ("token_mean", "sequence_mean", "sequence_sum", "constant")
         check(
             "algo",
-            advantage=(self.advantage, self.advantage in estimators, f"must be one of {', '.join(estimators)}"),
-            loss=(self.loss, self.loss in losses, f"must be one of {', '.join(losses)}"),
+            advantage=(self.advantage, *_is_known(self.advantage, ESTIMATORS)),
+            advantage_mean=(self.advantage_mean, self.advantage_mean in levels, "must be none, group, batch or empty"),
+            advantage_std=(self.advantage_std, self.advantage_std in levels, "must be none, group, batch or empty"),
+            advantage_clip=(self.advantage_clip, self.advantage_clip >= 0, "must be at least 0; 0 sets no bound"),
+            loss=(self.loss, *_is_known(self.loss, LOSSES)),
             clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
             clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
+            dual_clip=(
+                self.dual_clip,
+                self.dual_clip == 0 or (self.dual_clip > 1 and self.loss in ("ppo_clip", "gspo")),
+                "must be 0 (off), or above 1 with algo.loss = ppo_clip or gspo",
+            ),
+            aggregation=(
+                self.aggregation,
+                self.aggregation in aggregations,
+                f"must be one of {', '.join(aggregations)}",
+            ),
+            aggregation_length=(
+                self.aggregation_length,
+                self.aggregation_length >= 0 and (self.aggregation_length > 0) == (self.aggregation == "constant"),
+                "must be at least 1 with algo.aggregation = constant, e.g. generation.max_new_tokens, and 0 elsewhere",
+            ),
+            high_entropy_share=(
+                self.high_entropy_share,
+                0 < self.high_entropy_share <= 1,
+                "must be in (0, 1]; 1 trains all tokens",
+            ),
+            high_entropy_level=(
+                self.high_entropy_level,
+                self.high_entropy_level in ("batch", "sequence"),
+                "must be batch or sequence",
+            ),
             kl_coefficient=(self.kl_coefficient, self.kl_coefficient >= 0, "must be at least 0"),
-            kl_estimator=(self.kl_estimator, self.kl_estimator in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
+            kl_in=(self.kl_in, self.kl_in in ("loss", "reward"), "must be loss or reward"),
+            kl_estimator=(
+                self.kl_estimator,
+                self.kl_estimator in ("k1", "k2", "k3") or (self.kl_estimator == "unbiased" and self.kl_in == "loss"),
+                "must be k1, k2, k3, or, with algo.kl_in = loss, unbiased",
+            ),
+            kl_target=(
+                self.kl_target,
+                self.kl_target == 0 or (self.kl_target > 0 and self.kl_in == "reward" and self.kl_coefficient > 0),
+                "must be 0 (fixed), or above 0 with algo.kl_in = reward and algo.kl_coefficient > 0",
+            ),
+            kl_horizon=(self.kl_horizon, self.kl_horizon > 0, "must be above 0 trajectories"),
             entropy_coefficient=(self.entropy_coefficient, self.entropy_coefficient >= 0, "must be at least 0"),
+            entropy_target=(self.entropy_target, self.entropy_target >= 0, "must be at least 0; 0 keeps the weight"),
+            entropy_step=(self.entropy_step, self.entropy_step > 0, "must be above 0"),
+        )
+
+
+def _is_known(name: str, names: tuple[str, ...]) -> tuple[bool, str]:
+    module, _, attribute = name.partition(":")
+    known = name in names or bool(module and attribute)
+    return known, f"must be one of {', '.join(names)}, or an import path package.module:name of your own"
+
+
+@dataclass(kw_only=True)
+class RewardShapingConfig:
+    """What is done to rewards before trajectories are compared, in this order. A KL penalty (algo.kl_in) comes last."""
+
+    overlong_buffer: int = 0
+    """The last tokens before generation.max_new_tokens, over which the overlong penalty grows; 0 punishes none."""
+    overlong_penalty: float = 1.0
+    """What a reply of generation.max_new_tokens loses (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    per_token: bool = False
+    """Divide a trajectory's reward by its trained tokens."""
+    running: str = "none"
+    """Divide by the standard deviation of all rewards of the run so far (std), after their mean is taken off
+    (mean_std)."""
+    clip: float = 0.0
+    """Largest reward either way; 0 sets no bound."""
+
+    def __post_init__(self) -> None:
+        check(
+            "reward_shaping",
+            overlong_buffer=(self.overlong_buffer, self.overlong_buffer >= 0, "must be at least 0 tokens"),
+            overlong_penalty=(self.overlong_penalty, self.overlong_penalty > 0, "must be above 0"),
+            running=(self.running, self.running in ("none", "std", "mean_std"), "must be none, std or mean_std"),
+            clip=(self.clip, self.clip >= 0, "must be at least 0; 0 sets no bound"),
         )
 
 
@@ -296,9 +411,11 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     discount: float = 1.0
-    """Per trained token."""
+    """Per trained token or turn."""
     trace_decay: float = 1.0
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
+    level: str = "token"
+    """What an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
     value_clip: float = 0.2
     """How far one step may move a value; 0 sets no bound."""
     warmup_steps: int = 0
@@ -309,6 +426,7 @@ class CriticConfig:
             "critic",
             discount=(self.discount, 0 < self.discount <= 1, "must be in (0, 1]; 1 discounts nothing"),
             trace_decay=(self.trace_decay, 0 <= self.trace_decay <= 1, "must be in [0, 1]"),
+            level=(self.level, self.level in ("token", "turn"), "must be token or turn"),
             value_clip=(self.value_clip, self.value_clip >= 0, "must be at least 0; 0 sets no bound"),
             warmup_steps=(self.warmup_steps, self.warmup_steps >= 0, "must be at least 0"),
         )
@@ -676,6 +794,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -695,11 +814,20 @@ class TrainConfig:
                 f"generation.n_samples = "
                 f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
             )
-        if self.algo.advantage == "group_norm" and samples < 2:
+        if self.algo.advantage in COMPARE_GROUP and samples < 2:
             raise ValueError(
-                f"generation.n_samples = {samples}: algo.advantage = group_norm compares the replies of one prompt "
-                f"and needs 2 "
-                f"or more; raise it, or set algo.advantage=reinforce."
+                f"generation.n_samples = {samples}: algo.advantage = {self.algo.advantage} compares the replies of one "
+                f"prompt and needs 2 or more; raise it, or set algo.advantage=reinforce."
+            )
+        if self.has_critic and self.algo.advantage_args:
+            raise ValueError(
+                f"algo.advantage_args = {self.algo.advantage_args}: gae's options are critic.discount, "
+                f"critic.trace_decay and critic.level; set them there."
+            )
+        if self.reward_shaping.overlong_buffer > self.generation.max_new_tokens:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer = {self.reward_shaping.overlong_buffer}: every reply of "
+                f"generation.max_new_tokens = {self.generation.max_new_tokens} would be overlong; lower it."
             )
         if self.rollout.max_uniform_resamples > 0 and samples < 2:
             raise ValueError(
@@ -736,6 +864,14 @@ class TrainConfig:
     @property
     def has_critic(self) -> bool:
         return self.algo.advantage == "gae"
+
+    @property
+    def advantage_args(self) -> dict[str, Any]:
+        """The estimator's options, wherever they are set."""
+        if not self.has_critic:
+            return self.algo.advantage_args
+        names = ("discount", "trace_decay", "level")
+        return {name: getattr(self.critic, name) for name in names}
 
     @property
     def critic_engine(self) -> EngineConfig:
@@ -851,6 +987,7 @@ SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "generation": GenerationConfig,
     "algo": AlgorithmConfig,
+    "reward_shaping": RewardShapingConfig,
     "correction": CorrectionConfig,
     "critic": CriticConfig,
     "critic.parallel": ParallelConfig,

@@ -130,6 +130,10 @@ class TrajectoryBatch:
         """`[N]` int64: the trajectory that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """`[B]` numbers of trajectories -> `[N]`, for each of their tokens."""
+        return values[self.sequence_ids]
+
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch(
             {k: v.to(device) for k, v in self.tokens.items()},

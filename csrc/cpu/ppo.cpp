@@ -26,7 +26,7 @@ void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums
   const bool shared = tokens.options.sequence_ratio != 0;
   for (int64_t i = begin; i < end; i++) {
     tokens.grad_logprobs[i] = X(0);
-    tokens.grad_entropy[i] = tokens.mask[i] ? X(-tokens.options.entropy_coefficient * tokens.options.scale) : X(0);
+    tokens.grad_entropy[i] = tokens.mask[i] ? X(tokens.template entropy_slope<double>(i)) : X(0);
     if (!tokens.mask[i]) continue;
     auto slopes = ppo_token(tokens.options, tokens.template token<double>(i), log_ratio, behavior, sums);
     by_ratio += slopes.by_ratio;
@@ -42,11 +42,12 @@ void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
-    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options) {
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor row_weights, OptionalTensor cu_seqlens,
+    std::vector<double> options) {
   PpoResults results(logprobs);
   with_stored_type<float, double>(logprobs, "logprobs", [&]<class X>(X) {
     PpoTokens<X> tokens = ppo_tokens<X>(
-        logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options, results);
+        logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options, results);
     if (cu_seqlens) checked_bounds(*cu_seqlens, tokens.count);
     const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
     std::vector<double> sums(pieces * PPO_SUMS, 0.0);

@@ -7,11 +7,12 @@
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
-    OptionalTensor ref, OptionalTensor entropy, OptionalTensor cu_seqlens, std::vector<double> options) {
+    OptionalTensor ref, OptionalTensor entropy, OptionalTensor row_weights, OptionalTensor cu_seqlens,
+    std::vector<double> options) {
   OnDeviceOf device(logprobs);
   PpoResults results(logprobs);
   PpoTokens<float> tokens = ppo_tokens<float>(
-      logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options, results);
+      logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options, results);
   const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
   Tensor partials = new_tensor(logprobs, {pieces, PPO_SUMS}, ScalarType::Float);
   launch_ppo(

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
       if (!shared) sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
     }
     tokens.grad_logprobs[i] = gradient;
-    tokens.grad_entropy[i] = trained ? float(-tokens.options.entropy_coefficient * tokens.options.scale) : 0.0f;
+    tokens.grad_entropy[i] = trained ? tokens.entropy_slope<float>(i) : 0.0f;
   }
   if (shared) {  // the sequence's ratio has every trained token's slope, and each token an equal part in it
     const float part = sum_over_block(by_ratio, scratch) / count;

@@ -22,7 +22,7 @@ enum PpoSum {
 
 template <class T>
 struct PpoToken {
-  T logprob, log_ratio, behavior_log_ratio, advantage, ref_logprob, entropy;
+  T logprob, log_ratio, behavior_log_ratio, advantage, ref_logprob, entropy, row_weight;
 };
 
 template <class T>
@@ -104,10 +104,11 @@ HD PpoSlopes<T> ppo_token(
     sums[SUM_REFERENCE_KL] += kl;
   }
   loss -= T(o.entropy_coefficient) * t.entropy;
+  const T scale = T(o.scale) * t.row_weight;
 
   T divergence, unused;
   k3(-t.log_ratio, divergence, unused);  // of (proximal || policy), whose tokens these are
-  sums[SUM_LOSS] += loss * T(o.scale);
+  sums[SUM_LOSS] += loss * scale;
   sums[SUM_TOKENS] += T(1);
   sums[SUM_CLIPPED] += T(clipped);
   sums[SUM_DUAL_CLIPPED] += T(dual_clipped);
@@ -123,14 +124,15 @@ HD PpoSlopes<T> ppo_token(
   sums[SUM_LOGPROBS] += t.logprob;
   if (clipped) sums[SUM_CLIPPED_LOGPROBS] += t.logprob;
   if (behavior != t.behavior_log_ratio || loss - loss != T(0)) sums[SUM_NOT_FINITE] += T(1);
-  return {by_ratio * T(o.scale), direct * T(o.scale)};
+  return {by_ratio * scale, direct * scale};
 }
 
-// Where a token's numbers are. proximal null: the policy itself, ratio 1. behavior null: no mismatch.
+// Where a token's numbers are. proximal null: the policy itself, ratio 1. behavior null: no mismatch. row_weights null:
+// every row counts once.
 template <class X>
 struct PpoTokens {
   int64_t count;
-  const X *logprobs, *proximal, *behavior, *advantages, *ref, *entropy;
+  const X *logprobs, *proximal, *behavior, *advantages, *ref, *entropy, *row_weights;
   const bool* mask;
   const int64_t* bounds;  // [B + 1] where something is by sequence, else null
   PpoOptions options;
@@ -140,8 +142,15 @@ struct PpoTokens {
   HD PpoToken<T> token(int64_t i) const {
     const T own = T(logprobs[i]), before = proximal ? T(proximal[i]) : own;
     return {own, own - before, behavior ? before - T(behavior[i]) : T(0), T(advantages[i]),
-            ref ? T(ref[i]) : own, entropy ? T(entropy[i]) : T(0)};
+            ref ? T(ref[i]) : own, entropy ? T(entropy[i]) : T(0), row_weight<T>(i)};
   }
+
+  template <class T>
+  HD T row_weight(int64_t i) const { return row_weights ? T(row_weights[i]) : T(1); }
+
+  // d loss / d entropy of a trained token
+  template <class T>
+  HD T entropy_slope(int64_t i) const { return -T(options.entropy_coefficient) * T(options.scale) * row_weight<T>(i); }
 };
 
 // Without sequences, tokens are cut into pieces of this length for the sums.

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.algo import advantage
+from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
+from megatron_rl.algo.catalogue import find_estimator, find_loss
+from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.selection import high_entropy, keep
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RewardShapingConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
@@ -25,7 +35,10 @@ class PolicyActor:
         temperature: float,
         correction: CorrectionConfig | None = None,
         reference: TrainEngine | None = None,
+        shaper: RewardShaper | None = None,
+        advantage_args: dict[str, Any] | None = None,
     ) -> None:
+        """shaper: without it rewards are compared as they are. advantage_args: in place of the options' own."""
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
                 f"algo.kl_coefficient = {options.kl_coefficient}: the KL term needs a reference engine; pass one or "
@@ -33,10 +46,38 @@ class PolicyActor:
             )
         self.engine, self.reference = engine, reference
         self.options, self.correction, self.temperature = options, correction or CorrectionConfig(), temperature
+        self.advantage_args = options.advantage_args if advantage_args is None else advantage_args
+        self.estimator = find_estimator(options.advantage, self.advantage_args)
+        self.loss = find_loss(options.loss, options.loss_args)
+        self.shaper = shaper or RewardShaper(RewardShapingConfig(), options, longest_reply=1)
+        self.entropy = EntropyController(options)
+        self.metrics: dict[str, float] = {}
+        """What the last step's shaping and selection found."""
+
+    @property
+    def columns_needed(self) -> list[str]:
+        """What `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the reference,
+        `proximal_logprobs` and `entropies` of the policy before the step's updates."""
+        penalizes = self.options.kl_in == "reward" and self.options.kl_coefficient > 0
+        needed = ["ref_logprobs"] if penalizes else []
+        needed += ["proximal_logprobs"] if penalizes or self.loss.select is not None else []
+        return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
-        """Set `advantages`. The batch holds whole groups."""
-        advantage.compute(self.options.advantage, batch, normalize_std=self.options.normalize_std)
+        """Shape the rewards and set `advantages`. The batch is the whole step's, with whole groups, on every rank."""
+        self.shaper(batch)
+        self.metrics = dict(self.shaper.last)
+        advantage.compute(self.estimator, batch, self.options, self.advantage_args)
+        self._select(batch)
+
+    def _select(self, batch: TrajectoryBatch) -> None:
+        """Leave out the advantages of the tokens that the loss or a high entropy does not choose."""
+        options = self.options
+        if options.high_entropy_share < 1:
+            kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)
+            self.metrics["policy/high_entropy_share"] = keep(batch, kept)
+        if self.loss.select is not None:
+            self.metrics["policy/selected_share"] = keep(batch, self.loss.select(batch, **options.loss_args))
 
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set what the loss needs to know of other policies, before the first update.
@@ -44,12 +85,13 @@ class PolicyActor:
         The proximal policy is that of the first update, whose training pass computes its log-probs: it needs no more.
         """
         for number, share in enumerate(shares):
-            if number > 0 and self.correction.proximal == "recompute":
+            is_known = "proximal_logprobs" in share
+            if number > 0 and self.correction.proximal == "recompute" and not is_known:
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
             if number > 0 and self.correction.proximal == "loglinear":
                 age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
-            if self.reference is not None:
+            if self.reference is not None and self.options.kl_in == "loss":
                 share.tokens["ref_logprobs"] = self.reference.forward(share, temperature=self.temperature)
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
@@ -58,11 +100,29 @@ class PolicyActor:
         However many there are, the policy that comes of them is one version, which is published once; where all were
         skipped it is the one that was. So a token's age is the number of publications since it was sampled.
         """
-        loss = PolicyLoss(self.options, self.correction)
-        by_row, version = not loss.terms.by_sequence, self.engine.get_version()
-        stats = update_each(self.engine, shares, LogprobLoss(loss, temperature=self.temperature, by_row=by_row))
+        options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
+        loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
+        for_engine = LogprobLoss(loss, temperature=self.temperature, by_row=not loss.by_sequence)
+        weigh = None
+        if options.aggregation != "token_mean":
+            weigh = trained_sequences
+            for share in shares:
+                set_row_weights(share, options)
+        stats = update_each(self.engine, shares, for_engine, weigh)
         self.engine.set_version(version + any(s.applied for s in stats))
+        if options.entropy_target > 0 and stats:
+            tokens = sum(s.sums["tokens"] for s in stats)
+            self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
+            self.entropy.update(sum(s.sums["entropy"] for s in stats) / max(tokens, 1.0))
         return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What adapts from step to step, as JSON."""
+        return {"shaper": self.shaper.state_dict(), "entropy": self.entropy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shaper.load_state_dict(state["shaper"])
+        self.entropy.load_state_dict(state["entropy"])
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
@@ -76,11 +136,19 @@ def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     return before / (before + updates_done)
 
 
-def update_each(engine: TrainEngine, shares: list[TrajectoryBatch], loss: LogprobLoss | ValueLoss) -> list[StepStats]:
-    """Apply one optimizer step per share, each followed by one of the learning rate's schedule."""
+def update_each(
+    engine: TrainEngine,
+    shares: list[TrajectoryBatch],
+    loss: LogprobLoss | ValueLoss,
+    weigh: Callable[[TensorDict], Tensor] | None = None,
+) -> list[StepStats]:
+    """Apply one optimizer step per share, each followed by one of the learning rate's schedule.
+
+    weigh: the loss's weight where it is not the number of trained tokens.
+    """
     engine.train()
     stats = []
     for share in shares:
-        stats.append(engine.train_batch(share, loss))
+        stats.append(engine.train_batch(share, loss, weigh))
         engine.step_lr_scheduler()
     return stats

@@ -1,60 +1,241 @@
-"""Advantages of whole trajectories. `rewards` and `group` are `[B]`; results are `[B]` float32, one per trajectory."""
+"""Advantage estimators, from the shaped rewards of whole groups of trajectories.
+
+`scores` are `[B]`, one per trajectory, `token_rewards` `[N]`; `reward.RewardShaper` sets both. What an estimator
+returns is then normalised as its entry or `algo.advantage_mean` and `algo.advantage_std` say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from math import comb, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algo.normalize import EPS, count_of, deviation_of, group_numbers, mean_of, normalize
+from megatron_rl.algo.registry import Estimator, estimator
+from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.ops import packed_discounted_returns, packed_gae
 from megatron_rl.types import TrajectoryBatch
 
 
-def group_norm(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / (std + eps) within each group (GRPO, arXiv 2402.03300); without the division Dr. GRPO's numerator.
+@estimator("group_norm", mean="group", std="group", compares_group=True)
+def group_norm(batch: TrajectoryBatch) -> Tensor:
+    """(r - mean of the group) / std of the group.
 
-    The standard deviation is the sample's (n - 1). A group of one, or without variance, gives 0.
+    GRPO. A group of one, or without variance, gives 0.
+    Source: arXiv 2402.03300
     """
-    member = torch.unique(group, return_inverse=True)[1]
-    count = torch.zeros(int(member.max()) + 1).index_add(0, member, torch.ones_like(rewards))
-    mean = torch.zeros_like(count).index_add(0, member, rewards) / count
-    centered = rewards - mean[member]
-    if not normalize_std:
-        return centered
-    variance = torch.zeros_like(count).index_add(0, member, centered.square()) / (count - 1).clamp_min(1.0)
-    return centered / (variance.sqrt()[member] + eps)
+    return batch["scores"]
 
 
-def reinforce(rewards: Tensor) -> Tensor:
-    """The reward itself (Williams, 1992), undiscounted."""
-    return rewards.clone()
+@estimator("dr_grpo", mean="group", compares_group=True)
+def dr_grpo(batch: TrajectoryBatch) -> Tensor:
+    """r - mean of the group.
+
+    Without the division that favours easy and hard prompts; with algo.aggregation = constant the paper's whole change.
+    Source: arXiv 2503.20783
+    """
+    return batch["scores"]
 
 
-def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """r - r(greedy reply) (ReMax, arXiv 2310.10505)."""
-    return rewards - greedy_rewards
+@estimator("rloo", compares_group=True)
+def rloo(batch: TrajectoryBatch) -> Tensor:
+    """r - mean of the others of the group.
+
+    A group of one compares with nobody and gives 0.
+    Source: arXiv 2402.14740
+    """
+    group = members(batch)
+    count = count_of(group)
+    return (batch["scores"].double() - mean_of(batch["scores"], group)) * count / (count - 1).clamp_min(1.0)
 
 
-def _remax(batch: TrajectoryBatch, _: bool) -> Tensor:
+@estimator("reinforce")
+def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
+    """sum over t' >= t of discount^(t' - t) r_t'.
+
+    The discount counts trained tokens.
+    Source: Williams 1992
+    """
+    return returns(batch, discount)
+
+
+@estimator("reinforce++", mean="batch", std="batch")
+def reinforce_plus_plus(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
+    """(G_t - mean over the batch's tokens) / their std, G_t the discounted return.
+
+    Meant for a KL penalty in the reward: algo.kl_in = reward.
+    Source: arXiv 2501.03262
+    """
+    return returns(batch, discount)
+
+
+@estimator("reinforce++-baseline", mean="batch", std="batch", compares_group=True)
+def reinforce_plus_plus_baseline(batch: TrajectoryBatch) -> Tensor:
+    """(G_t - b - mean over the batch's tokens) / their std, b the group's mean reward.
+
+    Source: arXiv 2501.03262
+    """
+    baseline = mean_of(batch["scores"], members(batch))
+    return returns(batch, 1.0) - batch.spread(baseline)
+
+
+@estimator("remax")
+def remax(batch: TrajectoryBatch) -> Tensor:
+    """r - r(greedy reply).
+
+    The greedy reply's reward is as the workflow reports it, without shaping.
+    Source: arXiv 2310.10505
+    """
     if "greedy_reward" not in batch:
         raise ValueError(
             f"algo.advantage = remax: the trajectories carry {sorted(batch.sequences)} and no greedy_reward; use a "
-            f"workflow "
-            f"that reports it, e.g. megatron_rl.rollout.workflows:ReMaxWorkflow."
+            f"workflow that reports it, e.g. megatron_rl.rollout.workflows:ReMaxWorkflow."
         )
-    return remax(batch["rewards"], batch["greedy_reward"])
+    return batch["scores"] - batch["greedy_reward"]
 
 
-ESTIMATORS: dict[str, Callable[[TrajectoryBatch, bool], Tensor]] = {
-    "group_norm": lambda batch, normalize_std: group_norm(
-        batch["rewards"], batch["group"], normalize_std=normalize_std
-    ),
-    "reinforce": lambda batch, _: reinforce(batch["rewards"]),
-    "remax": _remax,
-}
+@estimator("opo", compares_group=True)
+def opo(batch: TrajectoryBatch) -> Tensor:
+    """r - sum(l r) / sum(l) over the group, l the trained tokens.
+
+    The baseline of least variance where the gradient's square grows with the length.
+    Source: arXiv 2505.23585
+    """
+    return batch["scores"].double() - mean_of(batch["scores"], members(batch), trained_tokens(batch))
 
 
-def compute(name: str, batch: TrajectoryBatch, *, normalize_std: bool) -> None:
-    """Set `batch.tokens["advantages"]` `[N]`: every token of a trajectory has the trajectory's advantage."""
-    advantages = ESTIMATORS[name](batch, normalize_std)
-    batch.tokens["advantages"] = advantages[batch.sequence_ids].float()
+@estimator("cpgd", compares_group=True)
+def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> Tensor:
+    """w (r - mean of the group), w by `weight`.
+
+    equal: 1. std: 1 / std of the group. clip_filter: groups / groups with variance, at most `most`: the informative
+    prompts count for the others, as where those are resampled.
+    Source: arXiv 2505.12504
+    """
+    if weight not in ("equal", "std", "clip_filter"):
+        raise ValueError(f"algo.advantage_args.weight = {weight!r}: must be equal, std or clip_filter.")
+    if weight != "clip_filter":
+        return normalize(batch["scores"], batch["group"], mean="group", std="group" if weight == "std" else "none")
+    group = members(batch)
+    differs = deviation_of(batch["scores"], group, correction=1) > 0
+    informative = torch.bincount(group, differs.double()).count_nonzero()
+    centered = batch["scores"].double() - mean_of(batch["scores"], group)
+    return centered * min((int(group.max()) + 1) / max(int(informative), 1), most)
+
+
+@estimator("maxrl", compares_group=True)
+def maxrl(batch: TrajectoryBatch) -> Tensor:
+    """(r - m) / m, m the group's mean reward.
+
+    The gradient of log p(success) to the order that the group's size allows. For rewards that are not negative; a group
+    without any gives 0.
+    Source: arXiv 2602.02710
+    """
+    mean = mean_of(batch["scores"], members(batch))
+    return torch.where(mean > EPS, (batch["scores"].double() - mean) / mean.clamp_min(EPS), 0.0)
+
+
+@estimator("pass@k", compares_group=True)
+def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
+    """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
+
+    The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset.
+    Source: arXiv 2508.10751
+    """
+    if k < 1:
+        raise ValueError(f"algo.advantage_args.k = {k}: must be at least 1; 1 is the reward of each reply alone.")
+    result, group = torch.zeros(len(batch), dtype=torch.float64), members(batch)
+    for number in range(int(group.max()) + 1):
+        place = (group == number).nonzero()[:, 0]
+        result[place] = _best_of_subsets(batch["scores"][place].double(), min(k, len(place)))
+    return result
+
+
+def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
+    """`pass_at_k` of one group: the j-th lowest is the best of C(j - 1, k - 1) subsets."""
+    n, order = len(rewards), rewards.argsort()
+    ascending = rewards[order].tolist()
+    chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]
+    mean = sum(r * p for r, p in zip(ascending, chance, strict=True))
+    deviation = sqrt(max(sum(p * (r - mean) ** 2 for r, p in zip(ascending, chance, strict=True)), 0.0))
+    result = torch.zeros(n, dtype=torch.float64)
+    if deviation <= EPS * max(map(abs, ascending)):
+        return result
+    better = 0.0  # sum over higher ranks j of r_j and the subsets with both in which j is the best
+    for rank in reversed(range(n)):
+        own = ascending[rank] * comb(rank, k - 1) + better
+        result[order[rank]] = (own / comb(n - 1, k - 1) - mean) / (deviation + EPS)
+        better += ascending[rank] * (comb(rank - 1, k - 2) if k > 1 and rank > 0 else 0)
+    return result
+
+
+@estimator("gae", mean="batch", std="batch")
+def gae(batch: TrajectoryBatch, *, discount: float = 1.0, trace_decay: float = 1.0, level: str = "token") -> Tensor:
+    """A_t = d_t + discount trace_decay A_t', d_t = r_t + discount V_t' - V_t, t' the next trained token or turn.
+
+    Needs a critic's `values`, and sets `returns` = A + V for it. By turn, a turn has one reward, the value in front of
+    its first token, and one advantage; discounts count turns. The options are keys of the section `critic`.
+    Source: arXiv 1506.02438
+    """
+    mask = batch["loss_mask"]
+    if level == "token":
+        advantages, batch.tokens["returns"] = packed_gae(
+            batch["token_rewards"], batch["values"], mask, batch.cu_seqlens, discount=discount, trace_decay=trace_decay
+        )
+        return advantages
+    turn, bounds = turns_of(mask, batch.cu_seqlens)
+    first = first_of_turn(turn)
+    rewards = torch.zeros(len(first), dtype=torch.float64)
+    rewards.index_add_(0, turn[mask], batch["token_rewards"][mask].double())
+    advantages, found = packed_gae(
+        rewards.to(batch["values"].dtype),
+        batch["values"][first],
+        torch.ones(len(first), dtype=torch.bool),
+        bounds,
+        discount=discount,
+        trace_decay=trace_decay,
+    )
+    batch.tokens["returns"] = spread_over_turns(found, turn)
+    return spread_over_turns(advantages, turn)
+
+
+def members(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` int64: each trajectory's group, numbered from 0 without gaps."""
+    return group_numbers(batch["group"])
+
+
+def trained_tokens(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` int64: each trajectory's trained tokens."""
+    zeros = torch.zeros(len(batch), dtype=torch.int64)
+    return zeros.index_add_(0, batch.sequence_ids, batch["loss_mask"].long())
+
+
+def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
+    return packed_discounted_returns(
+        batch["token_rewards"].double(), batch["loss_mask"], batch.cu_seqlens, discount=discount
+    )
+
+
+def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, args: dict[str, Any]) -> None:
+    """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's, on every rank.
+
+    A result for each trajectory is normalised over trajectories, one for each token over trained tokens.
+    """
+    found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
+    how = {"mean": options.advantage_mean or entry.mean, "std": options.advantage_std or entry.std}
+    if found.shape == (len(batch),):
+        found = batch.spread(normalize(found, batch["group"], **how))
+    elif found.shape == mask.shape:
+        trained = normalize(found[mask], batch.spread(batch["group"])[mask], **how)
+        found = torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, trained)
+    else:
+        raise ValueError(
+            f"algo.advantage = {options.advantage!r}: returned {tuple(found.shape)}; must be one number for each of "
+            f"{len(batch)} trajectories, or for each of {len(mask)} tokens."
+        )
+    if options.advantage_clip > 0:
+        found = found.clamp(-options.advantage_clip, options.advantage_clip)
+    batch.tokens["advantages"] = found.masked_fill(~mask, 0.0).float()

@@ -5,16 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.algo.actor import update_each
-from megatron_rl.algo.gae import rewards_at_the_end, whiten
 from megatron_rl.algo.loss import ValueClipLoss
 from megatron_rl.api import TrainEngine, ValueLoss
 from megatron_rl.config import CriticConfig
-from megatron_rl.ops import packed_gae
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
 class Critic:
-    """Turns values into advantages, and returns into updates of `engine`."""
+    """Estimates values, and turns returns into updates of `engine`."""
 
     def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
         self.engine, self.options = engine, options
@@ -22,19 +20,6 @@ class Critic:
     def values(self, share: TrajectoryBatch) -> Tensor:
         """Return `[N]` float32: the value of the state in which each trained token was chosen. All ranks call it."""
         return self.engine.forward(share)
-
-    def compute_advantages(self, batch: TrajectoryBatch) -> None:
-        """Set `returns` and whitened `advantages` from `values`. The batch is the whole step's, on every rank."""
-        mask, options = batch["loss_mask"], self.options
-        advantages, batch.tokens["returns"] = packed_gae(
-            rewards_at_the_end(batch),
-            batch["values"],
-            mask,
-            batch.cu_seqlens,
-            discount=options.discount,
-            trace_decay=options.trace_decay,
-        )
-        batch.tokens["advantages"] = whiten(advantages, mask)
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share; all ranks call it with as many shares."""

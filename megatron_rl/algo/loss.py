@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from megatron_rl.algo.catalogue import find_loss
+from megatron_rl.algo.registry import Loss
+from megatron_rl.algo.token_losses import LossRows, behavior_weight
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss
 
@@ -27,26 +32,42 @@ class PolicyLoss:
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
-    @property
+    @cached_property
+    def entry(self) -> Loss:
+        return find_loss(self.options.loss, self.options.loss_args)
+
+    @cached_property
     def terms(self) -> PpoOptions:
+        """What the fused operator computes: all of a fused loss, and the KL and entropy terms of another."""
         options, correction = self.options, self.correction
+        own: dict[str, Any] = {"mode": "reinforce"}
+        if self.entry.fused:
+            own = self.entry.function(options, **options.loss_args) | {
+                "behavior": correction.weight,
+                "behavior_by_sequence": correction.weight != "off" and correction.level == "sequence",
+                "behavior_low": correction.low,
+                "behavior_high": correction.high,
+            }
+        is_unbiased = options.kl_estimator == "unbiased"
         return PpoOptions(
-            mode={"ppo_clip": "clip", "reinforce": "reinforce"}[options.loss],
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            behavior=correction.weight,
-            behavior_by_sequence=correction.weight != "off" and correction.level == "sequence",
-            behavior_low=correction.low,
-            behavior_high=correction.high,
-            kl_estimator=options.kl_estimator,
-            kl_coefficient=options.kl_coefficient,
+            **own,
+            kl_estimator="k3" if is_unbiased else options.kl_estimator,
+            kl_weighted=is_unbiased,
+            kl_coefficient=options.kl_coefficient if options.kl_in == "loss" else 0.0,
             entropy_coefficient=options.entropy_coefficient,
         )
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a row's loss depends on its neighbours."""
+        weighs = self.correction.weight != "off" and self.correction.level == "sequence"
+        return self.terms.by_sequence or self.entry.by_sequence or weighs
+
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for a
-        weight by sequence. The proximal policy is that of `proximal_logprobs` where rows have them, lies at
-        `proximal_share` of the way from the behaviour policy to this one, or is this one: in the step's first update.
+        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for what
+        is by sequence; `row_weights` for means over trajectories. The proximal policy is that of `proximal_logprobs`
+        where rows have them, lies at `proximal_share` of the way from the behaviour policy to this one, or is this one:
+        in the step's first update.
         """
 
         def column(name: str) -> Tensor:
@@ -59,22 +80,55 @@ class PolicyLoss:
             proximal = column("proximal_logprobs")
         elif "proximal_share" in names:
             proximal = torch.lerp(behavior, logprobs.detach(), column("proximal_share"))
+        trained, advantages = rows["labels"] >= 0, column("advantages")
+        row_weights = column("row_weights") if "row_weights" in names else None
+        bounds = rows["cu_seqlens"].long() if self.by_sequence else None
         loss, sums = ppo_loss(
             logprobs,
             proximal,
             behavior,
-            column("advantages"),
-            rows["labels"] >= 0,
+            advantages if self.entry.fused else torch.zeros_like(advantages),
+            trained,
             self.terms,
-            ref_logprobs=column("ref_logprobs") if self.options.kl_coefficient > 0 else None,
+            ref_logprobs=column("ref_logprobs") if self.terms.kl_coefficient > 0 else None,
             entropy=entropy,
-            cu_seqlens=rows["cu_seqlens"].long() if self.terms.by_sequence else None,
+            row_weights=row_weights,
+            cu_seqlens=bounds if self.terms.by_sequence else None,
         )
-        kept = ["entropy"]
-        kept += ["clipped_tokens", "ratio_deviation", "approx_kl"] if self.options.loss == "ppo_clip" else []
-        kept += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
-        kept += ["reference_kl"] if self.options.kl_coefficient > 0 else []
-        return loss, {name: sums[name] for name in kept}
+        if not self.entry.fused:
+            before = logprobs.detach() if proximal is None else proximal
+            seen = LossRows(
+                logprobs=logprobs.masked_fill(~trained, 0.0),
+                proximal_logprobs=before.masked_fill(~trained, 0.0),
+                behavior_logprobs=behavior.masked_fill(~trained, 0.0),
+                advantages=advantages.masked_fill(~trained, 0.0),
+                trained=trained,
+                cu_seqlens=bounds,
+            )
+            own, counted = self._in_torch(seen, row_weights)
+            loss, sums = loss + own, sums | counted
+        return loss, {name: sums[name] for name in self._reported}
+
+    def _in_torch(self, rows: LossRows, row_weights: Tensor | None) -> tuple[Tensor, Sums]:
+        """The policy's term of a loss that is not fused, with what the operator would count."""
+        loss = self.entry.function(rows, self.options, **self.options.loss_args)
+        weight, outside = behavior_weight(rows, self.correction)
+        weight = weight.masked_fill(~rows.trained, 0.0)
+        # A dropped row adds nothing, even where its loss is not finite.
+        loss = loss.masked_fill(weight == 0, 0.0) * weight
+        if row_weights is not None:
+            loss = loss * row_weights.masked_fill(~rows.trained, 0.0)
+        return loss.sum(), {"dropped_tokens": outside.sum(), "behavior_weight": weight.sum()}
+
+    @property
+    def _reported(self) -> list[str]:
+        """The statistics that say something with these options."""
+        names = ["entropy", "tokens"]
+        names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
+        names += ["clipped_tokens"] if self.entry.fused and self.terms.mode in ("clip", "cispo") else []
+        names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
+        names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
+        return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
 
 
 def value_clip(

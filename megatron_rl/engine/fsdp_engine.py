@@ -157,13 +157,13 @@ class FSDPEngine(TrainEngine):
         return _stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     @torch.no_grad()
-    def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
+    def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
         batch = TrajectoryBatch.of(data)
         microbatches, values = self._pack(batch), []
         for microbatch in microbatches:
             rows, logits = self._rows_and_logits(microbatch)
             if post_hook is None:
-                values.append(logprobs_entropy(logits, rows["labels"], temperature)[0])
+                values.append(logprobs_entropy(logits, rows["labels"], temperature)[entropy])
             else:
                 values.append(post_hook(logits, rows).float())
         result = packing.scatter_rows(microbatches, values, len(batch["input_ids"]))

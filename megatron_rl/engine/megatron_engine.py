@@ -201,7 +201,7 @@ class MegatronEngine(TrainEngine):
             totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
         return self._stats(totals, logprobs=logprobs, grad_norm=0.0, applied=False, lr=0.0)
 
-    def forward(self, data, post_hook=None, *, temperature: float = 1.0) -> Tensor:
+    def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
         self._activate()
         self._check_head("post_hook", self.arch.head if post_hook is None else "policy")
         batch = TrajectoryBatch.of(data)
@@ -212,7 +212,7 @@ class MegatronEngine(TrainEngine):
             if self.arch.head == "value":
                 values = self._head_values(hidden, rows["labels"], packed)
             elif post_hook is None:
-                values, _ = self._head_logprobs(hidden, rows["labels"], packed, temperature)
+                values = self._head_logprobs(hidden, rows["labels"], packed, temperature)[entropy]
             else:
                 values = post_hook(self._logits(hidden, packed), rows)
             return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl import platform
+from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
-from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.prompts import load_prompts
 from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
 from megatron_rl.weights.architecture import Architecture, read_architecture
@@ -21,6 +22,14 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
 
     Returns the tokenizer, the training prompts and the held-out prompts.
     """
+    allowed = config.run.import_from
+    estimator = find_estimator(config.algo.advantage, config.advantage_args, import_from=allowed)
+    if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
+        raise ValueError(
+            f"generation.n_samples = {config.generation.n_samples}: algo.advantage = {config.algo.advantage} compares "
+            f"the replies of one prompt and needs 2 or more; raise it."
+        )
+    find_loss(config.algo.loss, config.algo.loss_args, import_from=allowed)
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
@@ -38,7 +47,6 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
         config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)
     make_workflow(config, tokenizer, config.generation)
-    allowed = config.run.import_from
     train = load_prompts(config.data.train, config.data.train_args, key="data.train", import_from=allowed)
     held_out = []
     if config.data.evaluation:

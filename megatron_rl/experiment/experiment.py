@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
+from megatron_rl.algo.reward import RewardShaper
 from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
@@ -32,6 +35,7 @@ from megatron_rl.experiment.metrics import (
     mismatch_metrics,
     policy_metrics,
     publication_metrics,
+    trained_tokens,
 )
 from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.experiment.shared_devices import SharedDevices
@@ -152,6 +156,8 @@ class Experiment:
             temperature=config.generation.temperature,
             correction=config.correction,
             reference=reference,
+            shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
+            advantage_args=config.advantage_args,
         )
         self.critic: Critic | None = None
         if config.has_critic:
@@ -208,6 +214,7 @@ class Experiment:
         with self.timers("resume"):
             for name, engine in self._trained.items():
                 engine.load(path / name, with_optimizer=True, is_checked=True)
+        self.actor.load_state_dict(read_state(path)["algorithm"])
         self.evaluations.scores = read_state(path)["held_out_scores"]
         if self.reference is not None and self.config.warm_start.updates > 0:
             self.warm_start.load(self.reference)
@@ -254,7 +261,8 @@ class Experiment:
         if self.rollouts.process is not None:
             self.rollouts.process.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
-        state |= {"evaluating": self.evaluations.steps_under_way} | self.books.state_dict()
+        state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
+        state |= self.books.state_dict()
         self.checkpoints.start(step, self._trained, state, in_background=in_background)
 
     def _stop_after(self, step: int) -> None:
@@ -306,14 +314,21 @@ class Experiment:
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
-        if self.critic is None:
-            self.actor.compute_advantages(batch)
-        else:
-            groups, shared = self.critic.engine.groups, self.config.batch.share_prompts
+        if self.critic is not None:
             with self.timers("values"):
-                values = exchange.by_token(batch, groups, self.critic.values, share_prompts=shared)
-            batch.tokens["values"] = values
-            self.critic.compute_advantages(batch)
+                batch.tokens["values"] = self._by_token(batch, self.critic.engine, self.critic.values)
+        for name in self.actor.columns_needed:
+            engine = self.reference if name == "ref_logprobs" else self.engine
+            assert engine is not None
+            options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}
+            with self.timers("first_pass"):
+                batch.tokens[name] = self._by_token(batch, engine, functools.partial(engine.forward, **options))
+        self.actor.compute_advantages(batch)
+
+    def _by_token(
+        self, batch: TrajectoryBatch, engine: MegatronEngine, compute: Callable[[TrajectoryBatch], Tensor]
+    ) -> Tensor:
+        return exchange.by_token(batch, engine.groups, compute, share_prompts=self.config.batch.share_prompts)
 
     def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
@@ -358,10 +373,14 @@ class Experiment:
 
         RuntimeError where trainer and servers differ by more than correction.alarm.
         """
-        metrics = batch_metrics(batch, self.trained_version) | {
-            "policy/version": self.engine.get_version(),
-            "batch/trained_tokens": sum(stat.weight for stat in stats or critic_stats),
-        }
+        metrics = (
+            batch_metrics(batch, self.trained_version)
+            | {
+                "policy/version": self.engine.get_version(),
+                "batch/trained_tokens": sum(trained_tokens(stat) for stat in stats or critic_stats),
+            }
+            | self.actor.metrics
+        )
         if stats:
             metrics |= policy_metrics(stats)
         differences = mismatch_metrics(shares, stats, self.trained_version, self.groups)

@@ -29,11 +29,18 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
     }
 
 
+def trained_tokens(stats: StepStats) -> float:
+    """Of one update: its weight, unless its loss is a mean over trajectories."""
+    return stats.sums.get("tokens", stats.weight)
+
+
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = sum(s.weight for s in stats)
-    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / weight for key in stats[0].sums}
+    """The loss is aggregated as configured; what the loss counts beside it are means over trained tokens."""
+    tokens = max(sum(map(trained_tokens, stats)), 1.0)
+    names = [key for key in stats[0].sums if key != "tokens"]
+    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / tokens for key in names}
     if "ratio_deviation" in metrics:
-        metrics["first_ratio_deviation"] = stats[0].mean("ratio_deviation")
+        metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
     return {f"policy/{key}": value for key, value in metrics.items()}
 
 
@@ -49,7 +56,7 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
-    rewards = batch["rewards"]
+    rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
     metrics: dict[str, Any] = {
         "reward/mean": float(rewards.mean()),

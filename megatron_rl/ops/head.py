@@ -217,7 +217,7 @@ def lm_head_ppo_loss(
     def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         *given, ref = (None if column is None else column[chunk] for column in chosen)
         trained = torch.ones_like(logprobs, dtype=torch.bool)
-        _, sums, by_logprob, by_entropy = ops.ppo_loss(logprobs, *given, trained, ref, entropy, None, packed)
+        _, sums, by_logprob, by_entropy = ops.ppo_loss(logprobs, *given, trained, ref, entropy, None, None, packed)
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)

@@ -141,7 +141,7 @@ def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
 
 
 @torch.library.register_fake("megatron_rl::ppo_loss")
-def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, cu_seqlens, options):
+def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options):
     sums = logprobs.new_empty(PPO_SUMS, dtype=torch.float64)
     return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
 
@@ -156,7 +156,7 @@ def save_for_ppo_grad(ctx, inputs, output) -> None:
 def ppo_backward(ctx, grad_loss, *_):
     grad_logprobs, grad_entropy = ctx.saved_tensors
     by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
-    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None
+    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None, None
 
 
 torch.library.register_autograd("megatron_rl::ppo_loss", ppo_backward, setup_context=save_for_ppo_grad)

@@ -113,6 +113,7 @@ def ppo_loss(
     *,
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    row_weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,8 +121,9 @@ def ppo_loss(
 
     All are `[T]` of one float dtype (float32, on the CPU also float64), mask bool; masked rows may hold anything.
     Without proximal_logprobs the policy itself is the proximal one, ratio 1; without behavior_logprobs the proximal one
-    sampled. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss. Differentiable in
-    logprobs and entropy. No value is waited for, and the result is the same bits every time.
+    sampled. row_weights multiply each row's loss, its KL and entropy terms included, and no statistic; without them
+    every row counts once. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss.
+    Differentiable in logprobs and entropy. No value is waited for, and the result is the same bits every time.
     """
     check_ppo(
         options,
@@ -136,6 +138,7 @@ def ppo_loss(
         "advantages": advantages,
         "ref_logprobs": ref_logprobs,
         "entropy": entropy,
+        "row_weights": row_weights,
     }
     for name, tensor in rows.items():
         if tensor is not None and (tensor.shape != logprobs.shape or tensor.dtype != logprobs.dtype):
@@ -156,6 +159,7 @@ def ppo_loss(
         mask.contiguous(),
         None if ref_logprobs is None else ref_logprobs.detach().contiguous(),
         None if entropy is None else entropy.contiguous(),
+        None if row_weights is None else row_weights.detach().contiguous(),
         cu_seqlens if options.by_sequence else None,
         options.packed(1.0 if normalizer is None else 1.0 / normalizer),
     )

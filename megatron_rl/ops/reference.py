@@ -49,6 +49,7 @@ def ppo_loss(
     *,
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    row_weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | None = None,
 ) -> Tensor:
@@ -90,6 +91,8 @@ def ppo_loss(
     if options.entropy_coefficient != 0:
         assert entropy is not None
         loss = loss - options.entropy_coefficient * entropy
+    if row_weights is not None:
+        loss = loss * row_weights.masked_fill(~mask, 0.0)
     return loss.masked_fill(~mask, 0.0).sum() / (1.0 if normalizer is None else normalizer)
 
 

@@ -22,8 +22,8 @@ from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.books import HeadBooks
 from megatron_rl.rollout.channel import Wire, serve
+from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.dead_letters import DeadLetters
-from megatron_rl.rollout.import_path import make_workflow
 from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine

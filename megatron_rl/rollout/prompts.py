@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.import_path import resolve
+from megatron_rl.import_path import resolve
 
 FORMS = ("input_ids", "prompt", "messages")
 RESERVED = ("prompt_index", "epoch")

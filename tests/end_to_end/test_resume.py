@@ -99,11 +99,15 @@ def test_critic_reference_and_warm_start_are_resumed_too(server, tmp_path):
     # The warm start is kept nowhere but in the run itself.
     overrides = ("warm_start.folder=", "warm_start.updates=5", "run.steps=4", "run.checkpoint_every_steps=2")
     overrides += ("algo.kl_coefficient=0.1", "critic.warmup_steps=1", "algo.kl_estimator=k3", "run.save_at_end=false")
+    # And what adapts: the penalty's weight, the rewards' moments, the entropy bonus.
+    overrides += ("algo.kl_in=reward", "algo.kl_target=0.001", "algo.kl_horizon=100", "reward_shaping.running=mean_std")
+    overrides += ("algo.entropy_target=0.2", "algo.entropy_coefficient=0.01")
     run(tmp_path / "whole", server, *overrides, config="configs/count_ppo_critic.yaml")
     folder = cut_after(2, tmp_path / "whole", tmp_path / "run")
     run(folder, server, *overrides, config="configs/count_ppo_critic.yaml", resume="auto")
     assert log_of(folder) == log_of(tmp_path / "whole")
-    assert steps_of(folder)[-1]["policy/reference_kl"] > 0
+    last = steps_of(folder)[-1]
+    assert last["reward/kl"] > 0 and last["reward/kl_coefficient"] != 0.1 and last["policy/entropy_coefficient"] != 0.01
 
 
 def flip_a_bit(path: Path) -> None:

@@ -70,9 +70,10 @@ def test_more_than_two_and_four_thousand_million_logits(count, width):
 def test_policy_loss_equals_the_cpu(options):
     results = []
     for device in ("cpu", "cuda"):
-        logprobs, proximal, behavior, advantages, mask, ref, entropy = (t.to(device) for t in ppo_case(torch.float32))
+        columns = (tensor.to(device) for tensor in ppo_case(torch.float32))
+        logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = columns
         own, h = logprobs.requires_grad_(), entropy.requires_grad_()
-        more = {"ref_logprobs": ref, "entropy": h, "cu_seqlens": CU_SEQLENS.to(device)}
+        more = {"ref_logprobs": ref, "entropy": h, "row_weights": weights, "cu_seqlens": CU_SEQLENS.to(device)}
         loss, sums = ppo_loss(own, proximal, behavior, advantages, mask, options, **more)
         loss.backward()
         results.append([t.detach().cpu() for t in (loss, own.grad, h.grad, torch.stack(list(sums.values())))])

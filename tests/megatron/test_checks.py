@@ -46,6 +46,10 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
         ("data.train=megatron_rl.rollout.tasks:nothing", ["data.train", "nothing"]),
         ("data.train=/no/such/file.jsonl", ["data.train", "file.jsonl"]),
+        ("algo.advantage=no.such:thing", ["algo.advantage = 'no.such:thing'", "cannot be imported", "PYTHONPATH"]),
+        ("algo.advantage_args={k: 2}", ["algo.advantage_args = {'k': 2}", "the arguments of algo.advantage are none"]),
+        ("algo.loss=megatron_rl.algo.loss:thing", ["algo.loss", "has no function 'thing'", "check the name"]),
+        ("algo.loss_args={cap: 2}", ["algo.loss_args = {'cap': 2}", "the arguments of algo.loss are none"]),
         ("model.path=/no/such/folder", ["model.path", "no config.json", "convert"]),
         ("model.init=hf", ["model.path", "no *.safetensors", "model.init=random"]),
     ],
@@ -75,6 +79,15 @@ def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
     )
     _, train, _ = check(config)
     assert [prompt["prompt"] for prompt in train] == ["0?", "1?", "10?", "11?", "100?"]
+
+
+def test_an_estimator_of_ones_own_that_compares_replies_needs_several():
+    own = ("algo.advantage=tests.unit.test_estimators:compares_best", "algo.advantage_args={margin: 0.1}")
+    assert "set run.import_from=[tests]" in refused(*own)
+    assert "set run.import_from=[tests]" in refused("algo.loss=tests.unit.test_losses:anything")
+    own += ("run.import_from=[tests]",)
+    check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *own]))
+    assert "generation.n_samples = 1: algo.advantage = tests.unit" in refused(*own, "generation.n_samples=1")
 
 
 def test_empty_data_set_is_refused(tmp_path):

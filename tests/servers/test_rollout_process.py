@@ -21,7 +21,7 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout import journal_lock
 from megatron_rl.rollout import process as process_module
 from megatron_rl.rollout.books import Place
-from megatron_rl.rollout.import_path import make_workflow
+from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine

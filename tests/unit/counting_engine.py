@@ -12,7 +12,7 @@ class CountingEngine:
     def train(self):
         pass
 
-    def train_batch(self, is_applied, loss):
+    def train_batch(self, is_applied, loss, loss_weight_fn=None):
         self.version += is_applied
         return StepStats(loss=0.0, weight=1, grad_norm=0.0, applied=is_applied, lr=0.0)
 

@@ -1,51 +1,15 @@
-"""Advantages, KL estimators and losses against values worked out by hand."""
+"""KL estimators and losses against values worked out by hand."""
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from megatron_rl.algo import advantage, loss
+from megatron_rl.algo import loss
 from megatron_rl.algo.actor import PolicyActor, proximal_share
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
-from megatron_rl.types import TrajectoryBatch
 from tests.unit.counting_engine import CountingEngine
-
-
-def test_group_norm_by_hand():
-    rewards, group = torch.tensor([1.0, 5.0, 3.0, 2.0]), torch.tensor([7, 4, 7, 4])
-    # group 7: mean 2, sample std sqrt(2); group 4: mean 3.5, sample std sqrt(4.5)
-    expected = torch.tensor([-1 / 2**0.5, 1.5 / 4.5**0.5, 1 / 2**0.5, -1.5 / 4.5**0.5])
-    torch.testing.assert_close(advantage.group_norm(rewards, group, normalize_std=True, eps=0.0), expected)
-    plain = advantage.group_norm(rewards, group, normalize_std=False)
-    torch.testing.assert_close(plain, torch.tensor([-1.0, 1.5, 1.0, -1.5]))
-
-
-def test_groups_without_variance_or_of_one_have_no_advantage():
-    rewards, group = torch.tensor([1.0, 1.0, 0.7]), torch.tensor([0, 0, 1])
-    assert advantage.group_norm(rewards, group, normalize_std=True).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_advantage_reaches_every_token_of_its_trajectory():
-    batch = TrajectoryBatch(
-        {"input_ids": torch.arange(5)},
-        {
-            "rewards": torch.tensor([1.0, 0.25]),
-            "greedy_reward": torch.tensor([0.5, 0.5]),
-            "group": torch.tensor([0, 1]),
-        },
-        torch.tensor([0, 2, 5]),
-    )
-    advantage.compute("remax", batch, normalize_std=True)
-    assert batch["advantages"].tolist() == [0.5, 0.5, -0.25, -0.25, -0.25]
-    advantage.compute("reinforce", batch, normalize_std=True)
-    assert batch["advantages"].tolist() == [1.0, 1.0, 0.25, 0.25, 0.25]
-
-
-def test_remax_without_greedy_reward_names_the_workflow():
-    batch = TrajectoryBatch({"input_ids": torch.arange(2)}, {"rewards": torch.ones(1)}, torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match="no greedy_reward.*ReMaxWorkflow"):
-        advantage.compute("remax", batch, normalize_std=True)
+from tests.unit.ragged import ragged_batch
 
 
 def test_kl_estimators_are_right_in_expectation():
@@ -172,7 +136,7 @@ def test_a_weight_by_sequence_masks_whole_sequences():
         AlgorithmConfig(loss="reinforce"), CorrectionConfig(weight="mask", level="sequence", high=1.2)
     )
     total, sums = masked(torch.full((4,), -1.0), torch.zeros(4), data)
-    assert masked.terms.by_sequence and sums["dropped_tokens"] == 2
+    assert masked.by_sequence and sums["dropped_tokens"] == 2
     torch.testing.assert_close(total, 2 * torch.tensor(0.05).exp())
 
 
@@ -183,3 +147,11 @@ def test_updates_of_a_step_make_one_version_or_none_where_all_were_skipped(appli
     actor = PolicyActor(CountingEngine(7), AlgorithmConfig(), temperature=1.0)
     assert [stats.applied for stats in actor.update(applied)] == applied
     assert actor.engine.version == version
+
+
+def test_log_probs_of_the_first_pass_are_not_computed_again():
+    actor = PolicyActor(CountingEngine(7), AlgorithmConfig(loss="m2po"), temperature=1.0)  # it cannot run forward
+    shares = [ragged_batch(seed) for seed in range(2)]
+    before = [share["proximal_logprobs"].clone() for share in shares]
+    actor.compute_logprobs(shares)
+    assert all(torch.equal(share["proximal_logprobs"], own) for share, own in zip(shares, before, strict=True))

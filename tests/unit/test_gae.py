@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo import loss
-from megatron_rl.algo.critic import Critic
-from megatron_rl.algo.gae import rewards_at_the_end, whiten
-from megatron_rl.config import CriticConfig
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.normalize import normalize
+from megatron_rl.algo.reward import at_the_end
+from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import packed_gae
 from megatron_rl.types import TrajectoryBatch
 
@@ -61,7 +62,7 @@ def test_gae_by_hand_skips_what_a_tool_said():
 
 def test_returns_are_the_reward_where_nothing_is_discounted():
     batch = two_trajectories()
-    Critic(None, CriticConfig(discount=1.0, trace_decay=1.0)).compute_advantages(batch)
+    PolicyActor(None, AlgorithmConfig(advantage="gae"), temperature=1.0).compute_advantages(batch)
     torch.testing.assert_close(batch["returns"], torch.tensor([0.0, 3.0, 3.0, 0.0, 0.0, -1.0]))
     trained = batch["advantages"][batch["loss_mask"]]
     # 3 - 0.5, 3 - 1, -1 - 2, whitened: mean 0.5, population deviation sqrt((4 + 2.25 + 12.25) / 3)
@@ -77,22 +78,23 @@ def two_trajectories():
             "loss_mask": torch.tensor([False, True, True, False, False, True]),
             "values": torch.tensor([7.0, 0.5, 1.0, 7.0, 7.0, 2.0]),
         },
-        {"rewards": torch.tensor([3.0, -1.0])},
+        {"rewards": torch.tensor([3.0, -1.0]), "group": torch.tensor([0, 1])},
         torch.tensor([0, 4, 6]),
     )
 
 
 def test_reward_is_put_on_the_last_trained_token():
     batch = two_trajectories()
-    assert rewards_at_the_end(batch).tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, -1.0]
+    assert at_the_end(batch["rewards"], batch).tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, -1.0]
     batch.tokens["loss_mask"] = torch.tensor([False] * 5 + [True])
-    assert rewards_at_the_end(batch).tolist() == [0.0] * 5 + [-1.0], "without a trained token a reward reaches nobody"
+    found = at_the_end(batch["rewards"], batch)
+    assert found.tolist() == [0.0] * 5 + [-1.0], "without a trained token a reward reaches nobody"
 
 
 def test_whitening_of_nothing_and_of_equal_advantages_is_zero():
-    mask = torch.tensor([True, False, True])
-    assert whiten(torch.tensor([2.0, 9.0, 2.0]), mask).tolist() == [0.0, 0.0, 0.0]
-    assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
+    for count in (0, 3):
+        group = torch.arange(count)
+        assert normalize(torch.full((count,), 0.1), group, mean="batch", std="batch").tolist() == [0.0] * count
 
 
 def test_value_clip_stops_a_value_that_has_moved_far_enough():

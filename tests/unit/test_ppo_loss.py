@@ -41,20 +41,21 @@ def case(dtype=torch.float64, trained=0.7):
     logprobs = -noise[0].abs()
     proximal, behavior, ref = (logprobs + 0.3 * noise[i] for i in (1, 2, 3))
     mask = torch.rand(count, generator=generator) < trained
-    entropy = torch.rand(count, generator=generator, dtype=dtype)
-    return logprobs, proximal, behavior, noise[4], mask, ref, entropy
+    entropy, weights = torch.rand(2, count, generator=generator, dtype=dtype)
+    return logprobs, proximal, behavior, noise[4], mask, ref, entropy, weights
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("trained", [0.0, 0.7])
-def test_loss_and_gradient_equal_autograd(options, trained):
-    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(trained=trained)
-    for tensor in (logprobs, proximal, behavior, ref):
+@pytest.mark.parametrize(("trained", "weighted"), [(0.0, False), (0.7, False), (0.7, True)])
+def test_loss_and_gradient_equal_autograd(options, trained, weighted):
+    logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(trained=trained)
+    for tensor in (logprobs, proximal, behavior, ref, weights):
         tensor[~mask] = float("-inf")  # what stands in rows that are not trained does not matter
     results = []
     for function in (lambda *a, **k: ppo_loss(*a, **k)[0], reference.ppo_loss):
         own, h = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
         more = {"ref_logprobs": ref, "entropy": h, "cu_seqlens": CU_SEQLENS, "normalizer": 7.0}
+        more |= {"row_weights": weights} if weighted else {}
         loss = function(own, proximal, behavior, advantages, mask, options, **more)
         gradients = torch.autograd.grad(2 * loss, (own, h), allow_unused=True, materialize_grads=True)
         results.append((loss.detach(), gradients[0].masked_fill(~mask, 0.0), gradients[1]))
@@ -65,10 +66,10 @@ def test_loss_and_gradient_equal_autograd(options, trained):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_kernel_equals_the_operator(options):
     torch.ops.load_library(build["build_emulated"]())
-    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
+    logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(torch.float32)
     behavior[5] = float("-inf")
     bounds = CU_SEQLENS if options.by_sequence else None
-    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, bounds, options.packed(0.5))
+    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, weights, bounds, options.packed(0.5))
     kernel = torch.ops.megatron_rl_emulated.ppo_loss
     found, again = kernel(*arguments), kernel(*arguments)
     for mine, twice, right in zip(found, again, library.ppo_loss(*arguments), strict=True):
@@ -80,7 +81,7 @@ def test_kernel_without_tokens_gives_zeros():
     torch.ops.load_library(build["build_emulated"]())
     nothing = torch.empty(0)
     for bounds, options in ((None, OPTIONS["ppo"]), (torch.tensor([0]), OPTIONS["gspo"])):
-        arguments = (nothing, None, None, nothing, nothing.bool(), None, None, bounds, options.packed(1.0))
+        arguments = (nothing, None, None, nothing, nothing.bool(), None, None, None, bounds, options.packed(1.0))
         loss, sums, *_ = torch.ops.megatron_rl_emulated.ppo_loss(*arguments)
         assert loss == 0 and torch.equal(sums, torch.zeros(len(PPO_SUMS), dtype=torch.float64))
 
@@ -133,7 +134,7 @@ def test_statistics_by_hand():
 
 
 def test_without_proximal_logprobs_the_ratio_is_one():
-    logprobs, _, _, advantages, mask, _, _ = case()
+    logprobs, _, _, advantages, mask, *_ = case()
     own = logprobs.requires_grad_()
     loss, sums = ppo_loss(own, None, None, advantages, mask, PpoOptions())
     loss.backward()
@@ -142,7 +143,7 @@ def test_without_proximal_logprobs_the_ratio_is_one():
 
 
 def test_numbers_that_are_none_are_counted():
-    logprobs, proximal, behavior, advantages, mask, _, _ = case()
+    logprobs, proximal, behavior, advantages, mask, *_ = case()
     mask[:3] = True
     behavior[0] = float("-inf")  # an infinite weight: counted, and none is applied
     logprobs[1], proximal[1] = float("-inf"), float("-inf")
@@ -160,8 +161,8 @@ def test_a_small_divergence_keeps_its_digits():
 
 
 def test_bits_repeat_with_any_number_of_threads():
-    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
-    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, None, PpoOptions().packed(1.0))
+    logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(torch.float32)
+    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, weights, None, PpoOptions().packed(1.0))
     once, threads = library.ppo_loss(*arguments), torch.get_num_threads()
     torch.set_num_threads(2)
     again = library.ppo_loss(*arguments)
@@ -170,10 +171,10 @@ def test_bits_repeat_with_any_number_of_threads():
 
 
 def test_obeys_torchs_rules_and_compiles_without_a_break():
-    logprobs, proximal, behavior, advantages, mask, ref, entropy = case(torch.float32)
+    logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(torch.float32)
     own, h = logprobs.requires_grad_(), entropy.requires_grad_()
     options = OPTIONS["k2"]
-    arguments = (own, proximal, behavior, advantages, mask, ref, h, None, options.packed(1.0))
+    arguments = (own, proximal, behavior, advantages, mask, ref, h, weights, None, options.packed(1.0))
     opcheck(library.ppo_loss.default, arguments)
 
     def loss(own):
@@ -184,7 +185,7 @@ def test_obeys_torchs_rules_and_compiles_without_a_break():
 
 
 def test_bad_input_is_named():
-    logprobs, proximal, behavior, advantages, mask, _, _ = case()
+    logprobs, proximal, behavior, advantages, mask, *_ = case()
     with pytest.raises(ValueError, match="ref_logprobs is missing"):
         ppo_loss(logprobs, proximal, behavior, advantages, mask, OPTIONS["k3"])
     with pytest.raises(ValueError, match="cu_seqlens is missing"):

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from megatron_rl.rollout.import_path import resolve
+from megatron_rl.import_path import resolve
 from megatron_rl.rollout.rewards import exact_match, find_last_number, last_number, tagged_answer
 
 

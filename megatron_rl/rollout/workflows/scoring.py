@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.rollout.import_path import resolve
+from megatron_rl.import_path import resolve
 from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse
 

@@ -1,0 +1,40 @@
+"""How the rows' losses become one number: a weight for each row, and what the sum is divided by.
+
+The weights are made of whole trajectories before they are packed, and the divisor is counted over all microbatches and
+ranks; so the result depends on neither. A trajectory counts where it has a trained token.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.types import TrajectoryBatch
+
+
+def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
+    """Set `row_weights` `[N]` float32 for a mean over trajectories.
+
+    sequence_mean: of each one's mean (GRPO). sequence_sum: of each one's sum. constant: of that over
+    algo.aggregation_length (Dr. GRPO, arXiv 2503.20783). token_mean, the mean over all tokens (DAPO, arXiv 2503.14476),
+    needs no weights.
+    """
+    mask = batch["loss_mask"].long()
+    weights = torch.ones(len(mask))
+    if options.aggregation == "sequence_mean":
+        mask[batch.cu_seqlens[:-1][batch.lengths > 0]] = 0  # nothing predicts a sequence's first token
+        count = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, mask)
+        weights = batch.spread(1.0 / count.clamp_min(1))
+    elif options.aggregation == "constant":
+        weights = weights / options.aggregation_length
+    batch.tokens["row_weights"] = weights
+
+
+def trained_sequences(rows: TensorDict) -> Tensor:
+    """The loss weight of means over trajectories: how many of a microbatch's have a trained row, 0-dim int64."""
+    labels, bounds = rows["labels"], rows["cu_seqlens"].long()
+    sequence = torch.bucketize(torch.arange(len(labels), device=labels.device), bounds[1:], right=True)
+    trained = torch.zeros(len(bounds) - 1, dtype=torch.int64, device=labels.device)
+    return (trained.index_add_(0, sequence, (labels >= 0).long()) > 0).sum()

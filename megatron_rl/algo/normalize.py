@@ -1,0 +1,66 @@
+"""Means and standard deviations over groups of trajectories and over whole batches, in float64.
+
+A batch is that of all data-parallel ranks: `batch.exchange.gather` gives every rank the whole of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEVELS = ("none", "group", "batch")
+EPS = 1e-6
+"""Added to a standard deviation; one below this share of the largest value is rounding, and counts as none."""
+
+
+def group_numbers(group: Tensor) -> Tensor:
+    """Return each entry's group, numbered from 0 without gaps, `[K]` int64."""
+    numbers: Tensor = torch.unique(group, return_inverse=True)[1]
+    return numbers
+
+
+def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return for each entry its group's (weighted) mean, `[K]` float64; a group without weight has the plain one."""
+    values, size = values.double(), int(member.max()) + 1 if len(member) else 0
+    ones = torch.ones_like(values)
+    weights = ones if weights is None else weights.double()
+    total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
+    weights = torch.where(total[member] > 0, weights, ones)
+    total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
+    return (torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights * values) / total)[member]
+
+
+def count_of(member: Tensor) -> Tensor:
+    """Return for each entry the size of its group, `[K]` float64."""
+    return torch.bincount(member).double()[member]
+
+
+def deviation_of(values: Tensor, member: Tensor, *, correction: int) -> Tensor:
+    """Return for each entry its group's standard deviation, `[K]` float64: 0 where the values differ by rounding only.
+
+    correction: 1 divides by n - 1, 0 by n. A group of one has none.
+    """
+    values = values.double()
+    squares = (values - mean_of(values, member)).square()
+    count = count_of(member)
+    variance = mean_of(squares, member) * count / (count - correction).clamp_min(1.0)
+    largest = torch.zeros(int(member.max()) + 1 if len(member) else 0, dtype=torch.float64)
+    largest.scatter_reduce_(0, member, values.abs(), "amax")
+    deviation = variance.sqrt()
+    return deviation.masked_fill(deviation <= EPS * largest[member], 0.0)
+
+
+def normalize(values: Tensor, group: Tensor, *, mean: str, std: str) -> Tensor:
+    """(v - mean) / (std + eps), each over the entry's group, over the batch, or left out: `[K]` -> `[K]` float64.
+
+    A group's deviation is the sample's (n - 1), a batch's the population's; both are about their own level's mean,
+    whatever is subtracted. Values without deviation become 0 where a deviation divides them.
+    """
+    result, everything = values.double(), torch.zeros_like(group)
+    places = {"group": group_numbers(group), "batch": everything}
+    if mean != "none":
+        result = result - mean_of(values, places[mean])
+    if std != "none":
+        deviation = deviation_of(values, places[std], correction=1 if std == "group" else 0)
+        result = torch.where(deviation > 0, result / (deviation + EPS), 0.0)
+    return result

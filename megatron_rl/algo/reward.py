@@ -1,0 +1,125 @@
+"""Reward shaping: from what a workflow reported to what an estimator compares. All of it sees the whole step's batch.
+
+In this order: minus the overlong penalty, per trained token, running normalisation, clip, minus the KL penalty.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algo.advantage import trained_tokens
+from megatron_rl.algo.control import KLController
+from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
+from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
+from megatron_rl.types import TrajectoryBatch
+
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+class RunningMoments:
+    """Mean and standard deviation of every reward that the run has seen (Welford's, merged batch by batch)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+
+    @property
+    def std(self) -> float:
+        return sqrt(self.squares / self.count) if self.count else 0.0
+
+    def add(self, values: Tensor) -> None:
+        values = values.double()
+        count, mean = len(values), float(values.mean())
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+class RewardShaper:
+    """Sets `scores` `[B]` and `token_rewards` `[N]`, and remembers what its adaptive parts have learned."""
+
+    def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
+        """longest_reply: in trained tokens, where the overlong penalty is whole."""
+        self.options, self.algo, self.longest_reply = options, algo, longest_reply
+        self.moments, self.kl = RunningMoments(), KLController(algo)
+        self.last: dict[str, float] = {}
+        """Metrics of the last batch."""
+
+    def __call__(self, batch: TrajectoryBatch) -> None:
+        """rewards: `[B]`, or `[N]` by token, of which the trained ones count. For a KL penalty `proximal_logprobs` and
+        `ref_logprobs` too."""
+        by_token = token_rewards(batch)
+        raw = sum_of_tokens(by_token, batch) if "rewards" in batch.tokens else batch["rewards"].double()
+        scores = self._shaped(raw, batch)
+        by_token = by_token + at_the_end(scores - raw, batch)
+        self.last = {"reward/shaped": float(scores.mean())}
+        if self.algo.kl_in == "reward" and self.algo.kl_coefficient > 0:
+            penalty, kl = self._kl_penalty(batch)
+            by_token, scores = by_token - penalty, scores - sum_of_tokens(penalty, batch)
+            self.last |= {"reward/kl": kl, "reward/kl_coefficient": self.kl.coefficient}
+            self.kl.update(kl, len(batch))
+        batch.sequences["scores"] = scores
+        batch.tokens["token_rewards"] = by_token.float()
+
+    def _shaped(self, scores: Tensor, batch: TrajectoryBatch) -> Tensor:
+        options, lengths = self.options, trained_tokens(batch)
+        if options.overlong_buffer > 0:
+            over = (lengths - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
+            scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
+        if options.per_token:
+            scores = scores / lengths.clamp_min(1)
+        if options.running != "none":
+            self.moments.add(scores)
+            centered = scores - self.moments.mean if options.running == "mean_std" else scores
+            scores = centered / self.moments.std if self.moments.std > 0 else centered
+        if options.clip > 0:
+            scores = scores.clamp(-options.clip, options.clip)
+        return scores
+
+    def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
+        """Each trained token's penalty `[N]`, and the mean divergence, of the policy as it is before the updates."""
+        mask = batch["loss_mask"]
+        divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
+        divergence = divergence.masked_fill(~mask, 0.0)
+        mean = float(divergence.sum()) / max(int(mask.sum()), 1)
+        return self.kl.coefficient * divergence, mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments.load_state_dict(state["moments"])
+        self.kl.load_state_dict(state["kl"])
+
+
+def token_rewards(batch: TrajectoryBatch) -> Tensor:
+    """`[N]` float64: the workflow's rewards by token, 0 where one is not trained, or each trajectory's on its last."""
+    if "rewards" in batch.tokens:
+        return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
+    return at_the_end(batch["rewards"].double(), batch)
+
+
+def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
+    """`[B]` -> `[N]`: each trajectory's value on its last trained token. One without any gets none."""
+    trained = batch["loss_mask"].nonzero()[:, 0]
+    sequence = batch.sequence_ids[trained]
+    is_last = torch.ones(len(trained), dtype=torch.bool)
+    is_last[:-1] = sequence[1:] != sequence[:-1]
+    result = torch.zeros(len(batch["loss_mask"]), dtype=values.dtype)
+    result[trained[is_last]] = values[sequence[is_last]]
+    return result
+
+
+def sum_of_tokens(values: Tensor, batch: TrajectoryBatch) -> Tensor:
+    """`[N]` -> `[B]`."""
+    return torch.zeros(len(batch), dtype=values.dtype).index_add_(0, batch.sequence_ids, values)

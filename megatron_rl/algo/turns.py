@@ -1,0 +1,35 @@
+"""Turns of a trajectory: unbroken runs of trained tokens, between what a user, a tool or an environment said."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token's turn, `[N]` int64, -1 where it is not trained, and the bounds of the sequences' turns.
+
+    mask: `[N]` bool. Turns are numbered over the whole batch; bounds are `[B + 1]` int64, prefix sums of their counts.
+    """
+    begins = mask.clone()
+    begins[1:] &= ~mask[:-1]
+    starts = cu_seqlens[:-1][cu_seqlens[:-1] < len(mask)]
+    begins[starts] |= mask[starts]
+    count = torch.cat([torch.zeros(1, dtype=torch.int64), begins.long().cumsum(0)])
+    return (count[1:] - 1).masked_fill(~mask, -1), count[cu_seqlens]
+
+
+def first_of_turn(turn: Tensor) -> Tensor:
+    """Return the place of each turn's first token, `[turns]` int64."""
+    place = (turn >= 0).nonzero()[:, 0]
+    own = turn[place]
+    is_first = torch.ones(len(own), dtype=torch.bool)
+    is_first[1:] = own[1:] != own[:-1]
+    return place[is_first]
+
+
+def spread_over_turns(values: Tensor, turn: Tensor) -> Tensor:
+    """`[turns]` -> `[N]`: each trained token's turn's value, 0 where a token is not trained."""
+    result = values.new_zeros(len(turn))
+    result[turn >= 0] = values[turn[turn >= 0]]
+    return result

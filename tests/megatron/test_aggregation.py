@@ -1,0 +1,167 @@
+"""Every aggregation and every loss by sequence on both backends, against float64 autograd over transformers' model."""
+
+from functools import cache
+
+import pytest
+import torch
+from gathered import as_hf_tensors, record_gradients, relative_error
+from ranks import run_ranks
+from test_fsdp_referee import make_fsdp
+from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
+from transformers import AutoModelForCausalLM
+
+from megatron_rl import parallel
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.batch import exchange
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from tests.unit.loss_definitions import defined_loss
+
+TEMPERATURE, TOLERANCE = 0.7, 1e-5
+KL = {"kl_coefficient": 0.05, "entropy_coefficient": 0.1}
+CASES = {
+    "token mean": (AlgorithmConfig(loss="dppo", loss_args={"bound": 0.01}, kl_estimator="unbiased", **KL), {}),
+    "sequence mean": (AlgorithmConfig(aggregation="sequence_mean", dual_clip=1.2, **KL), {}),
+    "sequence sum": (AlgorithmConfig(aggregation="sequence_sum", loss="sapo", kl_estimator="k2", **KL), {}),
+    "constant": (AlgorithmConfig(aggregation="constant", aggregation_length=9, loss="cispo", **KL), {}),
+    "by sequence: gspo": (
+        AlgorithmConfig(aggregation="sequence_mean", loss="gspo", **KL),
+        {"weight": "clamp", "level": "sequence", "low": 0.5, "high": 1.2},
+    ),
+    "by sequence: weights of a loss in torch": (
+        AlgorithmConfig(aggregation="sequence_sum", loss="cpgd", loss_args={"drift": 0.5}, **KL),
+        {"weight": "mask", "level": "sequence", "low": 0.5, "high": 1.2},
+    ),
+}
+
+
+def batch():
+    """Seven trajectories, one of them without a trained token; ratios and weights about 1."""
+    found = make_batch(lengths=(5, 12, 7, 12, 3, 9, 8))
+    generator = torch.Generator().manual_seed(7)
+    noise = 0.2 * torch.randn(3, len(found["input_ids"]), generator=generator)
+    near = -torch.full_like(found["logprobs"], 97.0).log()  # of a random policy over 97 tokens
+    columns = dict(zip(("logprobs", "proximal_logprobs", "ref_logprobs"), near + noise, strict=True))
+    found.tokens |= columns
+    found.tokens["loss_mask"][found.cu_seqlens[4] : found.cu_seqlens[5]] = False
+    return found
+
+
+def gradients_of(engine, backend):
+    """A list that each update adds its whole, unclipped gradient to."""
+    if backend == "megatron":
+        return record_gradients(engine), lambda values: as_hf_tensors(engine, values)
+    recorded = []
+
+    def record(*_):
+        recorded.append({name: p.grad.full_tensor().clone() for name, p in engine.policy.named_parameters()})
+
+    engine.optimizer.register_step_pre_hook(record)
+    return recorded, lambda values: values
+
+
+def updates(backend, folder):
+    """Return the entropies of the rank's share; and for each case the update's statistics and gradient."""
+    options = {"clip_grad": 0.0}
+    if backend == "fsdp":
+        engine = make_fsdp(folder, **options)
+    else:
+        engine = make_engine(folder, LAYOUTS["tp2_pp2"][1], tokens_per_microbatch=24, **options)
+    results = {"entropies": engine.eval().forward(share_of(batch(), engine), temperature=TEMPERATURE, entropy=True)}
+    engine.train()
+    for name, (algo, correction) in CASES.items():
+        engine.load(folder)
+        engine.reset_optimizer(10)
+        recorded, whole = gradients_of(engine, backend)
+        arguments = {"correction": CorrectionConfig(**correction), "reference": engine}
+        (stats,) = PolicyActor(engine, algo, temperature=TEMPERATURE, **arguments).update([share_of(batch(), engine)])
+        results[name] = stats, whole(recorded[-1])
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_model("llama", path)
+    return path
+
+
+@cache
+def ranks_of(backend, folder):
+    return run_ranks({"megatron": 4, "fsdp": 2}[backend], updates, backend, folder)
+
+
+def float64_policy(folder):
+    """transformers' model, the batch, and the log-prob and entropy of each token, 0 for a sequence's first."""
+    model, data = AutoModelForCausalLM.from_pretrained(folder).double(), batch()
+    logprobs, entropies = [], []
+    for a, b in zip(data.cu_seqlens[:-1].tolist(), data.cu_seqlens[1:].tolist(), strict=True):
+        ids = data["input_ids"][a:b]
+        distribution = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        first = torch.zeros(1, dtype=torch.float64)
+        logprobs += [first, distribution[:-1].gather(-1, ids[1:, None])[:, 0]]
+        entropies += [first, -(distribution.exp() * distribution).sum(-1)[:-1]]
+    return model, data, torch.cat(logprobs), torch.cat(entropies)
+
+
+@cache
+def float64_update(name, folder):
+    """Loss, gradient and number of tokens."""
+    options, correction = CASES[name]
+    model, data, logprobs, entropies = float64_policy(folder)
+    loss = defined_loss(options, CorrectionConfig(**correction), data, logprobs, entropies)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters()}, int(data["loss_mask"].sum())
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("name", CASES)
+def test_update_is_that_of_the_definition_in_float64(name, backend, folder):
+    loss, gradients, tokens = float64_update(name, folder)
+    ranks = [results[name] for results in ranks_of(backend, folder)]
+    stats, found = ranks[0]
+    assert all(other[0].loss == stats.loss for other in ranks), "every rank reports the same step"
+    assert stats.sums["tokens"] == tokens and stats.weight == (tokens if name == "token mean" else 6)
+    assert stats.loss == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+    for parameter, gradient in gradients.items():
+        error = relative_error(found[parameter], gradient)
+        assert error <= TOLERANCE, f"{parameter} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_entropies_are_those_of_float64(backend, folder):
+    _, data, _, entropies = float64_policy(folder)
+    data.tokens["entropies"] = entropies.detach().masked_fill(~data["loss_mask"], 0.0).float()
+    replicas = {"megatron": 1, "fsdp": 2}[backend]
+    for rank, results in enumerate(ranks_of(backend, folder)):
+        share = data.select(range(rank % replicas, len(data), replicas))
+        torch.testing.assert_close(results["entropies"], share["entropies"], rtol=1e-5, atol=1e-5)
+
+
+def advantages_of_a_step(layout):
+    """Each data head has its own prompts; every rank compares them all."""
+    groups = parallel.start(LAYOUTS[layout][1], seed=1)
+    heads, own = groups.data.size, None
+    if groups.is_data_head:
+        mine = [i for i, prompt in enumerate((0, 0, 1, 1, 2, 2)) if prompt * heads // 3 == groups.data.rank]
+        own = make_batch().select(mine)
+    whole = exchange.gather(own, groups)
+    actors = (PolicyActor(None, options, temperature=1.0) for options in NORMALIZED)
+    found = []
+    for actor in actors:
+        actor.compute_advantages(whole)
+        found.append(whole["advantages"])
+    return found
+
+
+NORMALIZED = (
+    AlgorithmConfig(advantage="reinforce++"),
+    AlgorithmConfig(advantage_std="batch"),
+    AlgorithmConfig(advantage="reinforce++-baseline"),
+)
+
+
+def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit():
+    one = run_ranks(1, advantages_of_a_step, "1")[0]
+    for found in run_ranks(2, advantages_of_a_step, "dp2"):
+        assert all(torch.equal(ours, alone) for ours, alone in zip(found, one, strict=True))
+    assert all(values.count_nonzero() > 10 for values in one)

@@ -1,0 +1,74 @@
+"""The policy losses as loops over trajectories and tokens, one number at a time: what the fast ones are held to."""
+
+import math
+
+import torch
+
+from tests.unit.ragged import parts_of
+
+
+def one_token(name, u, a, lp, p, options, args, *, sequence=None):
+    """The losses' definitions for one token: u ratio, a advantage, lp log p, p the proximal log-prob."""
+    low, high = 1 - options.clip_low, 1 + options.clip_high
+    if name == "ppo_clip" or name == "gspo":
+        u = sequence if name == "gspo" else u
+        found = -min(u * a, u.clamp(low, high) * a)
+        return min(found, -options.dual_clip * a) if options.dual_clip and a < 0 else found
+    if name == "cispo":
+        return -u.clamp(low, high).detach() * a * lp
+    if name == "sapo":
+        s = args.get("positive", 1.0) if a > 0 else args.get("negative", 1.05)
+        return -a * 4 / s / (1 + (-s * (u - 1)).exp())
+    if name == "reinforce":
+        return -a * lp
+    if name == "m2po":
+        return -a * u
+    if name == "dppo":
+        moved = float(lp.detach().exp() - p.exp())
+        outside = moved > args.get("bound", 0.2) if a > 0 else moved < -args.get("bound", 0.2)
+        return 0 * lp if outside else -a * u.detach().clamp_max(args.get("most", 20.0)) * lp
+    assert name == "cpgd"
+    gain = min(u.log() * a, u.log().clamp(math.log(low), math.log(high)) * a)
+    cap, edge = args.get("drift_cap", 0.2), 1 + args.get("drift_cap", 0.2)
+    drift = u - 1 - u.log() if u < edge else edge - 1 - math.log(edge) + cap * (u.log() - math.log(edge))
+    return -gain + args.get("drift", 0.01) * drift
+
+
+def defined_loss(options, correction, batch, own, h):
+    """The mean of the batch as configured; own, h: `[N]` log-probs and entropies by token, of any dtype."""
+    args, dtype = options.loss_args, own.dtype
+    names = ("proximal_logprobs", "logprobs", "ref_logprobs", "advantages")
+    proximal, behavior, ref, advantages = (batch[name].to(dtype) for name in names)
+    if correction.proximal == "behavior":
+        proximal = behavior
+    totals, tokens = [], 0
+    for part in parts_of(batch):
+        places = [t for t in range(part.start, part.stop) if batch["loss_mask"][t]]
+        if not places:
+            continue
+        tokens += len(places)
+        sequence = (own[places] - proximal[places]).mean().exp()
+        losses = []
+        for t in places:
+            u = (own[t] - proximal[t]).exp()
+            loss = one_token(options.loss, u, advantages[t], own[t], proximal[t], options, args, sequence=sequence)
+            if correction.weight != "off":
+                distance = proximal[places] - behavior[places]
+                w = (distance.mean() if correction.level == "sequence" else proximal[t] - behavior[t]).exp()
+                if correction.weight == "mask":
+                    w = w if correction.low <= w <= correction.high else 0.0
+                else:
+                    w = w.clamp(correction.low, correction.high)
+                loss = w * loss
+            d = own[t] - ref[t]
+            kl = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}
+            kl["unbiased"] = u * kl["k3"]
+            loss = loss + options.kl_coefficient * kl[options.kl_estimator] - options.entropy_coefficient * h[t]
+            losses.append(loss)
+        totals.append(torch.stack(losses))
+    return {
+        "token_mean": sum(t.sum() for t in totals) / tokens,
+        "sequence_mean": sum(t.mean() for t in totals) / len(totals),
+        "sequence_sum": sum(t.sum() for t in totals) / len(totals),
+        "constant": sum(t.sum() for t in totals) / len(totals) / max(options.aggregation_length, 1),
+    }[options.aggregation]

@@ -1,0 +1,44 @@
+"""Ragged random batches for the catalogue's tests, and what a workflow would have put into them."""
+
+import torch
+
+from megatron_rl.types import TrajectoryBatch
+
+LENGTHS = (5, 9, 1, 7, 12, 3, 8, 6, 10)
+GROUPS = (4, 7, 4, 4, 0, 7, 9, 0, 0)  # not in order; 9 has one trajectory
+UNTRAINED = 5
+"""This trajectory's tokens are all masked, as where they were too old; its reward still counts for its group."""
+
+
+def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
+    """Trajectories of several turns; about half of the tokens are trained, never a first one."""
+    generator = torch.Generator().manual_seed(seed)
+    count, starts = sum(LENGTHS), torch.tensor([0, *LENGTHS]).cumsum(0)
+    mask = torch.rand(count, generator=generator) < 0.6
+    mask[starts[1:] - 1] = True
+    mask[starts[:-1]] = False
+    mask[starts[UNTRAINED] : starts[UNTRAINED + 1]] = False
+    noise = torch.randn(6, count, generator=generator)
+    rewards = torch.randn(len(LENGTHS), generator=generator)
+    tokens = {
+        "input_ids": torch.arange(count),
+        "loss_mask": mask,
+        "logprobs": -noise[0].abs() * mask,
+        "ref_logprobs": -noise[1].abs() * mask,
+        "proximal_logprobs": (-noise[0].abs() + 0.2 * noise[2]) * mask,
+        "values": noise[3],
+        "entropies": noise[4].abs(),
+        "versions": torch.where(mask, 0, -1),
+    }
+    sequences = {
+        "rewards": (rewards > 0).float() if binary else rewards,
+        "greedy_reward": torch.rand(len(LENGTHS), generator=generator),
+        "group": torch.tensor(GROUPS),
+    }
+    return TrajectoryBatch(tokens, sequences, starts)
+
+
+def parts_of(batch: TrajectoryBatch) -> list[slice]:
+    """The rows of each trajectory."""
+    bounds = batch.cu_seqlens.tolist()
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]

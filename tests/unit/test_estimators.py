@@ -1,0 +1,431 @@
+"""Every advantage estimator against loops over its definition, and what does not change it: order, other groups."""
+
+import inspect
+from itertools import combinations
+from statistics import mean, pstdev, stdev
+
+import pytest
+import torch
+
+from megatron_rl.algo import registry
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.catalogue import find_estimator
+from megatron_rl.algo.normalize import normalize
+from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
+from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
+from megatron_rl.types import TrajectoryBatch
+from tests.unit.ragged import GROUPS, LENGTHS, parts_of, ragged_batch
+
+
+def advantages(batch, name="group_norm", **options):
+    """What PolicyActor makes of a copy of the batch, float64."""
+    args = options.pop("args", {})
+    copy = batch.select(range(len(batch)))
+    actor = PolicyActor(None, AlgorithmConfig(advantage=name, advantage_args=args, **options), temperature=1.0)
+    actor.compute_advantages(copy)
+    return copy["advantages"].double()
+
+
+def others(i):
+    return [j for j in range(len(GROUPS)) if GROUPS[j] == GROUPS[i] and j != i]
+
+
+def group_of(i):
+    return [j for j in range(len(GROUPS)) if GROUPS[j] == GROUPS[i]]
+
+
+def trained(batch, i):
+    return [t for t in range(*parts_of(batch)[i].indices(10**9)) if batch["loss_mask"][t]]
+
+
+def by_token(batch, values):
+    """Each trajectory's value on its trained tokens."""
+    result = torch.zeros(len(batch["input_ids"])).double()
+    for i, value in enumerate(values):
+        result[trained(batch, i)] = float(value)
+    return result
+
+
+def whitened(batch, values):
+    """values: `[N]`; mean and population deviation over all trained tokens."""
+    kept = [float(values[t]) for i in range(len(batch)) for t in trained(batch, i)]
+    result = torch.zeros(len(values)).double()
+    for i in range(len(batch)):
+        for t in trained(batch, i):
+            result[t] = (float(values[t]) - mean(kept)) / (pstdev(kept) + 1e-6)
+    return result
+
+
+def discounted(batch, discount):
+    """The reward stands on the last trained token."""
+    result = torch.zeros(len(batch["input_ids"])).double()
+    for i, reward in enumerate(batch["rewards"].tolist()):
+        for distance, t in enumerate(reversed(trained(batch, i))):
+            result[t] = reward * discount**distance
+    return result
+
+
+def gae_by_turn(batch, discount, trace_decay):
+    result = torch.zeros(len(batch["input_ids"])).double()
+    for i, reward in enumerate(batch["rewards"].tolist()):
+        turns = []
+        for t in trained(batch, i):
+            if turns and turns[-1][-1] == t - 1:
+                turns[-1].append(t)
+            else:
+                turns.append([t])
+        advantage, value = 0.0, 0.0
+        for turn in reversed(turns):
+            own = float(batch["values"][turn[0]])
+            delta = (reward if turn is turns[-1] else 0.0) + discount * value - own
+            advantage, value = delta + discount * trace_decay * advantage, own
+            result[turn] = advantage
+    return result
+
+
+def gae_by_token(batch, discount, trace_decay):
+    result = torch.zeros(len(batch["input_ids"])).double()
+    for i, reward in enumerate(batch["rewards"].tolist()):
+        advantage, value = 0.0, 0.0
+        for number, t in enumerate(reversed(trained(batch, i))):
+            own = float(batch["values"][t])
+            delta = (reward if number == 0 else 0.0) + discount * value - own
+            advantage, value = delta + discount * trace_decay * advantage, own
+            result[t] = advantage
+    return result
+
+
+def best_of(batch, k):
+    """Over all subsets of k (all of a smaller group), by listing them."""
+    result, rewards = [0.0] * len(batch), batch["rewards"].double().tolist()
+    for i in range(len(batch)):
+        size = min(k, len(group_of(i)))
+        subsets = list(combinations(group_of(i), size))
+        best = [max(rewards[j] for j in subset) for subset in subsets]
+        with_it = [b for b, subset in zip(best, subsets, strict=True) if i in subset]
+        if len(set(best)) > 1:
+            result[i] = (mean(with_it) - mean(best)) / (pstdev(best) + 1e-6)
+    return result
+
+
+def expected(name, batch, args):
+    """The definitions, trajectory by trajectory."""
+    r, group = batch["rewards"].double().tolist(), [group_of(i) for i in range(len(batch))]
+    count, center = (
+        range(len(batch)),
+        [mean(batch["rewards"].double()[group_of(i)].tolist()) for i in range(len(batch))],
+    )
+    length = [len(trained(batch, i)) for i in count]
+
+    def deviation(i):
+        values = [r[j] for j in group[i]]
+        return stdev(values) if len(set(values)) > 1 else 0.0
+
+    def by_length(i):
+        weights = [length[j] for j in group[i]]
+        weights = weights if any(weights) else [1] * len(weights)
+        return sum(w * r[j] for w, j in zip(weights, group[i], strict=True)) / sum(weights)
+
+    def per_std(i):
+        return (r[i] - center[i]) / (deviation(i) + 1e-6) if deviation(i) else 0.0
+
+    groups = {tuple(g) for g in group}
+    informative = [g for g in groups if deviation(g[0])]
+    if name == "cpgd":
+        factor = min(len(groups) / max(len(informative), 1), args.get("most", 3.0))
+        weight = {"equal": 1.0, "clip_filter": factor, "std": None}[args.get("weight", "std")]
+        return by_token(batch, [per_std(i) if weight is None else weight * (r[i] - center[i]) for i in count])
+    return {
+        "group_norm": lambda: by_token(batch, map(per_std, count)),
+        "dr_grpo": lambda: by_token(batch, [r[i] - center[i] for i in count]),
+        "rloo": lambda: by_token(batch, [r[i] - mean(r[j] for j in others(i)) if others(i) else 0.0 for i in count]),
+        "reinforce": lambda: discounted(batch, args.get("discount", 1.0)),
+        "reinforce++": lambda: whitened(batch, discounted(batch, args.get("discount", 1.0))),
+        "reinforce++-baseline": lambda: whitened(batch, by_token(batch, [r[i] - center[i] for i in count])),
+        "remax": lambda: by_token(batch, [r[i] - float(batch["greedy_reward"][i]) for i in count]),
+        "opo": lambda: by_token(batch, [r[i] - by_length(i) for i in count]),
+        "maxrl": lambda: by_token(batch, [(r[i] - center[i]) / center[i] if center[i] > 0 else 0.0 for i in count]),
+        "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
+        "gae": lambda: whitened(
+            batch,
+            (gae_by_turn if args.get("level") == "turn" else gae_by_token)(
+                batch, args.get("discount", 1.0), args.get("trace_decay", 1.0)
+            ),
+        ),
+    }[name]()
+
+
+ARGS = [(name, {}) for name in ESTIMATORS] + [
+    ("reinforce", {"discount": 0.9}),
+    ("reinforce++", {"discount": 0.8}),
+    ("cpgd", {"weight": "equal"}),
+    ("cpgd", {"weight": "clip_filter"}),
+    ("cpgd", {"weight": "clip_filter", "most": 1.1}),
+    ("pass@k", {"k": 1}),
+    ("pass@k", {"k": 2}),
+    ("pass@k", {"k": 3}),
+    ("gae", {"discount": 0.9, "trace_decay": 0.7}),
+    ("gae", {"discount": 0.9, "trace_decay": 0.7, "level": "turn"}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), ARGS, ids=lambda value: str(value))
+@pytest.mark.parametrize("binary", [False, True], ids=["any reward", "0 and 1"])
+def test_estimator_is_its_definition_on_ragged_batches(name, args, binary):
+    for seed in range(3):
+        batch = ragged_batch(seed, binary)
+        torch.testing.assert_close(
+            advantages(batch, name, args=args), expected(name, batch, args), rtol=2e-6, atol=2e-6
+        )
+
+
+@pytest.mark.parametrize(("name", "args"), ARGS, ids=lambda value: str(value))
+def test_the_order_of_trajectories_changes_nothing(name, args):
+    """As gathered from another number of data-parallel heads: in another order, with other group numbers."""
+    batch = ragged_batch()
+    before = advantages(batch, name, args=args)
+    order = [4, 0, 8, 2, 6, 7, 1, 3, 5]
+    shuffled = batch.select(order)
+    shuffled.sequences["group"] = 20 - 2 * shuffled["group"]
+    after = advantages(shuffled, name, args=args)
+    parts = parts_of(batch)
+    torch.testing.assert_close(after, torch.cat([before[parts[i]] for i in order]), rtol=1e-6, atol=1e-6)
+
+
+# reinforce++-baseline moves every advantage by the batch's mean
+@pytest.mark.parametrize("name", [name for name in COMPARE_GROUP if name != "reinforce++-baseline"])
+def test_a_group_of_one_and_one_without_variance_have_no_advantage(name):
+    batch = ragged_batch()
+    rewards = torch.where(batch["group"] == 4, 0.3, batch["rewards"])
+    rewards[3] = rewards[3].nextafter(torch.tensor(1.0))  # another rounding of the same reward
+    batch.sequences["rewards"] = rewards
+    found, parts = advantages(batch, name, args={"k": 2} if name == "pass@k" else {}), parts_of(batch)
+    assert all(found[parts[i]].abs().max() < 1e-6 for i in (0, 2, 3, 6)) and found.abs().max() > 0.1
+
+
+def test_group_norm_by_hand():
+    rewards, group = torch.tensor([1.0, 5.0, 3.0, 2.0]), torch.tensor([7, 4, 7, 4])
+    # group 7: mean 2, sample std sqrt(2); group 4: mean 3.5, sample std sqrt(4.5)
+    by_hand = torch.tensor([-1 / 2**0.5, 1.5 / 4.5**0.5, 1 / 2**0.5, -1.5 / 4.5**0.5]).double()
+    torch.testing.assert_close(normalize(rewards, group, mean="group", std="group"), by_hand, rtol=1e-5, atol=1e-5)
+
+
+def test_rloo_is_grpo_without_std_times_n_over_n_minus_1():
+    batch = ragged_batch()
+    n = torch.tensor([float(len(group_of(i))) for i in range(len(batch))])
+    factor = batch.spread(n / (n - 1).clamp_min(1))
+    torch.testing.assert_close(advantages(batch, "rloo"), advantages(batch, "dr_grpo") * factor, rtol=1e-6, atol=1e-6)
+
+
+def test_pass_at_1_is_grpo_with_the_populations_deviation():
+    batch = ragged_batch()
+    n = torch.tensor([float(len(group_of(i))) for i in range(len(batch))])
+    factor = batch.spread((n / (n - 1).clamp_min(1)).sqrt())
+    found = advantages(batch, "pass@k", args={"k": 1})
+    torch.testing.assert_close(found, advantages(batch) * factor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_of_a_group_of_six_is_that_of_its_listed_subsets(k):
+    rewards = [0.5, -1.0, 2.0, 0.5, 0.0, 3.0]
+    subsets = list(combinations(range(6), k))
+    best = [max(rewards[j] for j in subset) for subset in subsets]
+    wanted = [0.0] * 6
+    if k < 6:
+        with_it = [[b for b, subset in zip(best, subsets, strict=True) if i in subset] for i in range(6)]
+        wanted = [(mean(own) - mean(best)) / pstdev(best) for own in with_it]
+    tokens = {"input_ids": torch.arange(6), "loss_mask": torch.ones(6, dtype=torch.bool)}
+    sequences = {"rewards": torch.tensor(rewards), "group": torch.zeros(6, dtype=torch.int64)}
+    found = advantages(TrajectoryBatch(tokens, sequences, torch.arange(7)), "pass@k", args={"k": k})
+    torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_turns_are_runs_of_trained_tokens_and_end_with_their_sequence():
+    mask = torch.tensor([False, True, True, True, False, True, True, False, False])
+    turn, bounds = turns_of(mask, torch.tensor([0, 3, 6, 6, 7, 9]))
+    assert turn.tolist() == [-1, 0, 0, 1, -1, 2, 3, -1, -1] and bounds.tolist() == [0, 1, 3, 3, 4, 4]
+    assert first_of_turn(turn).tolist() == [1, 3, 5, 6]
+    assert spread_over_turns(torch.arange(4.0) + 1, turn).tolist() == [0, 1, 1, 2, 0, 3, 4, 0, 0]
+    none, empty = turns_of(torch.zeros(0, dtype=torch.bool), torch.tensor([0]))
+    assert len(none) == len(first_of_turn(none)) == 0 and empty.tolist() == [0]
+
+
+def test_opo_is_grpo_without_std_where_all_replies_have_one_length():
+    tokens = {"input_ids": torch.arange(12), "loss_mask": torch.tensor([False, True, True] * 4)}
+    sequences = {"rewards": torch.tensor([1.0, 0.0, 0.5, 2.0]), "group": torch.tensor([0, 0, 1, 1])}
+    batch = TrajectoryBatch(tokens, sequences, torch.arange(0, 13, 3))
+    torch.testing.assert_close(advantages(batch, "opo"), advantages(batch, "dr_grpo"))
+
+
+MEANS = {
+    "none": lambda r, i: 0.0,
+    "group": lambda r, i: mean(r[j] for j in group_of(i)),
+    "batch": lambda r, i: mean(r),
+}
+STDS = {
+    "none": lambda r, i: 1.0 - 1e-6,
+    "group": lambda r, i: stdev(r[j] for j in group_of(i)) if others(i) else float("inf"),
+    "batch": lambda r, i: pstdev(r),
+}
+
+
+@pytest.mark.parametrize("center", MEANS)
+@pytest.mark.parametrize("scale", STDS)
+def test_mean_and_deviation_are_chosen_apart(center, scale):
+    batch = ragged_batch()
+    r = batch["rewards"].double().tolist()
+    wanted = [(r[i] - MEANS[center](r, i)) / (STDS[scale](r, i) + 1e-6) for i in range(len(r))]
+    found = advantages(batch, "dr_grpo", advantage_mean=center, advantage_std=scale)
+    torch.testing.assert_close(found, by_token(batch, wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_advantages_are_clipped_after_they_are_normalised():
+    batch = ragged_batch()
+    torch.testing.assert_close(advantages(batch, advantage_clip=0.5), advantages(batch).clamp(-0.5, 0.5))
+
+
+def test_rewards_by_token_stand_where_the_workflow_put_them():
+    batch = ragged_batch()
+    given = torch.where(batch["loss_mask"], batch["values"], 99.0)  # what an untrained token got is nobody's
+    batch.tokens["rewards"] = given
+    del batch.sequences["rewards"]
+    found = advantages(batch, "reinforce", args={"discount": 0.5})
+    result = torch.zeros(len(given)).double()
+    for i in range(len(batch)):
+        after = 0.0
+        for t in reversed(trained(batch, i)):
+            after = float(given[t]) + 0.5 * after
+            result[t] = after
+    torch.testing.assert_close(found, result, rtol=1e-5, atol=1e-6)
+
+
+def test_remax_without_greedy_reward_names_the_workflow():
+    batch = ragged_batch()
+    del batch.sequences["greedy_reward"]
+    with pytest.raises(ValueError, match="no greedy_reward.*ReMaxWorkflow"):
+        advantages(batch, "remax")
+
+
+def test_arguments_and_names_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="algo.advantage_args = {'lambda': 1}: .* are discount=1.0"):
+        find_estimator("reinforce", {"lambda": 1})
+    with pytest.raises(ValueError, match="algo.advantage = 'tests.unit.nowhere:f': module .* cannot be imported"):
+        find_estimator("tests.unit.nowhere:f", {})
+    with pytest.raises(ValueError, match="algo.advantage = 'tests.unit.ragged:f': module .* has no 'f'"):
+        find_estimator("tests.unit.ragged:f", {})
+    with pytest.raises(ValueError, match="algo.advantage_args.weight = 'x': must be equal, std or clip_filter"):
+        advantages(ragged_batch(), "cpgd", args={"weight": "x"})
+    with pytest.raises(ValueError, match="algo.advantage_args.k = 0: must be at least 1"):
+        advantages(ragged_batch(), "pass@k", args={"k": 0})
+    with pytest.raises(ValueError, match=r"returned \(1,\); must be one number for each of 9 trajectories, or .* 61"):
+        advantages(ragged_batch(), f"{__name__}:wrong_shape")
+
+
+def wrong_shape(batch):
+    return torch.zeros(1)
+
+
+def best_reply_only(batch, *, margin=0.0):
+    """1 for the best reply of a group, 0 for the others."""
+    best = torch.stack([batch["scores"][batch["group"] == g].max() for g in batch["group"]])
+    return (batch["scores"] >= best - margin).double()
+
+
+compares_best = registry.estimator(mean="group", compares_group=True)(best_reply_only)
+
+
+def test_a_users_own_estimator_is_found_by_its_import_path():
+    batch = ragged_batch()
+    plain, decorated = (advantages(batch, f"{__name__}:{name}") for name in ("best_reply_only", "compares_best"))
+    best = [float(batch["rewards"][i] == max(batch["rewards"][j] for j in group_of(i))) for i in range(len(batch))]
+    torch.testing.assert_close(plain, by_token(batch, best))
+    center = [mean(best[j] for j in group_of(i)) for i in range(len(batch))]
+    torch.testing.assert_close(decorated, by_token(batch, [b - c for b, c in zip(best, center, strict=True)]))
+    all_of_them = advantages(batch, f"{__name__}:best_reply_only", args={"margin": 100.0})
+    torch.testing.assert_close(all_of_them, by_token(batch, [1.0] * len(batch)))
+
+
+def test_the_config_knows_the_catalogues_names():
+    assert tuple(sorted(registry.ESTIMATORS)) == tuple(sorted(ESTIMATORS))
+    assert {name for name, entry in registry.ESTIMATORS.items() if entry.compares_group} == set(COMPARE_GROUP)
+
+
+# -- reward shaping ---------------------------------------------------------------------------------------------------
+
+
+def shaped(batch, *, algo=None, longest_reply=8, shaper=None, **options):
+    algo = algo or AlgorithmConfig()
+    shaper = shaper or RewardShaper(RewardShapingConfig(**options), algo, longest_reply=longest_reply)
+    shaper(batch)
+    return batch["scores"]
+
+
+def test_an_overlong_reply_loses_what_it_is_into_the_buffer():
+    lengths = (3, 6, 7, 8, 11)
+    mask = torch.cat([torch.arange(n + 1) > 0 for n in lengths])
+    sequences = {"rewards": torch.ones(5), "group": torch.zeros(5, dtype=torch.int64)}
+    starts = torch.tensor([0, *(n + 1 for n in lengths)]).cumsum(0)
+    batch = TrajectoryBatch({"input_ids": torch.arange(len(mask)), "loss_mask": mask}, sequences, starts)
+    # longest 8, buffer 4: free up to 4 tokens, then a quarter a token
+    found = shaped(batch, overlong_buffer=4, overlong_penalty=2.0)
+    assert found.tolist() == [1.0, 1.0 - 2 * 0.5, 1.0 - 2 * 0.75, 1.0 - 2.0, 1.0 - 2.0]
+    last = batch.cu_seqlens[1:] - 1
+    assert batch["token_rewards"][last].tolist() == found.tolist(), "the token's reward is the shaped one"
+    assert batch["token_rewards"].count_nonzero() == found.count_nonzero()
+
+
+def test_a_reward_per_token_and_its_clip():
+    batch = ragged_batch()
+    lengths = torch.tensor([max(len(trained(batch, i)), 1) for i in range(len(batch))])
+    wanted = (batch["rewards"].double() / lengths).clamp(-0.1, 0.1)
+    torch.testing.assert_close(shaped(batch, per_token=True, clip=0.1), wanted)
+
+
+@pytest.mark.parametrize("running", ["std", "mean_std"])
+def test_running_normalisation_knows_all_rewards_so_far_also_after_a_checkpoint(running):
+    batches = [ragged_batch(seed) for seed in range(3)]
+    options = RewardShapingConfig(running=running)
+    shaper = RewardShaper(options, AlgorithmConfig(), longest_reply=8)
+    for number, batch in enumerate(batches):
+        found = shaped(batch, shaper=shaper)
+        seen = torch.cat([b["rewards"] for b in batches[: number + 1]]).double()
+        center = seen.mean() if running == "mean_std" else 0.0
+        torch.testing.assert_close(found, (batch["rewards"].double() - center) / seen.std(correction=0))
+        state, shaper = shaper.state_dict(), RewardShaper(options, AlgorithmConfig(), longest_reply=8)
+        shaper.load_state_dict(state)
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_a_kl_penalty_in_the_reward_stands_on_each_token(estimate):
+    batch = ragged_batch()
+    algo = AlgorithmConfig(kl_coefficient=0.3, kl_in="reward", kl_estimator=estimate)
+    scores = shaped(batch, algo=algo)
+    d = batch["proximal_logprobs"].double() - batch["ref_logprobs"].double()
+    penalty = 0.3 * {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimate]
+    for i, reward in enumerate(batch["rewards"].double().tolist()):
+        places = trained(batch, i)
+        wanted = [-float(penalty[t]) for t in places]
+        wanted[-1:] = [wanted[-1] + reward] if places else []
+        assert batch["token_rewards"][places].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert float(scores[i]) == pytest.approx(reward - float(penalty[places].sum()), abs=1e-6)
+    assert not batch["token_rewards"][~batch["loss_mask"]].any()
+
+
+def test_the_kl_coefficient_is_steered_to_its_target_and_checkpointed():
+    algo = AlgorithmConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k3", kl_target=0.05, kl_horizon=90.0)
+    shaper, batch = RewardShaper(RewardShapingConfig(), algo, longest_reply=8), ragged_batch()
+    shaped(batch, shaper=shaper)
+    assert shaper.last["reward/kl"] > 0.06  # more than a fifth above the target
+    assert shaper.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * len(LENGTHS) / 90))
+    batch.tokens["proximal_logprobs"] = batch["ref_logprobs"]
+    again = RewardShaper(RewardShapingConfig(), algo, longest_reply=8)
+    again.load_state_dict(shaper.state_dict())
+    shaped(batch, shaper=again)
+    assert again.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * len(LENGTHS) / 90) * (1 - 0.2 * len(LENGTHS) / 90))
+
+
+def test_every_entry_says_its_formula_and_source():
+    for entry in (*registry.ESTIMATORS.values(), *registry.LOSSES.values()):
+        lines = inspect.getdoc(entry.function).splitlines()
+        assert lines[0].endswith(".") and any(line.startswith("Source: ") for line in lines)

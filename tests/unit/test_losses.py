@@ -1,0 +1,334 @@
+"""Every policy loss, weight and aggregation against float64 sums over tokens and trajectories, gradients included."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from megatron_rl.algo import registry
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
+from megatron_rl.algo.catalogue import find_loss
+from megatron_rl.algo.control import EntropyController
+from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.algo.selection import high_entropy, second_moment
+from megatron_rl.batch import packing
+from megatron_rl.config import LOSSES, AlgorithmConfig, CorrectionConfig
+from tests.unit.loss_definitions import defined_loss
+from tests.unit.ragged import LENGTHS, UNTRAINED, parts_of, ragged_batch
+
+AGGREGATIONS = {"token_mean": 0, "sequence_mean": 0, "sequence_sum": 0, "constant": 7}
+
+
+def policy_batch(seed=0):
+    """A ragged batch with advantages, and a trained policy's log-probs and entropies `[N]`, near the proximal ones."""
+    batch = ragged_batch(seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+    noise = torch.randn(3, len(batch["input_ids"]), generator=generator, dtype=torch.float64)
+    batch.tokens["advantages"] = noise[0].float()
+    policy = (batch["proximal_logprobs"].double() + 0.3 * noise[1]).clamp_max(-0.01)
+    return batch, policy, noise[2].abs()
+
+
+def packed(batch, order, values):
+    """The trajectories in `order` as one microbatch: its rows, and `[N]` values by row, 0 where nothing is trained."""
+    microbatch = packing.to_microbatch(batch, list(order))
+    rows, source = microbatch.rows, microbatch.source
+    return rows, [torch.where(rows["labels"] >= 0, v[source.clamp_min(0)], 0.0) for v in values]
+
+
+WHOLE = (tuple(range(len(LENGTHS))),)
+
+
+def run(options, correction=None, *, splits=WHOLE, seed=0):
+    """Loss and gradients `[N]` by log-prob and entropy of the batch's mean, over any split into microbatches."""
+    batch, policy, entropies = policy_batch(seed)
+    weigh = None
+    if options.aggregation != "token_mean":
+        set_row_weights(batch, options)
+        weigh = trained_sequences
+    own, h = policy.clone().requires_grad_(), entropies.clone().requires_grad_()
+    loss, weight = torch.zeros((), dtype=torch.float64), 0
+    for split in splits:
+        rows, (logprobs, entropy) = packed(batch, split, (own, h))
+        part, _ = PolicyLoss(options, correction or CorrectionConfig())(logprobs, entropy, rows)
+        loss = loss + part
+        weight += int(weigh(rows)) if weigh else int((rows["labels"] >= 0).sum())
+    gradients = torch.autograd.grad(loss / weight, (own, h), allow_unused=True, materialize_grads=True)
+    return (loss / weight).detach(), *gradients
+
+
+def by_definition(options, correction=None, *, seed=0):
+    """The same as `run` by loops over trajectories and tokens."""
+    batch, policy, entropies = policy_batch(seed)
+    own, h = policy.clone().requires_grad_(), entropies.clone().requires_grad_()
+    loss = defined_loss(options, correction or CorrectionConfig(), batch, own, h)
+    gradients = torch.autograd.grad(loss, (own, h), allow_unused=True, materialize_grads=True)
+    return loss.detach(), *gradients
+
+
+def assert_same(found, right):
+    for mine, true in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-6, atol=1e-8)  # columns of a batch are float32
+
+
+OPTIONS = {
+    **{name: {"loss": name} for name in LOSSES},
+    "clip-higher, dual clip": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.3},
+    "gspo, tight": {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02},
+    "sapo, uneven": {"loss": "sapo", "loss_args": {"positive": 0.5, "negative": 3.0}},
+    "cpgd, drift": {"loss": "cpgd", "loss_args": {"drift": 0.7, "drift_cap": 1.0}},
+    "dppo, tight": {"loss": "dppo", "loss_args": {"bound": 0.02, "most": 1.1}},
+    **{k: {"kl_coefficient": 0.1, "kl_estimator": k} for k in ("k1", "k2", "k3", "unbiased")},
+    "cpgd, kl and entropy": {"loss": "cpgd", "kl_coefficient": 0.2, "entropy_coefficient": 0.3},
+    "entropy": {"entropy_coefficient": 0.3, "loss": "cispo"},
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_loss_and_gradients_are_those_of_the_definition(options, aggregation):
+    options = AlgorithmConfig(**options, aggregation=aggregation, aggregation_length=AGGREGATIONS[aggregation])
+    assert_same(run(options), by_definition(options))
+
+
+CORRECTIONS = {
+    "plain PPO": CorrectionConfig(proximal="behavior"),
+    **{
+        f"{weight} by {level}": CorrectionConfig(weight=weight, level=level, low=0.9, high=1.1)
+        for weight in ("mask", "clamp")
+        for level in ("token", "sequence")
+    },
+}
+
+
+# a fused loss by row and one by sequence; one in plain torch
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cpgd"])
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_behaviour_weights_are_those_of_the_definition(loss, correction):
+    options = AlgorithmConfig(loss=loss, aggregation="sequence_mean", entropy_coefficient=0.1)
+    assert_same(run(options, correction), by_definition(options, correction))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "dppo"])
+def test_the_split_into_microbatches_and_the_order_change_nothing(loss, aggregation):
+    length = AGGREGATIONS[aggregation]
+    options = AlgorithmConfig(loss=loss, aggregation=aggregation, aggregation_length=length, kl_coefficient=0.1)
+    whole = run(options)
+    for splits in (((8, 1, 0, 5), (3, 7), (2, 6, 4)), ((5,), (), (7, 6, 8), (0, 1, 2, 3, 4))):
+        assert_same(run(options, splits=splits), whole)
+
+
+def test_a_sequence_without_trained_tokens_does_not_count():
+    batch, *_ = policy_batch()
+    rows, _ = packed(batch, (0, UNTRAINED, 1), ())
+    assert trained_sequences(rows) == 2
+    idle, _ = packed(batch, (), ())
+    assert trained_sequences(idle) == 0
+
+
+def test_a_first_token_that_is_marked_as_trained_is_not_counted():
+    """Nothing predicts it."""
+    batch, *_ = policy_batch()
+    marked = batch.select(range(len(batch)))
+    marked.tokens["loss_mask"] = batch["loss_mask"].clone()
+    marked.tokens["loss_mask"][0] = True
+    for each in (batch, marked):
+        set_row_weights(each, AlgorithmConfig(aggregation="sequence_mean"))
+    assert torch.equal(marked["row_weights"], batch["row_weights"])
+
+
+def test_decoupled_ppo_whose_proximal_policy_is_the_behaviour_policy_is_ppo():
+    batch, policy, _ = policy_batch()
+    batch.tokens["proximal_logprobs"] = batch["logprobs"]
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, policy))
+    decoupled = PolicyLoss(AlgorithmConfig(), CorrectionConfig(weight="mask"))(logprobs, entropy, rows)[0]
+    plain = PolicyLoss(AlgorithmConfig(), CorrectionConfig(proximal="behavior"))(logprobs, entropy, rows)[0]
+    assert decoupled == plain != 0
+
+
+def test_gspo_on_sequences_of_one_token_is_ppo():
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(3, 16, generator=generator, dtype=torch.float64)
+    names = ("advantages", "logprobs", "proximal_logprobs")
+    rows = TensorDict(dict(zip(names, columns, strict=True)))
+    rows["labels"] = torch.where(torch.arange(16) % 2 == 0, 1, -100)
+    rows["cu_seqlens"] = torch.arange(0, 17, 2)
+    policy = columns[2] + 0.3 * torch.randn(16, generator=generator, dtype=torch.float64)
+    results = []
+    for name in ("gspo", "ppo_clip"):
+        own = policy.clone().requires_grad_()
+        loss, _ = PolicyLoss(AlgorithmConfig(loss=name))(own, torch.zeros(16).double(), rows)
+        results.append((loss.detach(), *torch.autograd.grad(loss, own)))
+    assert_same(*results)
+
+
+def test_k3_and_the_policy_drift_are_never_negative():
+    distance = torch.cat([torch.linspace(-3, 3, 61, dtype=torch.float64), torch.tensor([1e-9, -1e-5]).double()])
+    zeros = torch.zeros(len(distance))
+    names = ("advantages", "logprobs", "proximal_logprobs", "ref_logprobs")
+    rows = TensorDict(dict.fromkeys(names, zeros) | {"labels": zeros.long()})
+    divergence = PolicyLoss(AlgorithmConfig(kl_coefficient=1.0, loss="reinforce"))
+    drift = PolicyLoss(AlgorithmConfig(loss="cpgd", loss_args={"drift": 1.0}))
+    for loss in (divergence, drift):
+        each = [float(loss(d[None], d[None] * 0, rows.apply(lambda v: v[:1]))[0]) for d in distance]
+        assert min(each) >= 0 and each[0] > 1
+    own = distance.clone().requires_grad_()
+    slope = torch.autograd.grad(drift(own, own * 0, rows)[0], own)[0]
+    torch.testing.assert_close(slope, (distance.exp() - 1).clamp_max(0.2), rtol=1e-6, atol=1e-9)
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_divergence():
+    """Over all tokens of a small vocabulary, weighed by the proximal policy's chance of sampling them."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ref, old = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, ref, old = (x.log_softmax(0) for x in (logits, ref, old))
+    exact = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)[0]
+    rows = TensorDict(
+        {
+            "labels": torch.ones(5, dtype=torch.int64),
+            "advantages": torch.zeros(5),
+            "logprobs": old,
+            "proximal_logprobs": old,
+            "ref_logprobs": ref,
+            "row_weights": old.exp(),
+        }
+    )
+    options = AlgorithmConfig(kl_coefficient=1.0, kl_estimator="unbiased")
+    loss, _ = PolicyLoss(options)(policy, torch.zeros(5).double(), rows)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)
+    biased, _ = PolicyLoss(AlgorithmConfig(kl_coefficient=1.0))(policy, torch.zeros(5).double(), rows)
+    assert (torch.autograd.grad(biased, logits)[0] - exact).abs().max() > 0.01
+
+
+# -- which tokens count -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["sequence", "batch"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_the_highest_entropies_are_kept(level, share):
+    batch = ragged_batch()
+    kept = high_entropy(batch, share=share, level=level)
+    parts = parts_of(batch) if level == "sequence" else [slice(0, len(kept))]
+    for part in parts:
+        mask, own, entropy = batch["loss_mask"][part], kept[part], batch["entropies"][part]
+        assert int(own.sum()) == math.ceil(round(share * int(mask.sum()), 6)) and not (own & ~mask).any()
+        if own.any() and (mask & ~own).any():
+            assert entropy[own].min() >= entropy[mask & ~own].max()
+
+
+def test_of_equal_entropies_as_many_are_kept():
+    batch = ragged_batch()
+    batch.tokens["entropies"] = torch.ones_like(batch["entropies"])
+    kept = high_entropy(batch, share=0.5, level="batch")
+    assert int(kept.sum()) == math.ceil(int(batch["loss_mask"].sum()) / 2)
+
+
+def test_the_second_moment_of_the_kept_tokens_is_within_its_bound():
+    batch = ragged_batch()
+    square = (batch["proximal_logprobs"] - batch["logprobs"]).double().square()
+    mask = batch["loss_mask"]
+    kept = second_moment(batch, bound=0.02)
+    assert 0 < kept.sum() < mask.sum() and not (kept & ~mask).any()
+    assert square[kept].mean() <= 0.02
+    dropped = mask & ~kept
+    assert square[dropped].min() >= square[kept].max()
+    one_more = torch.cat([square[kept], square[dropped].min()[None]])
+    assert one_more.mean() > 0.02, "no fewer than needed"
+    assert torch.equal(second_moment(batch, bound=10.0), mask)
+
+
+def test_tokens_that_are_left_out_lose_their_advantage_and_stay_in_the_denominator():
+    batch, policy, entropies = policy_batch()
+    options = AlgorithmConfig(high_entropy_share=0.3, high_entropy_level="sequence", loss="m2po")
+    actor = PolicyActor(None, options, temperature=1.0)
+    assert actor.columns_needed == ["proximal_logprobs", "entropies"]
+    actor.compute_advantages(batch)
+    plain = batch.select(range(len(batch)))
+    PolicyActor(None, AlgorithmConfig(), temperature=1.0).compute_advantages(plain)
+    before = plain["advantages"]
+    kept = high_entropy(batch, share=0.3, level="sequence") & second_moment(batch)
+    assert torch.equal(batch["advantages"], before.masked_fill(~kept, 0.0)) and 0 < kept.sum()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    loss, sums = PolicyLoss(options)(logprobs, entropy, rows)
+    ratio = (policy - batch["proximal_logprobs"].double()).exp()
+    torch.testing.assert_close(loss, -(ratio * before.double())[kept].sum())
+    assert sums["tokens"] == batch["loss_mask"].sum()
+
+
+# -- adaptive entropy, a user's own loss, names -----------------------------------------------------------------------
+
+
+def test_the_entropy_bonus_follows_its_target():
+    options = AlgorithmConfig(entropy_coefficient=0.01, entropy_target=0.5, entropy_step=0.002)
+    control, seen = EntropyController(options), []
+    for entropy in (0.4, 0.45, 0.9, 0.9, 0.3):
+        control.update(entropy)
+        again = EntropyController(options)
+        again.load_state_dict(control.state_dict())
+        control = again
+        seen.append((round(control.value, 6), round(control.coefficient, 6)))
+    # grows below the target; above it shrinks and is not applied
+    assert seen == [(0.012, 0.012), (0.014, 0.014), (0.012, 0.0), (0.01, 0.0), (0.012, 0.012)]
+    fixed = EntropyController(AlgorithmConfig(entropy_coefficient=0.01))
+    fixed.update(9.0)
+    assert fixed.coefficient == 0.01
+
+
+def squared(rows, options, *, factor=1.0):
+    """Pull u to 1 + A."""
+    return factor * (rows.log_ratio.exp() - 1 - rows.advantages).square()
+
+
+@registry.loss(by_sequence=True)
+def summed(rows, options):
+    """-A times the sequence's summed log p."""
+    lengths = rows.cu_seqlens.diff()
+    parts = torch.stack([part.sum() for part in rows.logprobs.split(lengths.tolist())])
+    return -rows.advantages * parts.repeat_interleave(lengths)
+
+
+def test_a_users_own_loss_is_found_by_its_import_path():
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    mask = batch["loss_mask"]
+    plain = PolicyLoss(AlgorithmConfig(loss=f"{__name__}:squared", loss_args={"factor": 2.0}))
+    loss, _ = plain(logprobs, entropy, rows)
+    ratio = (policy - batch["proximal_logprobs"].double()).exp()
+    torch.testing.assert_close(loss, 2 * (ratio - 1 - batch["advantages"].double())[mask].square().sum())
+    assert not plain.by_sequence
+    whole = PolicyLoss(AlgorithmConfig(loss=f"{__name__}:summed"))
+    wanted = sum(-batch["advantages"].double()[p][mask[p]].sum() * policy[p][mask[p]].sum() for p in parts_of(batch))
+    torch.testing.assert_close(whole(logprobs, entropy, rows)[0], wanted)
+    assert whole.by_sequence
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*are drift=0.01, drift_cap=0.2"):
+        find_loss("cpgd", {"cap": 1})
+    with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*the arguments of algo.loss are none"):
+        find_loss("ppo_clip", {"cap": 1})
+    with pytest.raises(ValueError, match="algo.loss = 'dpo': must be one of ppo_clip"):
+        find_loss("dpo", {})
+
+
+def test_the_config_knows_the_catalogues_names():
+    assert set(registry.LOSSES) == set(LOSSES)
+
+
+def test_a_loss_that_is_no_number_in_an_untrained_row_is_not_read():
+    batch, policy, _ = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, policy))
+    own = logprobs.detach().requires_grad_()
+    right = torch.autograd.grad(PolicyLoss(AlgorithmConfig(loss="cpgd"))(own, entropy, rows)[0], own)[0]
+    untrained = rows["labels"] < 0
+    for name in ("advantages", "logprobs", "proximal_logprobs"):
+        rows[name] = rows[name].masked_fill(untrained, float("inf"))
+    for loss in ("cpgd", "dppo"):
+        found = torch.autograd.grad(PolicyLoss(AlgorithmConfig(loss=loss))(own, entropy, rows)[0], own)[0]
+        assert found.isfinite().all() and not found[untrained].any()
+        if loss == "cpgd":
+            assert torch.equal(found, right)
