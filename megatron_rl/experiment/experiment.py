@@ -393,6 +393,7 @@ class Experiment:
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
         metrics |= self.timers.snapshot()
+        metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
         self.traces.end(step)
         self.traces.begin(step + 1)
         samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []

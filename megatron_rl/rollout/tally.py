@@ -22,7 +22,7 @@ class Tally:
         self._sums: dict[str, float] = defaultdict(float)
         self._most: dict[str, float] = {}
         self._in_flight = 0
-        self._busy_since = 0.0
+        self._busy_since = self._taken = time.monotonic()
 
     def add(self, **amounts: float) -> None:
         if not is_counted.get():
@@ -61,6 +61,7 @@ class Tally:
             self._accrue()
             sums, self._sums = self._sums, defaultdict(float)
             most, self._most = self._most, {}
+            seconds, self._taken = self._busy_since - self._taken, self._busy_since
         counts = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
         metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
         metrics |= {
@@ -71,6 +72,7 @@ class Tally:
             "rollout/request_retries": sums["request_retries"],
             "rollout/server_failures": sums["server_failures"],
             "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
+            "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
         }
         # A mean exists only where something was counted; 0 would read as a measurement.
         means = {

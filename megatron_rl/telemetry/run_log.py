@@ -29,10 +29,13 @@ METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
     # heading, metric, format
     ("reward", "reward/mean", ".3f"),
+    ("length", "rollout/reply_tokens", ",.0f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
     ("loss", "policy/loss", ".4f"),
     ("grad norm", "policy/grad_norm", ".3f"),
     ("staleness", "rollout/staleness", ".2f"),
+    ("idle trainer", "rollout/trainer_idle_share", ".0%"),
+    ("servers", "rollout/servers_idle_share", ".0%"),
     ("step time", "time/step", ".1f"),
 )
 """What the console shows of a step; a metric that the step lacks is left blank."""

@@ -19,6 +19,9 @@ METRICS = {
     "policy/loss": -0.0125,
     "policy/grad_norm": 0.5,
     "rollout/staleness": 0.0,
+    "rollout/reply_tokens": 12.4,
+    "rollout/trainer_idle_share": 0.25,
+    "rollout/servers_idle_share": 0.031,
     "time/step": 2.0,
 }
 
@@ -72,7 +75,8 @@ def test_console_that_is_no_terminal_gets_one_plain_line_per_step(tmp_path):
             log.log_step(step, METRICS)
         log.log_evaluation(2, "held_out", {"accuracy": 0.5, "prompts": 32})
     first, second, evaluation = console.file.getvalue().splitlines()
-    numbers = "reward 0.250  tokens/s 1,234  loss -0.0125  grad norm 0.500  staleness 0.00  step time 2.0 s"
+    numbers = "reward 0.250  length 12  tokens/s 1,234  loss -0.0125  grad norm 0.500  staleness 0.00  "
+    numbers += "idle trainer 25%  servers 3%  step time 2.0 s"
     assert first.startswith(f"step  1/12  {numbers}  elapsed ")
     assert "left" in first and second.startswith("step  2/12")
     assert evaluation == "evaluation held_out after 2 steps: accuracy 0.500  prompts 32"
