@@ -128,6 +128,7 @@ def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
     timers = PhaseTimers(on_change=watch.enter)
     with timers(phases[groups.rank]):
         told.wait(20 if groups.rank == 0 or leaves else 3)
+    dist.barrier(group=groups.control)  # rank 0 has the store, from which the other learns what was decided
     watch.close()
     return calls
 
