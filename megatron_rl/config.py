@@ -694,7 +694,7 @@ class RunConfig:
     folder: str = "runs/default"
     """Where metrics, report and weights are written."""
     import_from: list[str] = field(default_factory=list)
-    """Packages or modules beside megatron_rl from which rollout.workflow, rollout.reward and data may be imported.
+    """Packages or modules beside megatron_rl from which a config may import: workflow, reward, data, advantage, loss.
 
     A module of your own, such as my_rewards.py in a folder on PYTHONPATH: [my_rewards].
     """

@@ -2,13 +2,8 @@
 # PPO with a critic on a Slurm cluster: the job's first nodes (or GPUs) serve rollouts, the others train.
 #
 #   sbatch --nodes 12 scripts/train_ppo.sh configs/count_ppo_critic.yaml rollout.server_count=32 optimizer.lr=1e-6
-#   sbatch --nodes 4 : --nodes 8 --exclusive scripts/train_ppo.sh CONFIG      # a heterogeneous job: servers : trainers
-#   sbatch --array 1-5 scripts/train_ppo.sh CONFIG                            # five seeds; --sweep FILE: a line each
-#   sbatch --nodes 8 scripts/train_ppo.sh CONFIG --servers 0                  # servers are those of serve_rollouts.sh
-#   CONTAINER=image.sif CONTAINER_RUNTIME=apptainer sbatch scripts/train_ppo.sh CONFIG
 #
-# Options of sbatch on the command line win over those below; `megatron-rl plan CONFIG` prints a whole line. Those of the
-# script: .venv/bin/python -m megatron_rl.launch.slurm --help. Each rank and each server logs below run.folder.
+# Options, examples and environment are those of train_grpo.sh, which this hands over to; only the job's name differs.
 #SBATCH --job-name=ppo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -20,13 +15,5 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-: "${PYTHON:=.venv/bin/python}"                # a plain environment; runs the steps too, where there is no container
-: "${CONTAINER:=}" "${CONTAINER_RUNTIME:=pyxis}" "${CONTAINER_MOUNTS:=}"
-export PYTHONUNBUFFERED=1
-export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}"                        # as SGLang has it, which joins the trainer's group
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"    # as Megatron's tensor parallelism wants
-
-# exec: --signal's notice goes to this process, which hands it to the ranks. The steps' commands are echoed.
-exec "$PYTHON" -m megatron_rl.launch.slurm --container "$CONTAINER" --container-runtime "$CONTAINER_RUNTIME" \
-  --container-mounts "$CONTAINER_MOUNTS" "$@"
+# exec, as --signal's notice goes to this process; the working folder is that of sbatch.
+exec bash scripts/train_grpo.sh "$@"

@@ -17,7 +17,7 @@ from megatron_rl.launch.slurm import port_of
 
 pytestmark = pytest.mark.slow
 
-GRPO = "scripts/train_grpo.sh"
+GRPO, PPO = "scripts/train_grpo.sh", "scripts/train_ppo.sh"
 COUNT = "configs/count_grpo.yaml"
 SMALL = (
     *("batch.prompts_per_step=8", "generation.n_samples=4", "data.evaluation=", "warm_start.updates=0"),
@@ -200,6 +200,15 @@ def apptainer(tmp_path):
     for file in folder.iterdir():
         file.chmod(0o755)
     return folder
+
+
+def test_ppo_with_a_critic_trains_by_its_own_script(cluster, tmp_path):
+    folder = tmp_path / "ppo"
+    settings = (f"run.folder={folder}", *SMALL, "generation.n_samples=1", "run.steps=2", "critic.warmup_steps=1")
+    job = cluster.sbatch("ppo", *ONE_NODE, PPO, "configs/count_ppo_critic.yaml", *settings)
+    cluster.wait_for_state(job, "ppo", "COMPLETED")
+    assert steps(folder) == [0, 1], cluster.told("ppo")
+    assert all("critic/loss" in line for line in lines(folder) if line["kind"] == "step")
 
 
 def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):
