@@ -80,6 +80,7 @@ class Rollout:
         from megatron_rl.rollout.books import Place
         from megatron_rl.rollout.process import Beginning, RolloutProcess
         from megatron_rl.rollout.prompts import load_prompts
+        from megatron_rl.rollout.tokens import load_tokenizer
 
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
         overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]
@@ -89,8 +90,8 @@ class Rollout:
         os.sched_setaffinity(self.pid, {core})  # before it has threads
         prompts = load_prompts(config.data.train, config.data.train_args, key="data.train")
         place = Place(head=0, heads=1, life=1, fingerprint="", resumed=None)
-        begin = Beginning(config=config, place=place, prompts=prompts, held_out=prompts[:1], sys_path=sys.path)
-        self.process.begin(begin)
+        here = {"prompts": prompts, "held_out": prompts[:1], "sys_path": sys.path}
+        self.process.begin(Beginning(config=config, tokenizer=load_tokenizer(str(MODEL)), place=place, **here))
         self.process.connect([f"http://127.0.0.1:{port}"])
         self._next = 0
 

@@ -36,8 +36,9 @@ from rollout_server import commit, cpu_name
 
 from megatron_rl.config import EngineConfig, ModelConfig, RolloutConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.serving.supervisor import KEEP_FREED_MEMORY, free_port
+from megatron_rl.serving.server_process import KEEP_FREED_MEMORY
 from megatron_rl.update_group import join_update_group
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, Publication, plan_buckets

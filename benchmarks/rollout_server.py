@@ -23,7 +23,8 @@ from pathlib import Path
 import aiohttp
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
+from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.serving.supervisor import Supervisor
 
 
 def make_prompts(args: argparse.Namespace, count: int, wave: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     from pathlib import Path
@@ -22,6 +22,16 @@ if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
 
 class RolloutWorkflow(abc.ABC):
     """Says what data to generate for one prompt."""
+
+    IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
+    """Arguments of its constructor that a config gives as an import path, or as a mapping from import paths: it is
+    called with the objects that these name."""
+
+    @classmethod
+    def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
+        """Build what answers held-out prompts, from the arguments of the constructor: the same, unless a workflow
+        chooses by reward what it returns."""
+        return cls(**arguments)
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:

@@ -1,4 +1,7 @@
-"""The command `megatron-rl`: launch | plan | serve | convert | report | compare | algorithms."""
+"""The command `megatron-rl`.
+
+launch | sft | preferences | plan | eval | serve | convert | report | compare | algorithms
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,12 @@ def main(argv: list[str] | None = None) -> None:
     commands.add_parser(
         "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
     )
+    commands.add_parser("sft", help="a policy from the prompts' own answers: megatron-rl sft CONFIG", add_help=False)
+    commands.add_parser(
+        "preferences",
+        help="a policy (DPO) or a reward model from pairs of replies: megatron-rl preferences CONFIG",
+        add_help=False,
+    )
     plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
     plan.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
@@ -21,6 +30,11 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--gpus-per-node", type=_at_least_1, default=8)
     plan.add_argument("--device", choices=["a100", "h100", "h200", "b200"], default="h100")
     plan.add_argument("--json", action="store_true", help="for machines")
+    evaluated = commands.add_parser(
+        "eval", help="how well a model, or a run's newest weights, answers held-out prompts"
+    )
+    evaluated.add_argument("config", type=Path, help="experiment file, or a run's folder such as runs/demo")
+    evaluated.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. eval.temperature=1")
     commands.add_parser(
         "serve",
         help="a rollout server: megatron-rl serve MODEL --port 30000; with --backend sglang a real one",
@@ -40,12 +54,22 @@ def main(argv: list[str] | None = None) -> None:
     against = commands.add_parser("compare", help="several runs side by side: a table, and compare.html beside them")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
-    commands.add_parser("algorithms", help="the advantage estimators and policy losses, their formulas and sources")
+    commands.add_parser("algorithms", help="advantage estimators and losses, their formulas and sources")
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
 
         launch(rest)
+        return
+    if args.command == "sft":
+        from megatron_rl.sft import main as train_on_answers
+
+        train_on_answers(rest)
+        return
+    if args.command == "preferences":
+        from megatron_rl.preferences import main as train_on_pairs
+
+        train_on_pairs(rest)
         return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
@@ -55,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
         serve(rest)
         return
-    if args.command == "plan":  # argparse leaves what comes behind an option to us
+    if args.command in ("plan", "eval"):  # argparse leaves what comes behind an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -68,6 +92,10 @@ def main(argv: list[str] | None = None) -> None:
 
             options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
             print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+        elif args.command == "eval":
+            from megatron_rl.experiment.evaluate_command import evaluate
+
+            print(evaluate(args.config, args.overrides))
         elif args.command == "algorithms":
             from megatron_rl.algo.catalogue import table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 OURS = "megatron_rl"
@@ -38,6 +38,14 @@ def resolve(path: str, *, key: str, import_from: Sequence[str] | None = ()) -> A
     if inspect.isclass(found) or inspect.isroutine(found):  # one that the module has only imported is not its own
         _check_home(str(found.__module__), f"{key} = {path!r}: is defined in {found.__module__}, which", import_from)
     return found
+
+
+def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:
+    """Raise ValueError, which names `key`, unless a call with `given` values and then `args` fits the signature."""
+    try:
+        inspect.signature(function).bind(*[None] * given, **args)
+    except TypeError as error:
+        raise ValueError(f"{key} = {dict(args)}: {error}; its signature is {inspect.signature(function)}.") from error
 
 
 def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> None:

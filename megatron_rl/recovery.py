@@ -279,4 +279,5 @@ def fingerprint(config: TrainConfig) -> str:
     settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
     rollout, seed = config.rollout, config.run.seed
     settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
+    settings |= {"recipe": rollout.recipe}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

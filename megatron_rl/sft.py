@@ -1,6 +1,6 @@
 """Supervised training on prompts and their answers, with the same engine as RL.
 
-python -m megatron_rl.sft configs/count_grpo.yaml warm_start.updates=60     # writes run.folder/warm_start
+megatron-rl sft configs/count_grpo.yaml warm_start.updates=60     # writes run.folder/warm_start
 """
 
 from __future__ import annotations

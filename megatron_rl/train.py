@@ -6,15 +6,8 @@ torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml paralle
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from pathlib import Path
-
-from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import watch
-from megatron_rl.launch.notice import EXIT_STOPPED
-from megatron_rl.launch.placement import ranks_of_step
+from megatron_rl.config import TrainConfig
+from megatron_rl.launch import rank
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
@@ -27,7 +20,7 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
             batch = x.next_batch(step)
             if batch is None:
                 return False
-            x.score(batch)
+            batch = x.score(batch)
             with x.timers("advantages"):
                 x.compute_advantages(batch)
                 shares = x.split(batch, step)
@@ -48,40 +41,13 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("megatron_rl.train", description="Train a policy with RL.")
-    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
-    parser.add_argument("--dry-run", action="store_true", help="check everything that needs no server, then stop")
-    parser.add_argument(
-        "--resume",
-        default="",
-        metavar="auto|CHECKPOINT",
-        help="continue a run: auto takes the newest good checkpoint in run.folder, or starts where there is none",
-    )
-    parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
-    args = parser.parse_intermixed_args(argv)
-    os.environ |= ranks_of_step(os.environ)
-    try:
-        config = load_config(args.config, args.overrides)
-        config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-        if args.exit_with:
-            watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
-        if args.dry_run:
-            from megatron_rl.experiment import check
+    rank.main("megatron_rl.train", "Train a policy with RL.", _load, argv)
 
-            check(config)
-            print(config.to_yaml())
-        else:
-            if not train(config, resume=args.resume):
-                sys.exit(EXIT_STOPPED)
-    except ValueError as error:
-        sys.exit(f"megatron_rl.train: {error}")
-    except KeyboardInterrupt:
-        sys.exit("megatron_rl.train: interrupted")
-    except RuntimeError as error:
-        if not watch.is_lost_peer(error):
-            raise
-        watch.wait_to_be_stopped(int(os.environ.get("RANK", 0)))
+
+def _load() -> tuple[rank.Check, rank.Train]:
+    from megatron_rl.experiment import check
+
+    return check, train
 
 
 if __name__ == "__main__":

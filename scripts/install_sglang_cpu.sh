@@ -37,8 +37,8 @@ trap 'rm -f "$constraints"' EXIT
 "$python" -m pip freeze | grep -E '^(torch|transformers|tokenizers|numpy|safetensors)==' >"$constraints"
 
 set -x
-"$python" -m pip install --quiet --quiet -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
+"$python" -m pip install --quiet --quiet --no-compile -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
 rm -rf "$target" "$older" "$router"
-"$python" -m pip install --quiet --quiet --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
-"$python" -m pip install --quiet --quiet --no-deps --target "$older" -r "$requirements/sglang-older.txt"
-"$python" -m pip install --quiet --quiet --no-deps --target "$router" -r "$requirements/sglang-router.txt"
+"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
+"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$older" -r "$requirements/sglang-older.txt"
+"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$router" -r "$requirements/sglang-router.txt"

@@ -132,6 +132,48 @@ assert issubclass(MyActor, MegatronEngine)
     assert done.returncode == 0, done.stderr
 
 
+def test_own_estimator_and_reward_are_ten_lines_that_any_config_takes(tmp_path, monkeypatch):
+    pytest.importorskip("megatron", reason="megatron-core is not installed")
+    code, chosen = example("@estimator"), re.findall(r"`([\w.]+=\[?mine[^`\s]*)`", README)
+    assert len(code.splitlines()) <= 10 and len(chosen) == 3
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.chdir(ROOT)
+
+    from megatron_rl import platform
+
+    platform.prepare()
+    from megatron_rl.algo.actor import PolicyActor
+    from megatron_rl.config import load_config
+    from megatron_rl.experiment import check
+    from megatron_rl.rollout.configured import serve_rewards
+    from tests.unit.ragged import parts_of, ragged_batch
+
+    config = load_config("configs/count_grpo.yaml", chosen)
+    check(config)
+    undeclared = load_config("configs/count_grpo.yaml", [it for it in chosen if "import_from" not in it])
+    with pytest.raises(ValueError, match=r"algo.advantage = 'mine:squashed'.*set run.import_from=\[mine\]"):
+        check(undeclared)
+
+    recipe = serve_rewards(config)
+    try:
+        given = {"prompt": "6 * 7 =", "prompt_ids": [1], "completion_ids": [2, 3, 4], "answer": "42"}
+        assert recipe(completions=" 42\n", **given) == pytest.approx(0.97)
+        assert recipe(completions="43", **given) == pytest.approx(-0.03)
+    finally:
+        asyncio.run(recipe.close())
+
+    batch = ragged_batch()
+    PolicyActor(None, config.algo, temperature=1.0).compute_advantages(batch)
+    squashed, group = batch["rewards"].tanh(), batch["group"]
+    for number, part in enumerate(parts_of(batch)):
+        wanted = squashed[number] - squashed[group == group[number]].mean()
+        assert batch["advantages"][part].tolist() == pytest.approx(
+            (wanted * batch["loss_mask"][part]).tolist(), abs=1e-6
+        )
+
+
 def test_all_configs_are_listed():
     for path in (ROOT / "configs").glob("*.yaml"):
         assert f"configs/{path.name}" in README

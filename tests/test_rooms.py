@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experiment": EVERYTHING,
     "recovery": EVERYTHING,
     "plan": {"config", "rollout", "weights"},
+    "preferences": EVERYTHING,
     "sft": EVERYTHING,
     "train": EVERYTHING,
 }
@@ -158,6 +159,14 @@ def test_report_needs_no_torch():
 )
 def test_servers_clients_algorithms_and_plans_do_not_load_megatron(module):
     assert not imported_by(f"import {module}")[0] & {"megatron", "a process group"}
+
+
+def test_a_rollout_process_loads_neither_megatron_nor_transformers():
+    assert not imported_by("import megatron_rl.rollout.head")[0] & {"megatron", "transformers", "a process group"}
+
+
+def test_what_starts_a_server_needs_no_torch_itself():
+    assert not imported_by("import megatron_rl.serving.registered")[0] & {"torch", "aiohttp", "transformers"}
 
 
 def test_every_room_in_the_table_is_complete():

@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLING = {
     "rollout/channel.py": "what the trainer and its own child send each other over a pair of sockets",
+    "rollout/rewards/worker.py": "what the rollout process sends the workers that it started; they answer in JSON",
     "platform/upstream.py": "what forked writers put into a nameless file of their parent",
     "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",
 }

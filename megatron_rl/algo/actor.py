@@ -58,7 +58,7 @@ class PolicyActor:
     def columns_needed(self) -> list[str]:
         """What `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the reference,
         `proximal_logprobs` and `entropies` of the policy before the step's updates."""
-        penalizes = self.options.kl_in == "reward" and self.options.kl_coefficient > 0
+        penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
         needed += ["proximal_logprobs"] if penalizes or self.loss.select is not None else []
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])

@@ -52,7 +52,20 @@ def rloo(batch: TrajectoryBatch) -> Tensor:
     return (batch["scores"].double() - mean_of(batch["scores"], group)) * count / (count - 1).clamp_min(1.0)
 
 
-@estimator("reinforce")
+DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
+CPGD = {
+    "weight": (lambda value: value in ("equal", "std", "clip_filter"), "must be equal, std or clip_filter"),
+    "most": (lambda value: value >= 1, "must be at least 1; 1 weighs no group more"),
+}
+PASS_AT_K = {
+    "k": (
+        lambda value: isinstance(value, int) and value >= 1,
+        "must be at least 1; 1 is the reward of each reply alone",
+    )
+}
+
+
+@estimator("reinforce", rules=DISCOUNT)
 def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
     """sum over t' >= t of discount^(t' - t) r_t'.
 
@@ -62,7 +75,7 @@ def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
     return returns(batch, discount)
 
 
-@estimator("reinforce++", mean="batch", std="batch")
+@estimator("reinforce++", mean="batch", std="batch", rules=DISCOUNT)
 def reinforce_plus_plus(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
     """(G_t - mean over the batch's tokens) / their std, G_t the discounted return.
 
@@ -86,7 +99,7 @@ def reinforce_plus_plus_baseline(batch: TrajectoryBatch) -> Tensor:
 def remax(batch: TrajectoryBatch) -> Tensor:
     """r - r(greedy reply).
 
-    The greedy reply's reward is as the workflow reports it, without shaping.
+    Both are shaped; a KL penalty is in the sampled reply's alone.
     Source: arXiv 2310.10505
     """
     if "greedy_reward" not in batch:
@@ -94,7 +107,7 @@ def remax(batch: TrajectoryBatch) -> Tensor:
             f"algo.advantage = remax: the trajectories carry {sorted(batch.sequences)} and no greedy_reward; use a "
             f"workflow that reports it, e.g. megatron_rl.rollout.workflows:ReMaxWorkflow."
         )
-    return batch["scores"] - batch["greedy_reward"]
+    return batch["scores"] - batch["greedy_score"]
 
 
 @estimator("opo", compares_group=True)
@@ -107,7 +120,7 @@ def opo(batch: TrajectoryBatch) -> Tensor:
     return batch["scores"].double() - mean_of(batch["scores"], members(batch), trained_tokens(batch))
 
 
-@estimator("cpgd", compares_group=True)
+@estimator("cpgd", compares_group=True, rules=CPGD)
 def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> Tensor:
     """w (r - mean of the group), w by `weight`.
 
@@ -115,8 +128,6 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
     prompts count for the others, as where those are resampled.
     Source: arXiv 2505.12504
     """
-    if weight not in ("equal", "std", "clip_filter"):
-        raise ValueError(f"algo.advantage_args.weight = {weight!r}: must be equal, std or clip_filter.")
     if weight != "clip_filter":
         return normalize(batch["scores"], batch["group"], mean="group", std="group" if weight == "std" else "none")
     group = members(batch)
@@ -138,15 +149,13 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
     return torch.where(mean > EPS, (batch["scores"].double() - mean) / mean.clamp_min(EPS), 0.0)
 
 
-@estimator("pass@k", compares_group=True)
+@estimator("pass@k", compares_group=True, rules=PASS_AT_K)
 def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
 
     The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset.
     Source: arXiv 2508.10751
     """
-    if k < 1:
-        raise ValueError(f"algo.advantage_args.k = {k}: must be at least 1; 1 is the reward of each reply alone.")
     result, group = torch.zeros(len(batch), dtype=torch.float64), members(batch)
     for number in range(int(group.max()) + 1):
         place = (group == number).nonzero()[:, 0]

@@ -34,7 +34,12 @@ def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
 
 def trained_sequences(rows: TensorDict) -> Tensor:
     """The loss weight of means over trajectories: how many of a microbatch's have a trained row, 0-dim int64."""
-    labels, bounds = rows["labels"], rows["cu_seqlens"].long()
-    sequence = torch.bucketize(torch.arange(len(labels), device=labels.device), bounds[1:], right=True)
-    trained = torch.zeros(len(bounds) - 1, dtype=torch.int64, device=labels.device)
-    return (trained.index_add_(0, sequence, (labels >= 0).long()) > 0).sum()
+    return (sums_by_sequence((rows["labels"] >= 0).long(), rows) > 0).sum()
+
+
+def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:
+    """Add up a microbatch's rows, `[T]` -> `[B]`, one sum for each sequence."""
+    bounds = rows["cu_seqlens"].long()
+    sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)
+    sums = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, sequence, values)

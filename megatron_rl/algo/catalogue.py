@@ -1,4 +1,4 @@
-"""The catalogue: advantage estimators and policy losses by name, and a user's own by import path."""
+"""The catalogue: advantage estimators, policy losses and losses of pairs by name, and a user's own by import path."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_rl.algo import advantage, token_losses  # noqa: F401  they enter themselves
-from megatron_rl.algo.registry import ESTIMATORS, LOSSES, Estimator, Loss
+from megatron_rl.algo.preference import Pairs, PreferenceLoss
+from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, Loss, PairLoss, Rules
 from megatron_rl.import_path import resolve
 
 
@@ -17,11 +20,11 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 
     `import_from` is the config's run.import_from; None, after a check with it, allows all.
 
-    ValueError where there is none, or where its function does not take `args`.
+    ValueError where there is none, or where its function does not take `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage")
     entry = entry if isinstance(entry, Estimator) else Estimator(entry)
-    _check_arguments(entry.function, 1, args, key="algo.advantage")
+    _check_arguments(entry.function, 1, args, key="algo.advantage", rules=entry.rules)
     return entry
 
 
@@ -29,8 +32,23 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
     """The same for a loss; a plain function at the end of a path looks at rows one by one."""
     entry = _find(name, LOSSES, import_from, key="algo.loss")
     entry = entry if isinstance(entry, Loss) else Loss(entry)
-    _check_arguments(entry.function, 1 if entry.fused else 2, args, key="algo.loss")
+    _check_arguments(entry.function, 1 if entry.fused else 2, args, key="algo.loss", rules=entry.rules)
     return entry
+
+
+def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
+    """The same for a loss of pairs, with its arguments, which are tried on one pair."""
+    entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss")
+    entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
+    _check_arguments(entry.function, 1, args, key="preference.loss")
+    ones = torch.ones(1, 2)
+    losses, rewards = entry.function(Pairs(values=-ones, log_ratios=-ones, tokens=ones), **args)
+    if losses.shape != (1,) or rewards.shape != (1, 2):
+        raise ValueError(
+            f"preference.loss = {name!r}: made {tuple(losses.shape)} losses and {tuple(rewards.shape)} rewards of one "
+            f"pair; return `[P]` losses and `[P, 2]` rewards."
+        )
+    return PreferenceLoss(entry, args)
 
 
 def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | None, *, key: str) -> Any:
@@ -42,12 +60,14 @@ def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | Non
             )
         return catalogue[name]
     found = resolve(name, key=key, import_from=import_from)
-    if not (callable(found) or isinstance(found, Estimator | Loss)):
+    if not (callable(found) or isinstance(found, Estimator | Loss | PairLoss)):
         raise ValueError(f"{key} = {name!r}: is a {type(found).__name__}; must be a function.")
     return found
 
 
-def _check_arguments(function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str) -> None:
+def _check_arguments(
+    function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules | None = None
+) -> None:
     try:
         inspect.signature(function).bind(*[None] * given, **args)
     except TypeError as error:
@@ -55,6 +75,16 @@ def _check_arguments(function: Callable[..., Any], given: int, args: dict[str, A
             f"{key}_args = {args}: {error}; the arguments of {key} are "
             f"{', '.join(options_of(function, given)) or 'none'}."
         ) from error
+    for name, (holds, rule) in (rules or {}).items():
+        if name in args and not _holds(holds, args[name]):
+            raise ValueError(f"{key}_args.{name} = {args[name]!r}: {rule}.")
+
+
+def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return rule(value)
+    except TypeError:  # of a string where a number is meant
+        return False
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
@@ -68,17 +98,17 @@ class Row:
     """One line of the catalogue."""
 
     key: str
-    """The config key that names it: algo.advantage or algo.loss."""
+    """The config key that names it: algo.advantage, algo.loss or preference.loss."""
     name: str
     formula: str
     source: str
     options: tuple[str, ...]
     runs: str
-    """How it is normalised by default, or where it runs."""
+    """How it is normalised by default, where it runs, or what it trains."""
 
 
 def rows() -> list[Row]:
-    """The whole catalogue, estimators first."""
+    """The whole catalogue: estimators, losses, losses of pairs."""
     table = []
     for name, entry in ESTIMATORS.items():
         how = f"mean: {entry.mean}, std: {entry.std}"
@@ -86,6 +116,9 @@ def rows() -> list[Row]:
     for name, way in LOSSES.items():
         how = "fused operator" if way.fused else "torch"
         table.append(_row("algo.loss", name, way.function, 1 if way.fused else 2, how))
+    for name, pairs in PAIR_LOSSES.items():
+        how = "a reward model" if pairs.head == "value" else "a policy"
+        table.append(_row("preference.loss", name, pairs.function, 1, how))
     return table
 
 
@@ -98,8 +131,8 @@ def _row(key: str, name: str, function: Callable[..., Any], given: int, how: str
 def table() -> str:
     """The catalogue as text for a terminal."""
     text, widest = [], max(len(row.name) for row in rows())
-    for key in ("algo.advantage", "algo.loss"):
-        text.append(f"{key}:")
+    for key in dict.fromkeys(row.key for row in rows()):
+        text.append(f"{key}, d = r(chosen) - r(rejected):" if key == "preference.loss" else f"{key}:")
         for row in (row for row in rows() if row.key == key):
             text.append(f"  {row.name:{widest}}  {row.formula}")
             text.append(f"  {'':{widest}}  {'; '.join([row.source, row.runs, *row.options])}")

@@ -14,10 +14,13 @@ class KLController:
         self.options, self.coefficient = options, options.kl_coefficient
 
     def update(self, kl: float, trajectories: int) -> None:
-        """coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) trajectories / horizon; kl: mean per trained token."""
+        """coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) min(trajectories / horizon, 1).
+
+        kl: mean per trained token. A step that is longer than the horizon would turn the penalty's sign otherwise.
+        """
         if self.options.kl_target > 0:
             error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
-            self.coefficient *= 1.0 + error * trajectories / self.options.kl_horizon
+            self.coefficient *= 1.0 + error * min(trajectories / self.options.kl_horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"coefficient": self.coefficient}

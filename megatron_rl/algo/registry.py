@@ -1,4 +1,4 @@
-"""What an advantage estimator and a policy loss are, and the decorators that enter them into the catalogue.
+"""What an advantage estimator, a policy loss and a loss of pairs are, and how they enter the catalogue.
 
 A docstring's first line is the formula and its line `Source: ...` says where it is from; `megatron-rl algorithms` and
 docs/algorithms.md show both.
@@ -6,11 +6,14 @@ docs/algorithms.md show both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By the name of an option: whether a value is allowed, and what it must be."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Estimator:
     """How the result is normalised where the config does not say: none, group or batch."""
     compares_group: bool = False
     """Says nothing of a prompt with one reply."""
+    rules: Rules = field(default_factory=dict)
+    """Of algo.advantage_args."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,41 @@ class Loss:
     select: Callable[..., Tensor] | None = None
     """select(batch, **algo.loss_args) -> `[N]` bool, the tokens whose advantage counts, from the whole step's batch,
     which has `proximal_logprobs` then."""
+    rules: Rules = field(default_factory=dict)
+    """Of algo.loss_args."""
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """What training on pairs of replies makes small, in the mean over pairs.
+
+    function(pairs: Pairs, **preference.loss_args) -> the losses `[P]`, and by the model the replies' worth `[P, 2]`.
+    """
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    head: str = "policy"
+    """`policy`: of log-probabilities. `value`: of scores; the model becomes a reward model."""
+    needs_reference: bool = False
+    """Compares with the model as it is before the first update."""
 
 
 ESTIMATORS: dict[str, Estimator] = {}
 LOSSES: dict[str, Loss] = {}
+PAIR_LOSSES: dict[str, PairLoss] = {}
 
 
 def estimator(
-    name: str = "", *, mean: str = "none", std: str = "none", compares_group: bool = False
+    name: str = "",
+    *,
+    mean: str = "none",
+    std: str = "none",
+    compares_group: bool = False,
+    rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], Estimator]:
     """Decorate an estimator's function; a name enters it into the catalogue."""
 
     def decorate(function: Callable[..., Tensor]) -> Estimator:
-        entry = Estimator(function, mean, std, compares_group)
+        entry = Estimator(function, mean, std, compares_group, rules or {})
         if name:
             ESTIMATORS[name] = entry
         return entry
@@ -66,14 +93,33 @@ def estimator(
 
 
 def loss(
-    name: str = "", *, fused: bool = False, by_sequence: bool = False, select: Callable[..., Tensor] | None = None
+    name: str = "",
+    *,
+    fused: bool = False,
+    by_sequence: bool = False,
+    select: Callable[..., Tensor] | None = None,
+    rules: Rules | None = None,
 ) -> Callable[[Callable[..., Any]], Loss]:
     """Decorate a loss's function; a name enters it into the catalogue."""
 
     def decorate(function: Callable[..., Any]) -> Loss:
-        entry = Loss(function, fused, by_sequence, select)
+        entry = Loss(function, fused, by_sequence, select, rules or {})
         if name:
             LOSSES[name] = entry
+        return entry
+
+    return decorate
+
+
+def pair_loss(
+    name: str = "", *, head: str = "policy", needs_reference: bool = False
+) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
+    """Decorate the function of a loss of pairs; a name enters it into the catalogue."""
+
+    def decorate(function: Callable[..., tuple[Tensor, Tensor]]) -> PairLoss:
+        entry = PairLoss(function, head, needs_reference)
+        if name:
+            PAIR_LOSSES[name] = entry
         return entry
 
     return decorate

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.algo.advantage import trained_tokens
 from megatron_rl.algo.control import KLController
+from megatron_rl.algo.normalize import group_numbers, mean_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
 from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
 from megatron_rl.types import TrajectoryBatch
@@ -46,7 +47,11 @@ class RunningMoments:
 
 
 class RewardShaper:
-    """Sets `scores` `[B]` and `token_rewards` `[N]`, and remembers what its adaptive parts have learned."""
+    """Sets `scores` `[B]` and `token_rewards` `[N]`, and remembers what its adaptive parts have learned.
+
+    Where the workflow reports the reward of a greedy reply, `greedy_score` `[B]` is what the same shaping makes of it;
+    a KL penalty is the sampled reply's alone.
+    """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
         """longest_reply: in trained tokens, where the overlong penalty is whole."""
@@ -61,9 +66,11 @@ class RewardShaper:
         by_token = token_rewards(batch)
         raw = sum_of_tokens(by_token, batch) if "rewards" in batch.tokens else batch["rewards"].double()
         scores = self._shaped(raw, batch)
+        if "greedy_reward" in batch:
+            batch.sequences["greedy_score"] = self._of_greedy(batch)
         by_token = by_token + at_the_end(scores - raw, batch)
         self.last = {"reward/shaped": float(scores.mean())}
-        if self.algo.kl_in == "reward" and self.algo.kl_coefficient > 0:
+        if self.algo.penalizes_reward:
             penalty, kl = self._kl_penalty(batch)
             by_token, scores = by_token - penalty, scores - sum_of_tokens(penalty, batch)
             self.last |= {"reward/kl": kl, "reward/kl_coefficient": self.kl.coefficient}
@@ -71,20 +78,39 @@ class RewardShaper:
         batch.sequences["scores"] = scores
         batch.tokens["token_rewards"] = by_token.float()
 
-    def _shaped(self, scores: Tensor, batch: TrajectoryBatch) -> Tensor:
-        options, lengths = self.options, trained_tokens(batch)
+    def _shaped(self, raw: Tensor, batch: TrajectoryBatch) -> Tensor:
+        scores = self._by_length(raw, trained_tokens(batch))
+        if self.options.running != "none":
+            self.moments.add(scores)
+        return self._scaled(scores)
+
+    def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
+        """Shape `greedy_reward` as the sampled replies' rewards, by the moments of those: `[B]`."""
+        is_by_length = self.options.overlong_buffer > 0 or self.options.per_token
+        if is_by_length and "greedy_tokens" not in batch:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer = {self.options.overlong_buffer}, per_token = "
+                f"{self.options.per_token}: the trajectories carry {sorted(batch.sequences)} and no greedy_tokens, so "
+                f"the greedy reply's reward cannot be shaped by its length; have the workflow report them, as "
+                f"megatron_rl.rollout.workflows:ReMaxWorkflow does."
+            )
+        lengths = batch["greedy_tokens"] if is_by_length else torch.ones(len(batch))
+        return self._scaled(self._by_length(batch["greedy_reward"].double(), lengths))
+
+    def _by_length(self, scores: Tensor, lengths: Tensor) -> Tensor:
+        """lengths: `[B]`, in generated tokens."""
+        options = self.options
         if options.overlong_buffer > 0:
             over = (lengths - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
             scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
-        if options.per_token:
-            scores = scores / lengths.clamp_min(1)
+        return scores / lengths.clamp_min(1) if options.per_token else scores
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        options = self.options
         if options.running != "none":
-            self.moments.add(scores)
             centered = scores - self.moments.mean if options.running == "mean_std" else scores
             scores = centered / self.moments.std if self.moments.std > 0 else centered
-        if options.clip > 0:
-            scores = scores.clamp(-options.clip, options.clip)
-        return scores
+        return scores.clamp(-options.clip, options.clip) if options.clip > 0 else scores
 
     def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
         """Each trained token's penalty `[N]`, and the mean divergence, of the policy as it is before the updates."""
@@ -100,6 +126,33 @@ class RewardShaper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.moments.load_state_dict(state["moments"])
         self.kl.load_state_dict(state["kl"])
+
+
+def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
+    """Add a reward model's `[B]` scores to the workflow's rewards; `model_rewards` keeps them.
+
+    Where rewards are by token, a score is on the last trained one, and a trajectory without any gets none.
+    """
+    batch.sequences["model_rewards"] = scores
+    if "rewards" in batch.tokens:
+        batch.tokens["rewards"] = batch["rewards"] + at_the_end(coefficient * scores, batch)
+    else:
+        batch.sequences["rewards"] = batch["rewards"] + coefficient * scores
+
+
+def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return the batch without the greedy replies that a workflow has kept: trajectories whose `is_greedy` is 1.
+
+    Their rewards, a reward model's score included, are the `greedy_reward` `[B]` of the others of their groups.
+    """
+    if "is_greedy" not in batch:
+        return batch
+    is_greedy = batch["is_greedy"]
+    baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy)
+    sampled = batch.select((is_greedy == 0).nonzero()[:, 0].tolist())
+    sampled.sequences["greedy_reward"] = baseline[is_greedy == 0]
+    del sampled.sequences["is_greedy"]
+    return sampled
 
 
 def token_rewards(batch: TrajectoryBatch) -> Tensor:

@@ -73,7 +73,23 @@ def cispo(options: AlgorithmConfig) -> dict[str, Any]:
     return {"mode": "cispo", "clip_low": options.clip_low, "clip_high": options.clip_high}
 
 
-@loss("sapo", fused=True)
+def above_0(value: Any) -> bool:
+    return bool(0 < value < inf)
+
+
+SAPO = {name: (above_0, "must be above 0; a larger one is steeper") for name in ("positive", "negative")}
+M2PO = {"bound": (above_0, "must be above 0; the paper's is 0.04")}
+CPGD = {
+    "drift": (lambda value: 0 <= value < inf, "must be at least 0; 0 leaves the drift out"),
+    "drift_cap": (above_0, "must be above 0"),
+}
+DPPO = {
+    "bound": (above_0, "must be above 0; a probability moves by 1 at most"),
+    "most": (lambda value: value >= 1, "must be at least 1, the ratio of a token that has not moved"),
+}
+
+
+@loss("sapo", fused=True, rules=SAPO)
 def sapo(options: AlgorithmConfig, *, positive: float = 1.0, negative: float = 1.05) -> dict[str, Any]:
     """-A 4 / s sigmoid(s (u - 1)), s = positive where A > 0, negative elsewhere.
 
@@ -91,7 +107,7 @@ def reinforce(options: AlgorithmConfig) -> dict[str, Any]:
     return {"mode": "reinforce"}
 
 
-@loss("m2po", fused=True, select=second_moment)
+@loss("m2po", fused=True, select=second_moment, rules=M2PO)
 def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> dict[str, Any]:
     """-A u, but for the tokens with the largest (log u)^2: as few as bring its mean over the others to bound.
 
@@ -102,7 +118,7 @@ def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> dict[str, Any]:
     return {"clip_low": 1.0, "clip_high": inf}
 
 
-@loss("cpgd")
+@loss("cpgd", rules=CPGD)
 def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift_cap: float = 0.2) -> Tensor:
     """max(-A log u, -A clip(log u, log(1 - clip_low), log(1 + clip_high))) + drift (u - 1 - log u).
 
@@ -118,7 +134,7 @@ def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift
     return torch.maximum(-rows.advantages * distance, -rows.advantages * clipped) + drift * drifted
 
 
-@loss("dppo")
+@loss("dppo", rules=DPPO)
 def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: float = 20.0) -> Tensor:
     """-A min(u, most) log p, the ratio without gradient, where sign(A) (p - p_proximal) <= bound; else 0.
 

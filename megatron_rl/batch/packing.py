@@ -4,6 +4,8 @@ In a trajectory entry t belongs to token t; in a microbatch row t is the predict
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
 Every sequence that has tokens goes whole into one microbatch, and nothing is padded. What a model computes may be
 fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them.
+Sequences of one number in the column `pair`, which is their `group` too, have one loss together: they stay in one
+microbatch, and in their order.
 """
 
 from __future__ import annotations
@@ -133,16 +135,29 @@ class Unit:
 def units(
     batch: TrajectoryBatch, most_rows: int, *, share_prompts: bool = False, final_rows: bool = True
 ) -> list[Unit]:
-    """Divide the trajectories: whole families up to `most_rows` rows, the others one by one."""
+    """Divide the trajectories: pairs, else whole families up to `most_rows` rows, the others one by one."""
     needed = _needed_rows(batch.lengths, final_rows).tolist()
     result, together = [], set()
     for members, common in _families(batch, list(range(len(batch)))) if share_prompts else []:
         together.update(members)
         common = min(common, *(needed[m] for m in members))
-        for part in _parts_of_family(members, [needed[m] - common for m in members], common, most_rows):
+        own_rows = [needed[m] - common for m in members]
+        is_pair = "pair" in batch.sequences
+        for part in [members] if is_pair else _parts_of_family(members, own_rows, common, most_rows):
             result.append(_unit(part, [needed[m] for m in part], common if len(part) > 1 else 0))
-    alone = [i for i in range(len(batch)) if i not in together]
-    return result + [_unit([i], [needed[i]], 0) for i in alone]
+    rest = [i for i in range(len(batch)) if i not in together]
+    return result + [_unit(part, [needed[i] for i in part], 0) for part in _inseparable(batch, rest)]
+
+
+def _inseparable(batch: TrajectoryBatch, indices: list[int]) -> list[list[int]]:
+    """Return the pairs among the trajectories, or each one alone."""
+    if "pair" not in batch.sequences:
+        return [[index] for index in indices]
+    number_of = batch.sequences["pair"].tolist()
+    pairs: dict[int, list[int]] = {}
+    for index in indices:
+        pairs.setdefault(number_of[index], []).append(index)
+    return list(pairs.values())
 
 
 def _parts_of_family(members: list[int], own_rows: list[int], common: int, most_rows: int) -> list[list[int]]:
@@ -228,8 +243,8 @@ def least_microbatches(
     longest = max(lengths, default=0)
     if longest > tokens_per_microbatch and not allow_longer:
         raise ValueError(
-            f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence has {longest} tokens, and none may "
-            f"have more than the budget here. Raise it to {longest}, shorten prompts or replies, or "
+            f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence has {longest} tokens, or a pair of "
+            f"them, and none may have more than the budget here. Raise it to {longest}, shorten prompts or replies, or "
             f"set batch.allow_longer_sequences to give a longer one a microbatch of its own."
         )
     # Best fit leaves at most one bin no more than half full, so no more bins than these are opened.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
 COMMON = "common.pt"
-"""Upstream's file of what every rank has alike."""
+"""File of what every rank has alike, up to megatron.core 0.18."""
 WRITER_NICENESS = 10
 """Training comes first where writers share its cores."""
 SCHEDULE_KEYS = {
@@ -315,7 +315,8 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
 
 def _common_state(path: Path) -> dict[str, Any]:
     """The unsharded state, as data: versions of megatron.core differ in what they would let a pickle do here."""
-    check_objects(path / COMMON)
+    if (path / COMMON).is_file():  # newer ones have it among the sharded objects, which are checked as they are read
+        check_objects(path / COMMON)
     return dist_checkpointing.load_common_state_dict(str(path))
 
 

@@ -1,7 +1,8 @@
 """FSDPEngine: one transformers model under torch FSDP2 behind the TrainEngine interface, the referee of MegatronEngine.
 
-Model, attention, head, sharding, clipping and optimizer are torch's and transformers' own; packing is shared. Data
-parallelism only. It forms a microbatch's whole logits, so a large vocabulary wants small microbatches.
+Model, attention, language-model head, sharding, clipping and optimizer are torch's and transformers' own; packing and
+the value head are shared. Data parallelism only. It forms a microbatch's whole logits, so a large vocabulary wants
+small microbatches.
 tests/megatron/test_fsdp_referee.py holds both engines to the same log-probs, losses, gradient norms and weights.
 """
 
@@ -16,70 +17,84 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_rl import parallel, platform
-from megatron_rl.api import LogprobLoss, TrainEngine, WeightReceiver
+from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
 from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
+from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
-from megatron_rl.weights.hf_files import HFFolder, RandomWeights, WeightSource, write_hf_folder
-from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
+from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.transports import make_publisher
 
 
-class FSDPEngine(TrainEngine):
-    """A policy (or, with `trainable=False`, a frozen reference); parameters, gradients and AdamW's state are sharded.
+class FSDPEngine(ModelEngine):
+    """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model).
+
+    Parameters, gradients and AdamW's state are sharded.
 
     groups: the world, where one exists already (a second engine shares the first one's).
+    head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
     """
 
     def __init__(
-        self, config: EngineConfig, *, groups: parallel.ParallelGroups | None = None, trainable: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        groups: parallel.ParallelGroups | None = None,
+        trainable: bool = True,
+        head: str = "policy",
     ) -> None:
         check_layout(config.parallel)
         self.config, self.groups, self.trainable = config, groups, trainable
-        self.arch = read_architecture(config.model.path)
+        self.arch = read_architecture(config.model.path).with_head(head)
         if self.arch.mixture is not None:
             raise ValueError(
                 f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
                 f"one; use MegatronEngine."
             )
         self.dtype = getattr(torch, config.model.dtype)
-        self.version = 0
         self.publisher: WeightPublisher | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group, shard the model over the data axis, load this rank's rows and make the optimizer."""
-        shapes, config = hf_shapes(self.arch), self.config
-        if config.model.init == "hf":  # before any process group: a bad folder must not cost a start
-            source: WeightSource = HFFolder(config.model.path, shapes)
-        else:
-            source = RandomWeights(shapes, config.seed, norm=1.0 - self.arch.norm_offset)
+        config = self.config
+        # Before any process group: a bad folder must not cost a start.
+        seed = config.seed if config.model.init == "random" else None
+        source = weight_source(config.model.path, self.arch, random_seed=seed)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         self.device = platform.device()
-        self.policy = self._sharded_model()
+        self.model = self._sharded_model()
         self._read_weights(source)
         self.optimizer: torch.optim.Optimizer | None = None
         if self.trainable:
             self.reset_optimizer((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
         else:
-            self.policy.requires_grad_(False)
-            self.policy.eval()
+            self.model.requires_grad_(False)
+            self.model.eval()
 
     def _sharded_model(self):
         """Build the model and cut it. Each rank's host holds the whole of it once."""
-        hf_config = AutoConfig.from_pretrained(self.config.model.path, attention_dropout=0.0)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+        # transformers takes no gradient of the padding token's embedding, and that token may end turns too.
+        changes = {"attention_dropout": 0.0, "pad_token_id": None}
+        hf_config = AutoConfig.from_pretrained(self.config.model.path, **changes)
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if self.arch.head == "value":
+            model: nn.Module = ValueModel(AutoModel.from_config(hf_config, **options), self.arch.hidden)
+        else:
+            model = AutoModelForCausalLM.from_config(hf_config, **options)
         # The mesh names its device; FSDP2 would otherwise ask torch.cuda, which may be the platform's stand-ins.
         mesh = DeviceMesh.from_group(self.groups.data.group, self.device.type)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -93,7 +108,7 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def _read_weights(self, source: WeightSource) -> None:
         data = self.groups.data
-        for name, parameter in self.policy.named_parameters():
+        for name, parameter in self.model.named_parameters():
             count = len(parameter)
             rows = -(-count // data.size)  # FSDP2 cuts dimension 0 as torch.chunk does
             start = min(data.rank * rows, count)
@@ -106,8 +121,8 @@ class FSDPEngine(TrainEngine):
             options = replace(options, lr=lr, min_lr=0.0, schedule="constant")
         self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
         # Megatron leaves norms and biases out of weight decay.
-        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
-        vectors = [p for p in self.policy.parameters() if p.ndim == 1]
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
             betas=(options.beta1, options.beta2),
@@ -122,17 +137,8 @@ class FSDPEngine(TrainEngine):
         parallel.stop()
 
     def train(self, mode: bool = True) -> FSDPEngine:
-        self.policy.train(mode)
+        self.model.train(mode)
         return self
-
-    def eval(self) -> FSDPEngine:
-        return self.train(False)
-
-    def get_version(self) -> int:
-        return self.version
-
-    def set_version(self, version: int) -> None:
-        self.version = version
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -143,29 +149,32 @@ class FSDPEngine(TrainEngine):
             )
         self.optimizer.zero_grad()
         totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=True)
-        for parameter in self.policy.parameters():
+        for parameter in self.model.parameters():
             parameter.grad.div_(max(totals["weight"], 1.0))  # the one division
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.clip_grad or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_grad or math.inf)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.version += 1
-        return _stats(totals, grad_norm=float(norm.full_tensor()), applied=True, lr=lr)
+        return step_stats(totals, grad_norm=float(norm.full_tensor()), applied=True, lr=lr)
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         with torch.no_grad():
             totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=False)
-        return _stats(totals, grad_norm=0.0, applied=False, lr=0.0)
+        return step_stats(totals, grad_norm=0.0, applied=False, lr=0.0)
 
     @torch.no_grad()
     def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
+        self.check_head("post_hook", self.arch.head if post_hook is None else "policy")
         batch = TrajectoryBatch.of(data)
         microbatches, values = self._pack(batch), []
         for microbatch in microbatches:
-            rows, logits = self._rows_and_logits(microbatch)
-            if post_hook is None:
-                values.append(logprobs_entropy(logits, rows["labels"], temperature)[entropy])
+            rows, output = self._rows_and_output(microbatch)
+            if self.arch.head == "value":
+                values.append(output)
+            elif post_hook is None:
+                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])
             else:
-                values.append(post_hook(logits, rows).float())
+                values.append(post_hook(output, rows).float())
         result = packing.scatter_rows(microbatches, values, len(batch["input_ids"]))
         return result.to(batch["input_ids"].device)
 
@@ -176,10 +185,11 @@ class FSDPEngine(TrainEngine):
 
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, backward: bool) -> dict[str, float]:
         """Run all microbatches; return the global sums of loss, weight and statistics."""
+        self.check_loss(loss_fn)
         kept = []
         for microbatch in self._pack(TrajectoryBatch.of(data)):
-            rows, logits = self._rows_and_logits(microbatch)
-            loss_sum, weight, sums = _loss(logits, rows, loss_fn, loss_weight_fn or _trained_tokens)
+            rows, output = self._rows_and_output(microbatch)
+            loss_sum, weight, sums = _loss(output, rows, loss_fn, loss_weight_fn or trained_tokens)
             if backward:
                 loss_sum.backward()
             kept.append({"loss": loss_sum.detach(), "weight": weight} | sums)
@@ -187,22 +197,33 @@ class FSDPEngine(TrainEngine):
         dist.all_reduce(totals, group=self.groups.data.group)
         return dict(zip(kept[0], totals.tolist(), strict=True))
 
-    def _rows_and_logits(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
-        """Return the rows on the device and their `[T, V]` float32 logits.
+    def _rows_and_output(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
+        """Return the rows on the device with their `[T, V]` float32 logits, or `[T]` values, 0 where not trained.
 
-        The mask keeps sequences apart. A forward per sequence would too, but under FSDP every forward is a collective,
-        and ranks hold different numbers of sequences; of microbatches they have as many.
+        Masks keep sequences apart. A forward per sequence would too, but under FSDP every forward is a collective, and
+        ranks hold different numbers of sequences; of microbatches they have as many.
         """
         rows, positions = microbatch.rows.to(self.device), microbatch.positions.to(self.device)
-        sequence = (positions == 0).cumsum(0)
-        visible = (sequence[:, None] == sequence[None, :]).tril()
-        output = self.policy(
+        output = self.model(
             input_ids=rows["input_ids"][None],
             position_ids=positions[None],
-            attention_mask=visible[None, None],
+            attention_mask=self._masks(positions),
             use_cache=False,
         )
+        if self.arch.head == "value":
+            return rows, output.masked_fill(rows["labels"] < 0, 0.0)
         return rows, output.logits[0].float()
+
+    def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """What each of T rows sees, `[1, 1, T, T]` bool; by transformers' names where layers have different windows."""
+        sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
+        distance = row[:, None] - row[None, :]
+        visible = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+        masks = {}
+        for window in set(self.arch.windows):
+            mask = (visible if window is None else visible & (distance < window))[None, None]
+            masks["full_attention" if window is None else "sliding_attention"] = mask
+        return masks if len(masks) > 1 else mask
 
     def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
         return pack_alike(
@@ -215,7 +236,7 @@ class FSDPEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.named_parameters():  # transformers' names, a tied head left out
+        for name, parameter in self.model.named_parameters():  # transformers' names, a tied head left out
             full = parameter.detach().full_tensor()
             if self.groups.is_main:
                 yield name, full.to(self.dtype)
@@ -223,13 +244,14 @@ class FSDPEngine(TrainEngine):
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         if self.publisher is None:
             self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
-        specs = [TensorSpec(name, self.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
+        specs = [TensorSpec(name, self.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()]
         self.publisher.publish(specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("save", with_optimizer)
         if self.groups.is_main:
-            write_hf_folder(path, self.hf_tensors(), model_folder=self.config.model.path, dtype=self.dtype)
+            model = {"model_folder": self.config.model.path, "head": self.arch.head}
+            write_hf_folder(path, self.hf_tensors(), dtype=self.dtype, **model)
         else:
             for _ in self.hf_tensors():
                 pass
@@ -237,7 +259,20 @@ class FSDPEngine(TrainEngine):
 
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("load", with_optimizer)
-        self._read_weights(HFFolder(path, hf_shapes(self.arch)))
+        self._read_weights(weight_source(path, self.arch))
+
+
+class ValueModel(nn.Module):
+    """transformers' trunk under a value head; parameters go by the names of a sequence classification model."""
+
+    def __init__(self, trunk: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.model, self.score = trunk, ValueHead(hidden, torch.float32)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """One packed sequence of `[1, T]` tokens -> `[T]` float32 values."""
+        values = self.score(self.model(**inputs).last_hidden_state[0])
+        return values.clone()  # an operation in place on a view would lose FSDP2's hook, of which it warns
 
 
 def check_layout(layout: ParallelConfig) -> None:
@@ -280,25 +315,18 @@ def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 
 
 def _loss(
-    logits: Tensor, rows: TensorDict, loss_fn: Any, loss_weight_fn: Callable[[TensorDict], Tensor]
+    output: Tensor, rows: TensorDict, loss_fn: Any, loss_weight_fn: Callable[[TensorDict], Tensor]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return a microbatch's loss sum, weight and statistics. The sum always has a graph: backward is a collective."""
-    weight = torch.as_tensor(loss_weight_fn(rows), device=logits.device)
+    weight = torch.as_tensor(loss_weight_fn(rows), device=output.device)
     count = float(weight)
     if not count.is_integer():
         raise ValueError(f"loss_weight_fn returned {count}: must be an integer count; put fractions into the loss.")
-    if isinstance(loss_fn, LogprobLoss):
-        loss_sum, sums = loss_fn.fn(*logprobs_entropy(logits, rows["labels"], loss_fn.temperature), rows)
-        return loss_sum, weight, {name: value.detach() for name, value in sums.items()}
-    if count == 0:  # a mean over nothing is 0 / 0
-        return logits.sum() * 0.0, weight, {}
-    return loss_fn(logits, rows) * weight, weight, {}
-
-
-def _stats(totals: dict[str, float], **rest: Any) -> StepStats:
-    loss, weight = totals.pop("loss"), totals.pop("weight")
-    return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
-
-
-def _trained_tokens(rows: TensorDict) -> Tensor:
-    return (rows["labels"] >= 0).sum()
+    if not isinstance(loss_fn, LogprobLoss | ValueLoss):
+        # A mean over nothing is 0 / 0.
+        return loss_fn(output, rows) * weight if count else output.sum() * 0.0, weight, {}
+    if isinstance(loss_fn, ValueLoss):
+        loss_sum, sums = loss_fn.fn(output, rows)
+    else:
+        loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows["labels"], loss_fn.temperature), rows)
+    return loss_sum, weight, {name: value.detach() for name, value in sums.items()}

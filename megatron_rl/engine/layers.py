@@ -26,6 +26,9 @@ from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate
 from megatron_rl.weights.architecture import Architecture
 
+LATENT_NORM_EPS = 1e-6
+"""HF's for the norms within latent attention, whatever the model's others have."""
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32, as HF computes it; its gradient is summed over the tensor axis under SP."""
@@ -60,13 +63,6 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.norm(output), bias
 
 
-class LatentNorm(RMSNorm):
-    """The norm between latent attention's projections: HF gives it an epsilon of its own."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_) -> None:
-        super().__init__(config, hidden_size, eps=1e-6)
-
-
 class WholeLinear(nn.Module):
     """A matrix that every tensor rank holds whole and applies to its own rows. `[..., H]` -> `[..., size]`."""
 
@@ -83,7 +79,8 @@ class LatentAttention(MLASelfAttention):
     """Multi-head latent attention that rotates rows by their own positions.
 
     Upstream's local layers cut the down projections over the tensor axis; each rank would then keep only its own heads'
-    gradient of the rotated key that all heads share. Here they are whole, which needs sequence parallelism.
+    gradient of the rotated key that all heads share. Here they are whole, which needs sequence parallelism. The norms
+    behind them are ours too: with those of a spec, megatron.core 0.19 wants the queries to have one in any case.
     """
 
     rope: Rope
@@ -92,8 +89,10 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=LATENT_NORM_EPS)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
         self,
@@ -181,7 +180,6 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
         qk_head_dim=latent.plain_dim,
         qk_pos_emb_head_dim=arch.head_dim,
         v_head_dim=latent.value_dim,
-        qk_layernorm=True,
         # Upstream takes from these only the scale of the softmax; the rotation is ours.
         rope_type="rope",
         rotary_scaling_factor=scaling.get("factor", 1.0),
@@ -221,8 +219,6 @@ def layer_spec(
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
-    if arch.latent is not None:
-        attention.q_layernorm = attention.kv_layernorm = LatentNorm
     if arch.family == "gemma3":
         # megatron.core 0.19 makes the feed-forward's spec a partial.
         mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]

@@ -20,23 +20,22 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.transformer.module import Float16Module
-from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl import parallel, platform
-from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
+from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
 from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
-from megatron_rl.engine.context import sum_for_all
+from megatron_rl.engine.head import Head
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
+from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple
-from megatron_rl.ops import VocabParallelLogits, lm_head_logprobs, lm_head_loss
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
@@ -46,12 +45,7 @@ from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.transports import make_publisher
 
 
-def trained_tokens(rows: TensorDict) -> Tensor:
-    """The usual loss weight: the number of trained rows of a microbatch."""
-    return (rows["labels"] >= 0).sum()
-
-
-class MegatronEngine(TrainEngine):
+class MegatronEngine(ModelEngine):
     """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model) on Megatron-Core.
 
     groups: the layout, where one exists already (a second engine shares the first one's).
@@ -72,7 +66,6 @@ class MegatronEngine(TrainEngine):
         self.config, self.groups, self.trainable = config, groups, trainable
         self.passed_through = megatron or {}
         self.arch = read_architecture(config.model.path).with_head(head)
-        self.version = 0
         self.publisher: WeightPublisher | None = None
         self._export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
@@ -99,6 +92,7 @@ class MegatronEngine(TrainEngine):
         if self.dtype is torch.bfloat16:
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
+        self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
         self.optimizer = self.scheduler = None
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
@@ -168,15 +162,6 @@ class MegatronEngine(TrainEngine):
             chunk.train(mode)
         return self
 
-    def eval(self) -> MegatronEngine:
-        return self.train(False)
-
-    def get_version(self) -> int:
-        return self.version
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
@@ -193,42 +178,33 @@ class MegatronEngine(TrainEngine):
         applied, grad_norm, _ = self.optimizer.step()
         self.version += bool(applied)
         found = {"grad_norm": float(grad_norm or 0.0), "applied": bool(applied), "lr": float(lr)}
-        return self._stats(totals, logprobs=logprobs, **found)
+        return step_stats(totals, logprobs=logprobs, **found)
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
         with torch.no_grad():
             totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
-        return self._stats(totals, logprobs=logprobs, grad_norm=0.0, applied=False, lr=0.0)
+        return step_stats(totals, logprobs=logprobs, grad_norm=0.0, applied=False, lr=0.0)
 
     def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
         self._activate()
-        self._check_head("post_hook", self.arch.head if post_hook is None else "policy")
+        self.check_head("post_hook", self.arch.head if post_hook is None else "policy")
         batch = TrajectoryBatch.of(data)
-        microbatches = self._pack(batch, final_rows=post_hook is not None)
+        microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
             if self.arch.head == "value":
-                values = self._head_values(hidden, rows["labels"], packed)
+                values = head.values(hidden, rows["labels"], packed)
             elif post_hook is None:
-                values = self._head_logprobs(hidden, rows["labels"], packed, temperature)[entropy]
+                values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]
             else:
-                values = post_hook(self._logits(hidden, packed), rows)
+                values = post_hook(head.logits(hidden, packed), rows)
             return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()
 
         with torch.no_grad():
             rows = self._run(microbatches, last_stage, forward_only=True)
         return self._by_token(batch, microbatches, rows)
-
-    def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
-        """Return the value at each sequence's last token, `[B]` float32: what a reward model gives a whole sequence.
-
-        An empty sequence scores 0. All ranks call it, with their share of the data; the engine has a value head.
-        """
-        self._check_head("score", "value")
-        longer, last = TrajectoryBatch.of(data).with_one_more_token()
-        return self.forward(longer)[last]
 
     def step_lr_scheduler(self) -> None:
         self.scheduler.step(increment=1)
@@ -237,8 +213,8 @@ class MegatronEngine(TrainEngine):
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool
     ) -> tuple[dict[str, float], Tensor | None]:
         """Run all microbatches; return the global sums of loss, weight and statistics, and this share's log-probs."""
-        self._check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
-        wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
+        self.check_loss(loss_fn)
+        wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             rows = microbatch.rows.to(self.device)
@@ -251,13 +227,13 @@ class MegatronEngine(TrainEngine):
                 )
             weight, logprobs = weight.to(self.device, torch.int), None
             if isinstance(loss_fn, ValueLoss):
-                loss_sum, sums = loss_fn.fn(self._head_values(hidden, rows["labels"], packed), rows)
+                loss_sum, sums = loss_fn.fn(head.values(hidden, rows["labels"], packed), rows)
             elif isinstance(loss_fn, LogprobLoss):
-                loss_sum, sums, logprobs = self._logprob_loss(loss_fn, hidden, rows, packed)
+                loss_sum, sums, logprobs = head.logprob_loss(loss_fn, hidden, rows, packed)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
-                loss_sum, sums = self._logits(hidden, packed).sum() * 0.0, {}
+                loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:
-                loss_sum, sums = loss_fn(self._logits(hidden, packed), rows) * weight, {}
+                loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
             loss_sum = loss_sum.as_subclass(Tensor)
             kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
             # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
@@ -298,71 +274,6 @@ class MegatronEngine(TrainEngine):
             final_rows=final_rows,
         )
 
-    def _check_head(self, asked: str, head: str) -> None:
-        if self.arch.head != head:
-            raise ValueError(
-                f"{asked}: needs an engine with head={head!r}, and this one has {self.arch.head!r}: log-probs and "
-                f"logits are a policy's, values and scores those of a critic or reward model; ask the other engine."
-            )
-
-    def _output_weight(self) -> Tensor:
-        weight = self.chunks[-1].output_weight()
-        if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
-            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight[: self.shard.stop - self.shard.start]
-
-    def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
-        """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
-        if packed.in_order:
-            return values[: len(packed.reads)]
-        missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
-        own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
-        return sum_for_all(own, self.groups.context)
-
-    def _logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
-        weight = self._output_weight()
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
-        return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
-
-    def _head_logprobs(
-        self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        parts = lm_head_logprobs(hidden, self._output_weight(), labels, **self._head_rows(packed, temperature))
-        logprobs, entropy = sum_for_all(torch.stack(parts), self.groups.context)
-        return logprobs, entropy
-
-    def _logprob_loss(
-        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from."""
-        labels = rows["labels"]
-        if not (loss.by_row and torch.is_grad_enabled()):
-            logprobs, entropy = self._head_logprobs(hidden, labels, packed, loss.temperature)
-            return *loss.fn(logprobs, entropy, rows), logprobs.detach().float()
-        found = torch.zeros(len(labels), dtype=torch.float32, device=self.device)
-        columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
-
-        def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            found.index_copy_(0, places, logprobs.detach().float())
-            chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
-            return loss.fn(logprobs, entropy, chosen)
-
-        head = self._head_rows(packed, loss.temperature)
-        loss_sum, sums = lm_head_loss(hidden, self._output_weight(), labels, of_some, **head)
-        if self.groups.context.size == 1:
-            return loss_sum, sums, found
-        parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.groups.context)
-        whole = dict(zip(sums, parts[1:].unbind(), strict=True))
-        return parts[0].to(loss_sum.dtype), whole, sum_for_all(found, self.groups.context)
-
-    def _head_rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
-        return {"rows": packed.reads, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
-
-    def _head_values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
-        """`[T]` float32 values, 0 in rows that are not trained."""
-        return self._for_loss(self.chunks[-1].output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
-
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
         """`[T]` results of each microbatch on the last stage -> `[N]` float32 by token on all stages."""
         result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
@@ -389,14 +300,16 @@ class MegatronEngine(TrainEngine):
             )
         return totals[0]
 
-    def _stats(self, totals: dict[str, float], **rest: Any) -> StepStats:
-        loss, weight = totals.pop("loss"), totals.pop("weight")
-        return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
-
     @property
     def _gathers_late(self) -> bool:
         """Whether an update leaves other ranks' parts of the weights stale until the next forward pass."""
         return self.optimizer is not None and self.config.optimizer.overlap
+
+    def _output_weight(self) -> Tensor:
+        weight = self.chunks[-1].output_weight()
+        if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
+            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
+        return weight[: self.shard.stop - self.shard.start]
 
     def _gather_weights(self) -> None:
         """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""

@@ -66,7 +66,7 @@ class ValueModel(PolicyModel):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.post_process:
-            self.output_layer = ValueHead(self.config)
+            self.output_layer = ValueHead(self.config.hidden_size, self.config.params_dtype)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not (self.post_process and self.config.sequence_parallel):

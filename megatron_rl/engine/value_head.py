@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """A linear map to one number, computed in float32. It takes the place of a GPTModel's output layer.
+    """A linear map to one number, computed in float32.
 
-    weight: `[1, H]`, replicated, no bias: `score.weight` of a HF sequence classification model.
+    weight: `[1, H]`, replicated, no bias: `score.weight` of a HF sequence classification model. It starts at zero.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, H]` -> `[T]` float32."""

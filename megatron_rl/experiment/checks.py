@@ -10,19 +10,27 @@ from megatron_rl import platform
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.import_path import OURS
 from megatron_rl.rollout.configured import make_workflow
-from megatron_rl.rollout.prompts import load_prompts
-from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
+from megatron_rl.rollout.prompts import load_held_out
+from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.mapping import weight_source
 
+Prompts = list[dict[str, Any]]
 
-def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]]]:
+
+def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
     """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
 
-    Returns the tokenizer, the training prompts and the held-out prompts.
+    Returns the tokenizer, the training prompts and the held-out prompts of each set.
     """
     allowed = config.run.import_from
+    if config.preference.loss:
+        raise ValueError(
+            f"preference.loss = {config.preference.loss!r}: trains on pairs of replies, and this is RL; start it by "
+            f"megatron-rl preferences, or megatron-rl launch for several ranks, or leave the section out."
+        )
     estimator = find_estimator(config.algo.advantage, config.advantage_args, import_from=allowed)
     if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
         raise ValueError(
@@ -47,12 +55,17 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[dict[str, 
         config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)
     make_workflow(config, tokenizer, config.generation)
-    train = load_prompts(config.data.train, config.data.train_args, key="data.train", import_from=allowed)
-    held_out = []
-    if config.data.evaluation:
-        source, args = config.data.evaluation, config.data.evaluation_args
-        held_out = load_prompts(source, args, key="data.evaluation", import_from=allowed)
-    for key, prompts in (("data.train", train), ("data.evaluation", held_out)):
+    make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
+    longest = config.rollout.workflow_args.get("max_tokens", 0)
+    is_ours = config.rollout.workflow.startswith(f"{OURS}.")
+    if is_ours and not (isinstance(longest, int) and longest <= arch.max_positions):
+        raise ValueError(
+            f"rollout.workflow_args.max_tokens = {longest!r}: the model's context is {arch.max_positions} tokens, and "
+            f"a dialogue that outgrows it is refused with all it has earned; lower it."
+        )
+    train = training_prompts(config, tokenizer)
+    held_out = load_held_out(config)
+    for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
         prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
     return tokenizer, train, held_out
 

@@ -1,19 +1,20 @@
-"""How well the policy answers the held-out prompts, greedily, and what its replies look like as text."""
+"""How well the policy answers the held-out prompts, and what its replies look like as text."""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.algo.reward import take_out_greedy
 from megatron_rl.config import TrainConfig
-from megatron_rl.rollout.groups import trained_versions
+from megatron_rl.rollout.answer_scores import as_samples, final_answer, summarize
+from megatron_rl.rollout.groups import reward_of_each, trained_versions
 from megatron_rl.telemetry.run_log import RunLog, Sample
 from megatron_rl.types import TrajectoryBatch
-
-HELD_OUT = "held_out"
 
 
 class Evaluations:
@@ -26,13 +27,14 @@ class Evaluations:
     def __init__(
         self,
         config: TrainConfig,
-        prompts: list[dict[str, Any]],
+        prompts: dict[str, list[dict[str, Any]]],
         log_file: RunLog,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
+        """prompts: those of each set, which are asked one set after the other."""
         self.config, self.prompts, self.log_file, self.tokenizer = config, prompts, log_file, tokenizer
         self.scores: list[float] = []
-        """Mean reward of each evaluation that was logged."""
+        """Mean reward on the first set of each evaluation that was logged."""
         self._under_way: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
 
     def is_due(self, step: int) -> bool:
@@ -59,36 +61,87 @@ class Evaluations:
         while self._under_way and self._under_way[0][1].done():
             step, replies = self._under_way.popleft()
             batch = replies.result()
-            rewards = batch["rewards"]
-            self.scores.append(float(rewards.mean()))
-            is_right_or_wrong = bool(((rewards == 0) | (rewards == 1)).all())
-            name = "accuracy" if is_right_or_wrong else "reward/mean"
-            metrics = {name: float(rewards.mean()), "prompts": len(self.prompts)}
             versions = trained_versions(batch)
+            ages = {}
             if self.config.rollout.max_staleness > 0 and len(versions):
-                metrics |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
-            samples = decode_samples(self.tokenizer, batch, len(batch), self.prompts)
-            self.log_file.log_evaluation(step, HELD_OUT, metrics, samples)
+                ages = {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+            scored = score_sets(self.tokenizer, batch, self.prompts)
+            for name, one in scored.items():
+                self.log_file.log_evaluation(
+                    step, name, one.metrics | {"prompts": len(one.rewards)} | ages, one.samples
+                )
+            self.scores.append(mean_reward(next(iter(scored.values()))))
 
 
-def decode_samples(
-    tokenizer: PreTrainedTokenizerBase,
-    batch: TrajectoryBatch,
-    count: int,
-    prompts: list[dict[str, Any]] | None = None,
-) -> list[Sample]:
-    """Decode the first `count` trajectories; `prompts` gives the answers where one trajectory belongs to each."""
-    bounds, result = batch.cu_seqlens.tolist(), []
-    for number in range(min(count, len(batch))):
-        ids, mask = (batch[key][bounds[number] : bounds[number + 1]] for key in ("input_ids", "loss_mask"))
-        group = int(batch["group"][number])
-        answer = prompts[group].get("answer", "") if prompts and len(prompts) > group else ""
-        result.append(
-            Sample(
-                prompt=tokenizer.decode(ids[~mask]),
-                reply=tokenizer.decode(ids[mask]),
-                reward=float(batch["rewards"][number]),
-                answer=str(answer),
-            )
+@dataclass(kw_only=True)
+class SetScores:
+    """What a policy's replies to one set are worth; a prompt that failed is left out."""
+
+    metrics: dict[str, float]
+    places: list[int]
+    """Of the prompts, in the set."""
+    rewards: list[list[float]]
+    """By prompt, as answers."""
+    answers: list[list[str]]
+    samples: list[Sample]
+    """The first reply to each prompt."""
+
+
+def mean_reward(scores: SetScores) -> float:
+    return sum(sum(row) / len(row) for row in scores.rewards) / len(scores.rewards)
+
+
+def score_sets(
+    tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
+) -> dict[str, SetScores]:
+    """Return the scores of each set that any reply is of. `batch` is an evaluation's of all sets' prompts in order.
+
+    Trajectories with the same `sample` are those of one try, such as a debate's agents, and count as one reply.
+    """
+    batch = take_out_greedy(batch)
+    rows: dict[int, list[int]] = {}
+    for number, prompt in enumerate(batch["prompt"].tolist()):
+        rows.setdefault(prompt, []).append(number)
+    rewards = reward_of_each(batch)
+    found, first = {}, 0
+    for name, members in prompts.items():
+        places = [place for place in range(len(members)) if first + place in rows]
+        replies = [rows[first + place] for place in places]
+        first += len(members)
+        if not places:
+            continue
+        decoded = [
+            [decode(tokenizer, batch, row, members[place].get("answer", "")) for row in numbers]
+            for place, numbers in zip(places, replies, strict=True)
+        ]
+        values = [[float(rewards[row]) for row in numbers] for numbers in replies]
+        answers = [[final_answer(sample.reply) for sample in samples] for samples in decoded]
+        if "sample" in batch:
+            tries = [[int(batch["sample"][row]) for row in numbers] for numbers in replies]
+            pairs = [as_samples(*columns) for columns in zip(tries, values, answers, strict=True)]
+            values, answers = [rewards for rewards, _ in pairs], [found for _, found in pairs]
+        found[name] = SetScores(
+            metrics=summarize(values, answers),
+            places=places,
+            rewards=values,
+            answers=answers,
+            samples=[samples[0] for samples in decoded],
         )
-    return result
+    return found
+
+
+def decode_samples(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, count: int) -> list[Sample]:
+    """Decode the first `count` trajectories."""
+    return [decode(tokenizer, batch, row) for row in range(min(count, len(batch)))]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int, answer: Any = "") -> Sample:
+    first, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+    ids, mask = batch["input_ids"][first:end], batch["loss_mask"][first:end]
+    reward = batch["rewards"][first:end][mask].sum() if "rewards" in batch.tokens else batch["rewards"][row]
+    return Sample(
+        prompt=tokenizer.decode(ids[~mask]),
+        reply=tokenizer.decode(ids[mask]),
+        reward=float(reward),
+        answer=str(answer),
+    )

@@ -6,29 +6,22 @@ ranks.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.critic import Critic
-from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.reward import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
-from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.experiment.checks import check
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
-from megatron_rl.experiment.hang import HangWatch
 from megatron_rl.experiment.metrics import (
     batch_metrics,
     critic_metrics,
@@ -38,30 +31,25 @@ from megatron_rl.experiment.metrics import (
     trained_tokens,
 )
 from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.experiment.run import Run
 from megatron_rl.experiment.shared_devices import SharedDevices
 from megatron_rl.experiment.step_traces import StepTraces
 from megatron_rl.experiment.warm_start import WarmStart
-from megatron_rl.launch import watch
-from megatron_rl.launch.notice import StopNotice
-from megatron_rl.recovery import RolloutBooks, RunCheckpoints, read_state, wait_for_earlier_processes
+from megatron_rl.recovery import RolloutBooks
 from megatron_rl.rollout.prompts import PromptIterator
-from megatron_rl.telemetry.report import write_report
-from megatron_rl.telemetry.run_log import RunLog
-from megatron_rl.telemetry.sinks import Sinks
-from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
 SAMPLES_LOGGED = 8
 """Trajectories of a training step that go to samples.jsonl."""
 
 
-class Experiment:
-    """All parts of one run on this rank: a context manager that starts them and always stops them."""
+class Experiment(Run):
+    """All parts of one run of RL on this rank."""
 
     def __init__(self, config: TrainConfig, *, needs_servers: bool = True, resume: str = "") -> None:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
-        self.config, self.needs_servers, self.resume = config, needs_servers, resume
-        self.timers = PhaseTimers()
+        super().__init__(config, resume=resume)
+        self.needs_servers = needs_servers
         self.stands_still = False
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
@@ -74,15 +62,11 @@ class Experiment:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Experiment:
+    def _start(self) -> None:
         config = self.config
-        self.tokenizer, train_prompts, self.held_out = check(config)
-        self.folder = Path(config.run.folder)
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.cores = max(1, (os.cpu_count() or 1) // local_ranks)
-        torch.set_num_threads(config.run.threads_per_rank or self.cores)
-        torch.manual_seed(config.run.seed)
-        self.groups = parallel.start(config.parallel, seed=config.run.seed)
+        self.tokenizer, train_prompts, held_out = check(config)
+        self.held_out = [prompt for prompts in held_out.values() for prompt in prompts]
+        self._join()
         replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
         if prompts_per_step < replicas:
             raise ValueError(
@@ -90,55 +74,26 @@ class Experiment:
                 f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
-        wait_for_earlier_processes(self.folder, self.groups)
-        self.checkpoints = RunCheckpoints(self.folder, keep=config.run.keep_checkpoints, groups=self.groups)
-        with self.timers("resume"):
-            self.resumed_from = self.checkpoints.choose(self.resume)
-        resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
-        self.first_step = self.checkpoints.newest = resumed["step"] if resumed else 0
-        self.log_file = RunLog(self.folder, config.run.steps, self.groups.is_main, first_step=self.first_step)
-        self.log_file.log_config(config.to_yaml())
-        if self.groups.is_main:
-            settings = dataclasses.asdict(config)
-            self.log_file.sinks = Sinks(config.telemetry, self.folder, self.first_step, settings)
-        self.evaluations = Evaluations(config, self.held_out, self.log_file, self.tokenizer)
-        self.prompts = PromptIterator(train_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.books = RolloutBooks(config, self.prompts, self.groups, resumed)
-        self.notice = StopNotice(
-            config.run.grace_s, on_half_time=self.rollouts.leave_on_notice, says_so=self.groups.is_main
-        )
-        if config.run.checkpoint_every_steps > 0:
-            self.notice.listen()
-        self.hang_watch = HangWatch(
-            self.folder,
-            rank=self.groups.rank,
-            world_size=self.groups.world_size,
-            control=self.groups.control,
-            limit_s=config.run.phase_timeout_s,
-            on_hang=watch.stop,
+        self.at_end.push(self._stop_rollouts)
+        self._open(
+            on_half_time=self.rollouts.leave_on_notice,
             waits_for=self.rollouts.waits_for,
             can_leave="rollout" if config.run.checkpoint_every_steps > 0 else "",
             on_leave=self._leave_standstill,
-            grace_s=config.run.grace_s,
         )
-        self.timers.on_change = self.hang_watch.enter
-        try:
-            if self.needs_servers:
-                self.rollouts.start()
-            self._start_engines()
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-        return self
+        self.evaluations = Evaluations(config, held_out, self.log_file, self.tokenizer)
+        self.prompts = PromptIterator(
+            train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
+        )
+        self.books = RolloutBooks(config, self.prompts, self.groups, self.resumed)
+        if self.needs_servers:
+            self.rollouts.start()
+        self._start_engines()
 
-    def __exit__(self, error_type: type | None = None, *_: object) -> None:
-        self.notice.close()
-        self.hang_watch.close()
-        self.log_file.close()
+    def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
         self.rollouts.stop()
-        parallel.stop()
 
     def _start_engines(self) -> None:
         config = self.config
@@ -186,16 +141,12 @@ class Experiment:
     def policy_updates(self) -> int:
         return (self.config.run.steps - self.config.critic.warmup_steps) * self.config.batch.updates_per_step
 
-    def say(self, text: str) -> None:
-        """Print one line on the main rank."""
-        self.log_file.say(text)
-
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Bring models and servers to where the first step starts: resumed from a checkpoint, or warm-started."""
-        if self.resumed_from:
-            self._continue_from(self.resumed_from)
+        if self.resumed:
+            self._continue(self.resumed)
         else:
             self.warm_start.run()
         for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
@@ -203,76 +154,34 @@ class Experiment:
         with self.timers("publish"):
             self.rollouts.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
-        if not self.resumed_from or self.first_step in read_state(self.resumed_from)["evaluating"]:
+        if not self.resumed or self.first_step in self.resumed["evaluating"]:
             self.evaluate(step=self.first_step)
         starting_up = self.timers.snapshot()  # which is not part of the first step
         self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
-    def _continue_from(self, path: Path) -> None:
-        with self.timers("resume"):
-            for name, engine in self._trained.items():
-                engine.load(path / name, with_optimizer=True, is_checked=True)
-        self.actor.load_state_dict(read_state(path)["algorithm"])
-        self.evaluations.scores = read_state(path)["held_out_scores"]
+    def _continue(self, state: dict[str, Any]) -> None:
+        self.load_checkpoint()
+        self.actor.load_state_dict(state["algorithm"])
+        self.evaluations.scores = state["held_out_scores"]
         if self.reference is not None and self.config.warm_start.updates > 0:
             self.warm_start.load(self.reference)
-        for fault in self.checkpoints.passed_over:
-            self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
-        self.say(f"resumed after step {self.first_step} from {path}")
 
     @property
-    def _trained(self) -> dict[str, MegatronEngine]:
-        """The engines that a checkpoint holds, by their name in it."""
+    def trained(self) -> dict[str, MegatronEngine]:
         return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
-        """Begin to write what a later run continues from after `step` steps, where it is time to.
-
-        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
-        """
-        options = self.config.run
-        if options.checkpoint_every_steps == 0:
-            return False
         self.books.note_step(self.rollouts.process)
-        if self.groups.any(self.notice.came()):
-            self._stop_after(step)
-            return True
-        is_due = step == options.steps or step % options.checkpoint_every_steps == 0
-        with self.timers("checkpoint"):
-            with self._warning_of_checkpoints():
-                self.checkpoints.finish(wait=is_due)
-            if is_due:
-                with self._warning_of_checkpoints():
-                    self._start_checkpoint(step)
-        return False
+        return super().checkpoint(step=step)
 
-    @contextlib.contextmanager
-    def _warning_of_checkpoints(self) -> Iterator[None]:
-        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
-        try:
-            yield
-        except CheckpointError as error:
-            self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
-
-    def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
-        self.log_file.sync()
+    def _state(self) -> dict[str, Any]:
         if self.rollouts.process is not None:
             self.rollouts.process.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
-        state |= self.books.state_dict()
-        self.checkpoints.start(step, self._trained, state, in_background=in_background)
-
-    def _stop_after(self, step: int) -> None:
-        """Write the checkpoint of this place, where there is something new, and say how to go on."""
-        self.checkpoints.finish(wait=True)
-        if step > self.checkpoints.newest:
-            self._start_checkpoint(step, in_background=False)
-            self.checkpoints.finish(wait=True)
-        why = "a standstill" if self.stands_still else self.notice.signal_name or "another rank's notice"
-        self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
+        return state | self.books.state_dict()
 
     def _leave_standstill(self, message: str) -> None:
         """The rollout has lasted too long, and nothing else is wrong. From any thread."""
@@ -298,19 +207,18 @@ class Experiment:
                     raise
                 is_left = True
             if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
-                self._stop_after(step)
+                self.stop_after(step, "a standstill" if self.stands_still else "")
                 return None
             return exchange.gather(own, self.groups)
 
-    def score(self, batch: TrajectoryBatch) -> None:
-        """Add the reward model's scores, where there is one, to the workflow's rewards; `model_rewards` keeps them."""
-        if self.reward_model is None:
-            return
-        engine, shared = self.reward_model, self.config.batch.share_prompts
-        with self.timers("score"):
-            scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
-        batch.sequences["model_rewards"] = scores
-        batch.sequences["rewards"] = batch["rewards"] + self.config.reward_model.coefficient * scores
+    def score(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
+        if self.reward_model is not None:
+            engine, shared = self.reward_model, self.config.batch.share_prompts
+            with self.timers("score"):
+                scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
+            add_scores(batch, scores, coefficient=self.config.reward_model.coefficient)
+        return take_out_greedy(batch)
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
@@ -351,11 +259,11 @@ class Experiment:
             return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
 
     def evaluate(self, *, step: int) -> None:
-        """Answer the held-out prompts greedily where it is time to, and log what is there."""
+        """Answer the held-out prompts where it is time to, and log what is there."""
         if not self.evaluations.is_due(step):
             return
         with self.timers("evaluate"):
-            for replies in self.rollouts.evaluate(self.config.generation.new(greedy=True, n_samples=1)):
+            for replies in self.rollouts.evaluate(self.config.evaluation_generation):
                 self.evaluations.begin(step, replies)
             if self.evaluations.are_waited_for(step):
                 self.rollouts.wait_for(self.evaluations.replies_under_way)
@@ -400,25 +308,8 @@ class Experiment:
         self.log_file.log_step(step, metrics, samples)
         mismatch.check_alarm(differences, self.config.correction.alarm)
 
-    def save(self, *, step: int) -> None:
-        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
-        options = self.config.run
-        is_last = step == options.steps
-        if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
-            name = "final" if is_last else f"step-{step}"
-            with self.timers("save"), contextlib.nullcontext() if is_last else self._warning_of_checkpoints():
-                self.engine.save(self.folder / name)
-                if self.critic is not None:
-                    self.critic.engine.save(self.folder / f"{name}-critic")
-
     def finish(self) -> None:
-        """Wait for the last checkpoint, write the report and say what the run achieved."""
-        with self._warning_of_checkpoints():
-            self.checkpoints.finish(wait=True)
-        self.log_file.close()
-        if self.groups.is_main:
-            report = write_report(self.folder)
-            if self.evaluations.scores:
-                before, after = self.evaluations.scores[0], self.evaluations.scores[-1]
-                self.say(f"held-out accuracy {before:.2f} -> {after:.2f} after {self.config.run.steps} steps")
-            self.say(f"report: {report}")
+        if self.groups.is_main and self.evaluations.scores:
+            before, after = self.evaluations.scores[0], self.evaluations.scores[-1]
+            self.say(f"held-out accuracy {before:.2f} -> {after:.2f} after {self.config.run.steps} steps")
+        super().finish()

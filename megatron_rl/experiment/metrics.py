@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
+from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -18,7 +19,7 @@ from megatron_rl.weights.publish import Publication
 
 def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
     """What the updates of a step, at least one, have in common whatever the model."""
-    weight = sum(s.weight for s in stats)
+    weight = max(sum(s.weight for s in stats), 1.0)  # 0 where not one token of the step is trained
     return {
         "loss": sum(s.loss * s.weight for s in stats) / weight,
         "first_loss": stats[0].loss,
@@ -45,7 +46,7 @@ def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = sum(s.weight for s in stats)
+    weight = max(sum(s.weight for s in stats), 1.0)
     sums = {key: sum(s.sums[key] for s in stats) for key in stats[0].sums}
     metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
     metrics["mean_return"] = sums["returns"] / weight
@@ -57,10 +58,12 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
-    groups = torch.stack([rewards[batch["group"] == g].std(correction=0) for g in batch["group"].unique()])
+    member = group_numbers(batch["group"])
+    deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)
+    deviations[member] = deviation_of(rewards, member, correction=0)
     metrics: dict[str, Any] = {
         "reward/mean": float(rewards.mean()),
-        "reward/groups_without_variance": float((groups == 0).float().mean()),
+        "reward/groups_without_variance": float((deviations == 0).double().mean()),
         "batch/trajectories": len(batch),
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
     }

@@ -74,9 +74,16 @@ class Rollouts:
             on_drop=self._on_drop,
             lock=x.books.lock(),
         )
-        prompts: dict[str, Any] = {"prompts": x.prompts.prompts, "held_out": x.held_out}
-        sys_path = [str(Path(entry).absolute()) for entry in sys.path]
-        self.process.begin(Beginning(config=x.config, place=x.books.place(), sys_path=sys_path, **prompts))
+        self.process.begin(
+            Beginning(
+                config=x.config,
+                tokenizer=x.tokenizer,
+                place=x.books.place(),
+                prompts=x.prompts.prompts,
+                held_out=x.held_out,
+                sys_path=[str(Path(entry).absolute()) for entry in sys.path],
+            )
+        )
 
     def _start_servers(self) -> list[str]:
         x, config = self.x, self.x.config

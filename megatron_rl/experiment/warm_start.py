@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_rl.algo.reward import take_out_greedy
 from megatron_rl.batch import exchange
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.rollout.groups import reward_of_each
 from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.tokens import reply_ids
 from megatron_rl.rollout.workflows.scoring import prompt_ids
 from megatron_rl.sft import train_on_answers
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -94,7 +97,7 @@ class WarmStart:
         settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
         for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # RL's alone, or no matter
             del settings["optimizer"][key]
-        settings["reward"] = config.rollout.reward
+        settings |= {"reward": config.rollout.reward, "recipe": config.rollout.recipe}
         return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
 
     def _is_kept(self) -> bool:
@@ -111,9 +114,7 @@ class WarmStart:
             raise ValueError(
                 f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one."
             )
-        tokenizer = self.x.tokenizer
-        answer = tokenizer(prompt["answer"], add_special_tokens=False)["input_ids"]
-        return prompt_ids(tokenizer, prompt), [*answer, tokenizer.eos_token_id]
+        return prompt_ids(self.x.tokenizer, prompt), reply_ids(self.x.tokenizer, str(prompt["answer"]))
 
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
@@ -121,6 +122,6 @@ class WarmStart:
         x.rollouts.publish()
         sampled = x.rollouts.evaluate(x.config.generation.new(n_samples=2))
         x.rollouts.wait_for(sampled)
-        reward = [float(replies.result()["rewards"].mean()) for replies in sampled] or [0.0]
+        reward = [float(reward_of_each(take_out_greedy(found.result())).mean()) for found in sampled] or [0.0]
         dist.broadcast_object_list(reward, src=0, group=x.groups.control)
         return reward[0]

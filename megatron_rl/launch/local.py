@@ -1,8 +1,9 @@
 """Starts the ranks of a run on one host, beside its servers or on the same devices: `megatron-rl launch CONFIG`.
 
 On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
-(rollout.colocated). When a rank dies the others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are
-passed on to all ranks, which save and stop (launch/notice.py); the exit code is theirs then.
+(rollout.colocated). Training on pairs (preference.loss) has no servers, and a rank for each GPU. When a rank dies the
+others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are passed on to all ranks, which save and stop
+(launch/notice.py); the exit code is theirs then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from megatron_rl.config import ParallelConfig, TrainConfig, load_config
 from megatron_rl.launch.notice import EXIT_STOPPED, SIGNALS
+from megatron_rl.launch.ports import free_port
+from megatron_rl.launch.rank import module_of
 from megatron_rl.launch.watch import exit_with
 
 STOP_S = 5.0
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "megatron-rl launch",
         description="Start a training run on this host: its ranks, which start its servers.",
-        epilog="Further arguments are those of megatron_rl.train: key=value settings, --dry-run.",
+        epilog="Further arguments are those of a rank, megatron_rl.train: key=value settings, --dry-run.",
     )
     parser.add_argument("--ranks", type=int, help="processes that train; default: one for each GPU that servers leave")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
     if args.exit_with:
         exit_with(args.exit_with)
-    sys.exit(run(places, [str(args.config), *rest]))
+    sys.exit(run(places, [module_of(config), str(args.config), *rest]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,8 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
         config.check_world_size(places.ranks)
         return places
     rollout.check_for_gpus()
-    wanted = rollout.server_gpus if rollout.starts_servers else 0
-    servers = rollout.devices
+    wanted = rollout.server_gpus if config.starts_servers else 0
+    servers = rollout.devices if wanted else []
     if missing := [gpu for gpu in servers if gpu not in gpus]:
         raise ValueError(
             f"rollout.devices = {servers}: {', '.join(missing)} not among this host's {len(gpus)} GPUs, "
@@ -88,6 +90,8 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
     left = gpus if rollout.colocated else [gpu for gpu in gpus if gpu not in servers]
     count = len(left) if ranks is None else ranks
     if wanted > len(gpus) or not 1 <= count <= len(left):
+        if not wanted:
+            raise ValueError(f"--ranks {count}: this host has {len(gpus)} GPUs, of which each takes one; lower it.")
         share = "lower one of them" if rollout.colocated else "lower one of them, or set rollout.colocated=true"
         raise ValueError(
             f"this host has {len(gpus)} GPUs. Servers take rollout.server_count({rollout.server_count}) x "
@@ -120,12 +124,10 @@ def gpus_of_host() -> list[str]:
     return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
-def run(places: Places, train_args: list[str]) -> int:
+def run(places: Places, module_and_args: list[str]) -> int:
     """Start the ranks, wait for them and return the exit code of the run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "megatron_rl.train", *train_args, "--exit-with", str(os.getpid())]
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", *module_and_args, "--exit-with", str(os.getpid())]
     processes = [subprocess.Popen(command, env=os.environ | _place(rank, places, port)) for rank in range(places.ranks)]
     for number in SIGNALS:
         signal.signal(number, lambda number, _: _pass_on(number, processes))

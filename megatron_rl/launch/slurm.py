@@ -2,9 +2,9 @@
 
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
-It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs. A
-notice (`--signal`, pre-emption) goes to the trainer, which saves; then the job is queued again and goes on with
-`--resume auto`. Steps are ended through their own sruns, by pid.
+It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs;
+training on pairs (preference.loss) has none. A notice (`--signal`, pre-emption) goes to the trainer, which saves; then
+the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch.container import RUNTIMES, Container
 from megatron_rl.launch.notice import EXIT_STOPPED
 from megatron_rl.launch.placement import Nodes, Placement, ServerPlace, nodes_of_job, place
+from megatron_rl.launch.rank import module_of
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Below the range from which Linux hands out ports by itself; servers take theirs from there, and register them."""
@@ -149,10 +150,10 @@ class Job:
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
         ranks = self.placement.ranks
-        train = ["-m", "megatron_rl.train", *self.train_arguments]
+        train = ["-m", module_of(self.config), *self.train_arguments]
         if self.config.run.checkpoint_every_steps:
             train += ["--resume", "auto"]
-        if not self.config.rollout.servers:
+        if not (self.config.rollout.servers or self.config.preference.loss):
             count = len(self.servers) or self.config.rollout.server_count
             train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
         self.rank_logs.mkdir(parents=True, exist_ok=True)
@@ -302,11 +303,16 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
             "rollout.colocated = true: servers of a Slurm job have devices of their own; leave it out, or have the job "
             "run `megatron-rl launch CONFIG`, where servers and ranks take turns on one node."
         )
+    count = args.servers
+    if count and config.preference.loss:
+        raise ValueError(
+            f"--servers {count}: preference.loss = {config.preference.loss!r} trains on pairs, which needs none; leave "
+            f"it out."
+        )
     nodes = nodes_of_job(environment)
     serving, training = nodes[0], nodes[-1]
-    count = args.servers
     if count is None:
-        count = 0 if config.rollout.servers else config.rollout.server_count
+        count = 0 if config.rollout.servers or config.preference.loss else config.rollout.server_count
     gpus = config.rollout.gpus_per_server if serving.gpus else 0
     placement = place(serving, training, servers=count, ranks=args.ranks, gpus_per_server=gpus)
     if placement.ranks:

@@ -28,6 +28,7 @@ class PromptTokens:
     mean: float
     count: int
     held_out: int = 0
+    """Replies of one evaluation."""
     """Prompts of `data.evaluation`."""
 
     @classmethod

@@ -10,8 +10,8 @@ from megatron_rl.plan.batch import PromptTokens
 from megatron_rl.plan.devices import DEVICES
 from megatron_rl.plan.fit import Cluster, Plan, best_plan, nearest_plan, refusal
 from megatron_rl.plan.text import as_dict, as_text
-from megatron_rl.rollout.prompts import load_prompts
-from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
+from megatron_rl.rollout.prompts import load_held_out
+from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.weights.architecture import read_architecture
 
 
@@ -23,6 +23,8 @@ def plan_text(
     ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
     """
     config = load_config(path, overrides)
+    if config.preference.loss:
+        raise ValueError(f"preference.loss = {config.preference.loss!r}: only RL runs are planned; leave it out.")
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device])
     tokens = measure_prompts(config)
     plan = best_plan(config, tokens, cluster)
@@ -53,11 +55,11 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
 def measure_prompts(config: TrainConfig) -> PromptTokens:
     """Tokenise the experiment's prompts. ValueError where one and its longest reply exceed the model's context."""
     context = read_architecture(config.model.path).max_positions
-    tokenizer, data, allowed = load_tokenizer(config.model.path), config.data, config.run.import_from
-    train = load_prompts(data.train, data.train_args, key="data.train", import_from=allowed)
+    tokenizer = load_tokenizer(config.model.path)
+    train = training_prompts(config, tokenizer)
     lengths = prompt_lengths("data.train", train, tokenizer, config.generation, context=context)
-    held_out = []
-    if data.evaluation:
-        prompts = load_prompts(data.evaluation, data.evaluation_args, key="data.evaluation", import_from=allowed)
-        held_out = prompt_lengths("data.evaluation", prompts, tokenizer, config.generation, context=context)
-    return PromptTokens.of(lengths, held_out=len(held_out))
+    held_out = load_held_out(config)
+    for name, prompts in held_out.items():
+        prompt_lengths(f"evaluation {name}", prompts, tokenizer, config.generation, context=context)
+    requests = sum(map(len, held_out.values())) * config.evaluation_generation.n_samples
+    return PromptTokens.of(lengths, held_out=requests)

@@ -59,6 +59,10 @@ class Split:
         return self.wait_s / self.step_s
 
 
+SELECTING = ("m2po",)
+"""Losses that choose the tokens of the whole batch: in the catalogue of megatron_rl.algo, with which tests compare."""
+
+
 def matrix_parameters(model: Model) -> float:
     """Parameters that one token is multiplied with, without embedding and head: of experts those that it is sent to."""
     arch = model.arch
@@ -90,8 +94,17 @@ def passes(model: Model, config: TrainConfig) -> float:
     training = 4.0 if config.megatron.get("recompute_granularity") == "full" else 3.0
     if model.name == "critic":
         return training + 1
+    return training + first_passes(config)
+
+
+def first_passes(config: TrainConfig) -> float:
+    """How many forward passes of the policy over the step's tokens come before its updates."""
+    algo = config.algo
+    passes = 1.0 if algo.high_entropy_share < 1 else 0.0
+    if algo.penalizes_reward or algo.loss in SELECTING:
+        return passes + 1  # the proximal policy's log-probs are known then
     recomputed = 1 - 1 / config.batch.updates_per_step  # the first update's pass is the proximal policy's
-    return training + (recomputed if config.correction.proximal == "recompute" else 0)
+    return passes + (recomputed if config.correction.proximal == "recompute" else 0)
 
 
 def update_seconds(

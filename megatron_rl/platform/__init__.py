@@ -7,6 +7,7 @@ unmodified. The rest of the package asks here for its device and backend and nev
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import warnings
 
@@ -27,6 +28,8 @@ def prepare() -> None:
     # Its checkpoints are built on torch's ShardedTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+    if not has_cuda():  # a toolkit without a GPU is no reason to warn
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if has_cuda():
         imports.install(after_import=upstream.FIXES)
     elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 
+from megatron_rl.launch import start_up
+
 PR_SET_PDEATHSIG = 1
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -31,7 +33,8 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     if args.lock:
         os.register_at_fork(after_in_child=lambda: os.close(args.lock))
-    from megatron_rl.rollout.head import serve_trainer  # seconds of imports, with the trainer's signals taken care of
+    with start_up.importing():  # seconds, with the trainer's signals taken care of
+        from megatron_rl.rollout.head import serve_trainer
 
     serve_trainer(socket.socket(fileno=args.socket))
 

@@ -1,33 +1,89 @@
-"""The workflow that a config names."""
+"""The workflow and the rewards that a config names."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.recipe import Ingredient, Recipe, ingredients
+from megatron_rl.rollout.rewards.service import RewardService
+from megatron_rl.rollout.rewards.worker import with_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def make_workflow(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, gconfig: GenerationConfig
-) -> RolloutWorkflow:
-    """Build the configured workflow; ValueError where its constructor does not take the arguments."""
-    options = config.rollout
-    allowed = config.run.import_from
-    factory = resolve(options.workflow, key="rollout.workflow", import_from=allowed)
-    reward_fn = resolve(options.reward, key="rollout.reward", import_from=allowed)
-    arguments = {"reward_fn": reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
+def configured_rewards(config: TrainConfig) -> list[Ingredient]:
+    """Resolve rollout.reward, or the parts of rollout.recipe in its place."""
+    options, allowed = config.rollout, config.run.import_from
+    if options.recipe:
+        return ingredients("rollout.recipe", options.recipe, allowed)
+    function = resolve(options.reward, key="rollout.reward", import_from=allowed)
     try:
-        inspect.signature(factory).bind(**arguments, **options.workflow_args)
+        function = with_args(function, {})
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.reward = {options.reward!r}: {error}; name it in rollout.recipe, where rewards have args."
+        ) from error
+    return [Ingredient(name=options.reward.partition(":")[2], path=options.reward, function=function)]
+
+
+def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
+    """Start the processes that compute the configured rewards; the recipe's `close` ends them.
+
+    stacks: an open file for what the processes do when they are asked for it.
+    """
+    found = configured_rewards(config)
+    service = RewardService(
+        [ingredient.task for ingredient in found if not ingredient.is_awaited],
+        workers=config.rollout.reward_workers,
+        import_from=config.run.import_from,
+        stacks=stacks,
+    )
+    return Recipe(found, service)
+
+
+def make_workflow(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    gconfig: GenerationConfig,
+    reward_fn: Callable[..., Any] | None = None,
+    *,
+    evaluates: bool = False,
+) -> RolloutWorkflow:
+    """Build the configured workflow; ValueError where its constructor does not take the arguments.
+
+    reward_fn: the Recipe that the configured rewards make with a service. None takes the first of them as it is.
+    evaluates: it is to answer held-out prompts.
+    """
+    options, allowed = config.rollout, config.run.import_from
+    factory = resolve(options.workflow, key="rollout.workflow", import_from=allowed)
+    if reward_fn is None:
+        reward_fn = configured_rewards(config)[0].function
+    arguments = {"reward_fn": reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
+    own = dict(options.workflow_args)
+    make: Callable[..., RolloutWorkflow] = factory
+    if isinstance(factory, type) and issubclass(factory, RolloutWorkflow):
+        make = factory.evaluating if evaluates else factory
+        named = [name for name in factory.IMPORT_PATHS if name in own]
+        own |= {name: _resolved(own[name], f"rollout.workflow_args.{name}", allowed) for name in named}
+    try:
+        inspect.signature(factory).bind(**arguments, **own)
     except TypeError as error:
         raise ValueError(
             f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
             f"is called "
             f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
-    return factory(**arguments, **options.workflow_args)
+    return make(**arguments, **own)
+
+
+def _resolved(value: Any, key: str, allowed: Sequence[str]) -> Any:
+    """The object that an import path names; in a mapping, those that its keys name."""
+    if isinstance(value, Mapping):
+        return {resolve(str(path), key=key, import_from=allowed): rest for path, rest in value.items()}
+    return resolve(str(value), key=key, import_from=allowed)

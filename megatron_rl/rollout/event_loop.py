@@ -36,9 +36,11 @@ class EventLoopThread:
         assert not self.is_current(), "would wait for itself"
         return self.submit(coroutine).result()
 
-    def stop(self) -> None:
-        """Cancel what still runs, wait for it to end, and end the thread."""
+    def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """Cancel what still runs, wait for it to end, run `last`, and end the thread."""
         self.run(self._cancel_all())
+        if last is not None:
+            self.run(last)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

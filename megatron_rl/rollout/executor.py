@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
@@ -135,9 +137,12 @@ class RolloutExecutor:
     async def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
         """The same beside training's episodes: in the slots that these leave, and in one for sure.
 
-        The groups may be of several versions, and are not reported, aged or consumed.
+        The groups may be of several versions, and are not reported, aged or consumed. `prompt` is each one's place in
+        `data`, of which some may have failed.
         """
         finished = await self._run_together("evaluate", self._evaluations, data, workflow)
+        for entry in finished:
+            entry.group.sequences["prompt"] = torch.full((len(entry.group),), entry.episode.number)
         return join_groups([entry.group for entry in finished])
 
     async def _run_together(
@@ -411,8 +416,11 @@ class RolloutExecutor:
                 return Outcome(group=group)
             except RequestRefused as refusal:
                 return Outcome(error=refusal)
-            # Workflows and rewards are the user's code and may raise anything; one episode must not end the run.
-            except Exception as raised:
+            # Workflows and rewards are the user's code and may raise anything; one episode must not end the run. A
+            # cancellation of something that it waits for is its own failure, unless it is cancelled itself.
+            except (Exception, asyncio.CancelledError) as raised:
+                if isinstance(raised, asyncio.CancelledError) and _is_cancelled():
+                    raise
                 error: BaseException = raised
                 self._tally.add(rewards_late=isinstance(raised, RewardTimeout))
                 if attempt < self._config.episode_attempts:
@@ -422,6 +430,11 @@ class RolloutExecutor:
                     logger.info("episode %d: attempt %d failed (%s)", episode.number, attempt, what)
                     await asyncio.sleep(delay_s)
         return Outcome(error=error)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def sample_key(data: dict[str, Any], otherwise: str) -> str:

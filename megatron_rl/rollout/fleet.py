@@ -130,7 +130,11 @@ class Fleet:
         """Let the router send requests to the servers that serve, and to no others."""
         assert self.router is not None
         self.members.changed.clear()
-        await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
+        try:
+            await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
+        except (ServerError, asyncio.CancelledError):  # it has them in part, or not at all
+            self.members.changed.set()
+            raise
 
     async def _keep_router(self) -> None:
         while True:
@@ -139,7 +143,6 @@ class Fleet:
                 await self._tell_router()
             except ServerError as error:
                 logger.warning("%s", error)
-                self.members.changed.set()
                 await asyncio.sleep(ROUTER_RETRY_S)
 
     # -- the registry
@@ -298,6 +301,8 @@ class Fleet:
         source = source_for(server, self.members.serving, current) if current is not None else None
         if current is None or source is None:
             return None
+        if self.router is not None:  # else what the server has begun and aborts now would pass as a reply's beginning
+            await self._tell_router()
         await catch_up(server, source, current, self.config)
         server.cache.publish(current.version, flushed=True)
         origin = source if isinstance(source, str) else source.url

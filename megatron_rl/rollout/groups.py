@@ -11,9 +11,30 @@ from torch import Tensor
 
 from megatron_rl.types import Trajectory, TrajectoryBatch
 
+ROUNDING = 1e-6
+"""Of a reward in float32, or a sum of them, as a share of it."""
+
 
 def as_group(result: Any) -> TrajectoryBatch | None:
-    """Turn what a workflow returned into a batch of one group; None for a rejected prompt."""
+    """Turn what a workflow returned into a batch of one group; None for a rejected prompt.
+
+    ValueError where a reward is missing or no finite number, which would be in all advantages compared with it.
+    """
+    group = _joined(result)
+    if group is not None and "rewards" not in group:
+        found = sorted([*group.tokens, *group.sequences])
+        raise ValueError(
+            f"arun_episode returned {', '.join(found)} and no rewards; give one for each trajectory or token."
+        )
+    for name in ("rewards", "greedy_reward"):
+        if group is not None and name in group and not bool(group[name].isfinite().all()):
+            raise ValueError(
+                f"arun_episode returned {name} = {group[name].tolist()}: must be finite numbers of float32."
+            )
+    return group
+
+
+def _joined(result: Any) -> TrajectoryBatch | None:
     if result is None or isinstance(result, TrajectoryBatch):
         return result
     if isinstance(result, list):
@@ -56,11 +77,18 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
 
 
 def is_uniform(group: TrajectoryBatch) -> bool:
-    """True where all trajectories have the same reward, so that none is better than another."""
-    rewards: Tensor = group["rewards"]
-    if "rewards" in group.tokens:  # one per token: a trajectory's is the sum
-        rewards = torch.stack([part.sum() for part in rewards.split(group.lengths.tolist())])
-    return bool((rewards == rewards[0]).all())
+    """True where all trajectories have the same reward but for rounding, so that none is better than another."""
+    rewards = reward_of_each(group).double()
+    return bool(rewards.max() - rewards.min() <= ROUNDING * rewards.abs().max())
+
+
+def reward_of_each(batch: TrajectoryBatch) -> Tensor:
+    """`[B]`: each trajectory's reward, or where there is one for each token their sum, of which trained ones count."""
+    rewards: Tensor = batch["rewards"]
+    if "rewards" not in batch.tokens:
+        return rewards
+    counted = rewards.masked_fill(~batch["loss_mask"], 0.0)
+    return torch.stack([part.sum() for part in counted.split(batch.lengths.tolist())])
 
 
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:

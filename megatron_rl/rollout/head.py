@@ -22,13 +22,12 @@ from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.books import HeadBooks
 from megatron_rl.rollout.channel import Wire, serve
-from megatron_rl.rollout.configured import make_workflow
+from megatron_rl.rollout.configured import make_workflow, serve_rewards
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.standstill import Standstill
-from megatron_rl.rollout.tokens import load_tokenizer
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
 
@@ -41,7 +40,9 @@ class RolloutHead:
         torch.set_num_threads(1)
         config, place = beginning.config, beginning.place
         self.config, self.held_out = config, beginning.held_out
-        self.prompts = PromptIterator(beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        self.prompts = PromptIterator(
+            beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
+        )
         folder = Path(config.run.folder)
         keeps_journal = config.run.checkpoint_every_steps > 0
         self.books = HeadBooks(self.prompts, place, config.rollout, folder / journal.FOLDER if keeps_journal else None)
@@ -53,8 +54,9 @@ class RolloutHead:
             servers_of(config), seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
         )
         self._standstill = Standstill(folder / "hang" / f"rollout-{place.head}.txt", self.engine.spans)
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation))
+        self.tokenizer = beginning.tokenizer
+        self.recipe = serve_rewards(config, stacks=self._standstill.file_number)
+        self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation, self.recipe))
         self._evaluating: dict[str, RolloutWorkflow] = {}
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-groups")
 
@@ -73,7 +75,7 @@ class RolloutHead:
         """Replies to the held-out prompts that are sampled as `generation` says."""
         workflow = self._evaluating.get(repr(generation))
         if workflow is None:
-            workflow = make_workflow(self.config, self.tokenizer, generation)
+            workflow = make_workflow(self.config, self.tokenizer, generation, self.recipe, evaluates=True)
             self._evaluating[repr(generation)] = workflow
         return self.engine.evaluate(self.held_out, workflow)
 
@@ -87,6 +89,7 @@ class RolloutHead:
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
     def standstill(self) -> str:
+        self.recipe.service.show_stacks()
         return self._standstill.report()
 
     def metrics(self) -> dict[str, float]:
@@ -102,7 +105,7 @@ class RolloutHead:
         self.books.turn_the_page(oldest_checkpoint)
 
     def close(self) -> None:
-        self.engine.destroy()
+        self.engine.destroy(self.recipe.close())
         self.books.close()
         self._standstill.close()
 

@@ -26,6 +26,8 @@ from megatron_rl.rollout.books import Place
 from megatron_rl.rollout.channel import Caller, Wire
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megatron_rl.telemetry.trace import Recording
     from megatron_rl.types import TrajectoryBatch
 
@@ -46,6 +48,8 @@ class Beginning:
     """All that a rollout process is told of its run."""
 
     config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    """The trainer's own: to look for the model's tokenizer loads all of transformers' models, for seconds."""
     place: Place
     prompts: list[dict[str, Any]]
     held_out: list[dict[str, Any]]

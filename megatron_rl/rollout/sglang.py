@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -96,18 +96,24 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             self.destroy()
             raise
 
-    def destroy(self) -> None:
-        """Cancel what is in flight and disconnect; the servers stay up. May be called twice."""
+    def destroy(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """Cancel what is in flight and disconnect; the servers stay up. May be called twice.
+
+        last: closes what was used on this event loop beside the engine, once nothing uses it any more.
+        """
         if self._thread is None:
+            if last is not None:
+                asyncio.run(last)
             return
         thread, self._thread = self._thread, None
         thread.loop.call_soon_threadsafe(self._executor.fail, "the rollout engine was destroyed.")
         thread.run(self._fleet.close())
-        thread.stop()
+        thread.stop(last)
 
     def _count_reward(self, span: Span) -> None:
         if span.row == "rewards" and span.end_s is not None:
             self._tally.add(rewards=1, reward_s=span.end_s - span.begin_s)
+            self._tally.observe(span.args.get("metrics", {}))
 
     # -- replies
 

@@ -26,6 +26,11 @@ class Standstill:
         self._file = path.open("a")  # a run that is resumed keeps what was found before
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
 
+    @property
+    def file_number(self) -> int:
+        """The open file, for processes that write their stacks to it as well."""
+        return self._file.fileno()
+
     def report(self) -> str:
         """Write what is under way, the last events and all stacks; return what is under way, in short."""
         now, last = time.monotonic(), self._spans.last()

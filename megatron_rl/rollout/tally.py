@@ -21,6 +21,7 @@ class Tally:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = defaultdict(float)
         self._most: dict[str, float] = {}
+        self._observed: dict[str, tuple[float, int]] = {}
         self._in_flight = 0
         self._busy_since = self._taken = time.monotonic()
 
@@ -38,6 +39,15 @@ class Tally:
         with self._lock:
             for name, value in values.items():
                 self._most[name] = max(value, self._most.get(name, value))
+
+    def observe(self, values: dict[str, float]) -> None:
+        """Metrics whose means over the calls are reported, under the names given."""
+        if not is_counted.get():
+            return
+        with self._lock:
+            for name, value in values.items():
+                total, count = self._observed.get(name, (0.0, 0))
+                self._observed[name] = (total + value, count + 1)
 
     def enter(self) -> None:
         """A request goes out."""
@@ -62,6 +72,7 @@ class Tally:
             sums, self._sums = self._sums, defaultdict(float)
             most, self._most = self._most, {}
             seconds, self._taken = self._busy_since - self._taken, self._busy_since
+            observed, self._observed = self._observed, {}
         counts = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
         metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
         metrics |= {
@@ -85,6 +96,7 @@ class Tally:
             "rollout/staleness": ("staleness", "aged_tokens"),
         }
         metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
+        metrics |= {name: total / count for name, (total, count) in observed.items()}
         return metrics | {f"rollout/{name}": value for name, value in most.items()}
 
     def _accrue(self) -> None:

@@ -32,6 +32,17 @@ def count_ones(
     return [{"prompt": f"{number:0{digits}b}?", "answer": str(number.bit_count())} for number in chosen]
 
 
+def count_ones_pairs(
+    split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
+) -> list[dict[str, Any]]:
+    """The same as pairs of replies: the right count was preferred to a wrong one from 0 to `digits`."""
+    pairs, draw = [], random.Random(f"count_ones_pairs {split} {seed}")
+    for problem in count_ones(split, seed, count, digits, held_out):
+        wrong = draw.choice([str(n) for n in range(digits + 1) if str(n) != problem["answer"]])
+        pairs.append({"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong})
+    return pairs
+
+
 def sort_digits(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 5, held_out: int = 500
 ) -> list[dict[str, Any]]:
@@ -42,14 +53,25 @@ def sort_digits(
     return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in strings]
 
 
+def copy_letters(
+    split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
+) -> list[dict[str, Any]]:
+    """2 to 8 of the letters a to h as they are: `bdh>` -> `bdh`."""
+    if not 2 <= letters <= 8:
+        raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
+    chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
+    texts = ["".join("abcdefgh"[number >> 3 * place & 7] for place in range(letters)) for number in chosen]
+    return [{"prompt": f"{text}>", "answer": text} for text in texts]
+
+
 def reasoning_gym(
     name: str, seed: int = 0, count: int = 1000, messages: bool = True, answer_in: str = "tags", **config: Any
 ) -> list[dict[str, Any]]:
     """A data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
 
     `answer_in` is `tags` (<answer>..</answer>) or `last_number`: what the prompt asks for, so that a reward can find
-    the answer. Give training and evaluation different seeds. The package's own scorers are not used: some of them
-    evaluate the model's text as code.
+    the answer. Give training and evaluation different seeds. The package's own scorers, some of which evaluate the
+    model's text as code, are behind the reward megatron_rl.rollout.rewards.procedural:reasoning_gym.
     """
     instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
     if answer_in not in instructions:
@@ -66,7 +88,8 @@ def reasoning_gym(
     for item in items:
         text = f"{item['question']}\n{instructions[answer_in]}"
         form = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": f"{text}\n"}
-        prompts.append(form | {"answer": item["answer"], "task": name})
+        known = {"question": item["question"], "metadata": item["metadata"]}  # what the package's scorer asks for
+        prompts.append(form | {"answer": item["answer"], "task": name} | known)
     return prompts
 
 

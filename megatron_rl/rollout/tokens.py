@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.config import GenerationConfig
+from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.rollout.curriculum import by_success
+from megatron_rl.rollout.prompts import load_prompts
 from megatron_rl.rollout.workflows.scoring import prompt_ids
 
 
@@ -16,6 +18,27 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model.path = {folder!r}: no usable tokenizer there ({error}); copy the model's.") from error
+
+
+def reply_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a reply that is given as text, with the end-of-sequence token that a model ends it by."""
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the prompts of data.train that the section's other keys leave. ValueError where these leave none."""
+    data = config.data
+    prompts = load_prompts(data.train, data.train_args, key="data.train", import_from=config.run.import_from)
+    if data.success_rates:
+        prompts = by_success(prompts, data.success_rates, data.success_band)
+    if not (longest := data.max_prompt_tokens):
+        return prompts
+    kept = [prompt for prompt in prompts if len(prompt_ids(tokenizer, prompt)) <= longest]
+    if not kept:
+        raise ValueError(
+            f"data.max_prompt_tokens = {longest}: all {len(prompts)} prompts of data.train have more; raise it."
+        )
+    return kept
 
 
 def prompt_lengths(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.registry import Lease, Registration
-from megatron_rl.serving.server import add_run_arguments, check_run_arguments, token_file_of
+from megatron_rl.serving.run_arguments import add_run_arguments, check_run_arguments, token_file_of
 from megatron_rl.serving.supervisor import Supervisor
 
 

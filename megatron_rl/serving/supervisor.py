@@ -8,86 +8,30 @@ from __future__ import annotations
 
 import http.client
 import logging
-import os
-import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
+from megatron_rl.serving.server_process import Server, ServerLauncher
 
 logger = logging.getLogger(__name__)
 
-SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
-SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
-"""Where scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
-WATCHDOG = Path(__file__).parent / "watchdog.py"
 POLL_S = 0.1
 STOP_GRACE_S = 20.0
 """SGLang drains for up to ten seconds before it goes."""
-LOG_TAIL_LINES = 30
 GIVE_UP_LINES = 3
 HEALTH_EVERY_S = 5.0
 FIRST_RESTART_S = 1.0
 LONGEST_RESTART_S = 60.0
 STEADY_S = 600.0
 """A server that served for so long is forgiven its restarts."""
-NO_WEIGHTS = "none"
-"""Version of weights that were never loaded. No policy version has this name."""
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
-"""glibc's settings with which a CPU server uses freed memory again instead of faulting in new pages every turn."""
-SGLANG_CPU_ARGS = [
-    *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
-    # Without it an idle scheduler keeps a whole core busy.
-    *("--skip-server-warmup", "--sleep-on-idle"),
-]
-
-
-@dataclass(kw_only=True)
-class Server:
-    """One started server process."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str | None
-    """None until an embedded server has written its ready file."""
-    ready_file: Path | None
-    watchdog: subprocess.Popen[bytes] | None
-    is_ready: bool = False
-    fault: str = ""
-    """Why it was killed first, if it was."""
-
-    @property
-    def name(self) -> str:
-        return f"rollout server {self.number} (pid {self.process.pid})"
-
-    def tail(self) -> str:
-        """Return the last lines of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
-
-    def kill(self, fault: str) -> None:
-        """Kill it and its workers, which are in its group. Where none is left, there is no group."""
-        self.fault = self.fault or fault
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-    def how_it_ended(self) -> str:
-        return f"was killed: {self.fault}" if self.fault else how_it_ended(self.process.returncode)
 
 
 class Supervisor:
@@ -108,19 +52,23 @@ class Supervisor:
         devices: list[list[str]] | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
-        """Logs go to `folder`. `dummy_weights` lets servers skip the checkpoint, where the trainer publishes weights
-        before the first request; after a restart too. `devices` gives each server its GPUs. `on_death` is called with
-        one line, from a thread of the supervisor, when the last server is given up. Without config.token_file the
-        servers' token is in `folder`.
+        """`on_death` is called with one line, from a thread of the supervisor, when the last server is given up. The
+        others are ServerLauncher's.
         """
-        self.config, self.model_path, self.folder = config, Path(model_path), Path(folder)
-        self.dtype, self.context_length = dtype, context_length
-        self.weight_version, self.dummy_weights = weight_version, dummy_weights
-        self.threads_per_server, self.host, self.devices = threads_per_server, host, devices
-        self.on_death = on_death
-        self.token_file = Path(config.token_file or self.folder / "token")
-        """Made where there is none."""
-        self.backend = choose_backend(config.backend)
+        self.config, self.on_death = config, on_death
+        self._launcher = ServerLauncher(
+            config=config,
+            model_path=Path(model_path),
+            folder=Path(folder),
+            dtype=dtype,
+            context_length=context_length,
+            weight_version=weight_version,
+            dummy_weights=dummy_weights,
+            threads_per_server=threads_per_server,
+            host=host,
+            devices=devices,
+        )
+        self.backend, self.token_file = self._launcher.backend, self._launcher.token_file
         if devices is not None and len(devices) != config.server_count:
             raise ValueError(
                 f"rollout.server_count = {config.server_count}: {len(devices)} lists of devices given; give as many."
@@ -207,14 +155,14 @@ class Supervisor:
 
         RuntimeError shows the log of one that does not, ValueError says what is wrong with the token's file.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        token_in(self.token_file)
+        self._launcher.folder.mkdir(parents=True, exist_ok=True)
+        token_in(self.token_file)  # made where there is none
         self._stopping.clear()
         self._given_up.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
         try:
             for number in range(self.config.server_count):
-                self._servers.append(self._launch(number))
+                self._servers.append(self._launcher.launch(number))
             for server in self._servers:
                 self._wait_until_healthy(server, deadline)
         except BaseException:  # also when interrupted: no server may be left behind
@@ -259,91 +207,6 @@ class Supervisor:
             yield
         finally:
             self._publishing.clear()
-
-    def _launch(self, number: int, url: str | None = None) -> Server:
-        """Start a server, at `url` where it had one before."""
-        log, ready_file = self.folder / f"server-{number}.log", None
-        restarts = url is not None
-        if self.backend == "embedded":
-            ready_file = self.folder / f"server-{number}.url"
-            ready_file.unlink(missing_ok=True)
-            command = self._embedded_command(ready_file, port_of(url) if url else 0)
-            url = None  # again from the ready file, which says that it is there
-        else:
-            port = port_of(url) if url else free_port(self.host)
-            url = f"http://{self.host}:{port}"
-            command = self._sglang_command(port)
-        command += self.config.server_args
-        with log.open("ab" if restarts else "wb") as output:
-            output.write((" ".join(command) + "\n").encode())
-            output.flush()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(number),
-                # A group of its own: Ctrl-C reaches the trainer only, which then stops its servers in order.
-                start_new_session=True,
-            )
-        watchdog = None
-        if self.backend == "sglang":
-            watchdog = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(WATCHDOG), str(process.pid)],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        return Server(number=number, process=process, log=log, url=url, ready_file=ready_file, watchdog=watchdog)
-
-    def _embedded_command(self, ready_file: Path, port: int) -> list[str]:
-        command = [sys.executable, "-m", "megatron_rl.serving.server", str(self.model_path), "--host", self.host]
-        command += ["--token-file", str(self.token_file)]
-        command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
-        return command + self._shared_arguments()
-
-    def _sglang_command(self, port: int) -> list[str]:
-        command = [sys.executable, "-m", "megatron_rl.serving.sglang_launch", "--token-file", str(self.token_file)]
-        command += [
-            "--model-path",
-            str(self.model_path),
-            "--host",
-            self.host,
-            "--port",
-            str(port),
-            *self._shared_arguments(),
-        ]
-        if not torch.cuda.is_available():
-            command += SGLANG_CPU_ARGS
-        elif self.config.colocated:
-            command.append("--enable-memory-saver")
-        return command
-
-    def _shared_arguments(self) -> list[str]:
-        version = NO_WEIGHTS if self.dummy_weights else str(self.weight_version)
-        arguments = ["--dtype", self.dtype, "--weight-version", version]
-        if self.context_length is not None:
-            arguments += ["--context-length", str(self.context_length)]
-        if self.dummy_weights:
-            arguments += ["--load-format", "dummy"]
-        return arguments
-
-    def _environment(self, number: int) -> dict[str, str]:
-        environment = dict(os.environ)
-        # A server must not take itself for a rank of the trainer.
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
-        environment["OMP_NUM_THREADS"] = str(self.threads_per_server)
-        if self.backend == "embedded" and not torch.cuda.is_available():
-            environment |= KEEP_FREED_MEMORY
-        first_paths = [str(Path(__file__).parents[2])]
-        if self.backend == "sglang" and not torch.cuda.is_available():
-            first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES), *first_paths]
-            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-            environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment["PYTHONPATH"] = os.pathsep.join(first_paths + [p for p in [environment.get("PYTHONPATH")] if p])
-        if self.devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
-        return environment
 
     def _wait_until_healthy(self, server: Server, deadline: float) -> None:
         while not self._stopping.is_set():
@@ -395,7 +258,7 @@ class Supervisor:
             if self._holds_back.is_set():
                 return False
             if not self._stopping.is_set():
-                self._servers[number] = self._launch(number, url)
+                self._servers[number] = self._launcher.launch(number, url)
             return True
 
     def _server(self, number: int) -> Server | None:
@@ -443,27 +306,6 @@ class Supervisor:
             self.on_death(message)
         else:
             logger.error(message)
-
-
-def choose_backend(backend: str) -> str:
-    """Return embedded or sglang for `auto`: sglang where CUDA is."""
-    if backend != "auto":
-        return backend
-    return "sglang" if torch.cuda.is_available() else "embedded"
-
-
-def how_it_ended(returncode: int) -> str:
-    """Say it in words: `was killed by SIGKILL` or `exited with status 1`."""
-    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
 
 
 def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:

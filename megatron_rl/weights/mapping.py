@@ -249,8 +249,6 @@ LAYERS = {  # of each family: norms and attention, the dense feed-forward, the m
 TRANSFORMER_ENGINE = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight"), "self_attention.q_layernorm.weight"),
-    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight"), "self_attention.kv_layernorm.weight"),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.local_experts.\2.\1.weight"),
 )
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from ranks import fork
 from training_runs import COUNT, ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
 from megatron_rl.rollout.journal import consumed_by_step
 from megatron_rl.rollout.prompts import PromptIterator
@@ -106,11 +106,9 @@ def experiment(overrides: tuple[str, ...]) -> None:
 
 def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path) -> list[int]:
     """Start `run(overrides)` on every rank of a world; return the pids."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    places = [shared | {"MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    shared["MASTER_PORT"] = str(free_port("127.0.0.1"))
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
     def rank(place: dict[str, str]) -> None:
         os.environ |= place
@@ -122,6 +120,17 @@ def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...],
 def run_to_the_end(folder: Path, overrides: tuple[str, ...], ranks: int = 1) -> None:
     codes = exit_codes(start_ranks(ranks, experiment, overrides, folder / "output.txt"))
     assert codes == [0] * ranks, (folder / "output.txt").read_text()
+
+
+@contextlib.contextmanager
+def run_until_killed(overrides: tuple[str, ...], output: Path) -> Iterator[int]:
+    """A run on one rank, by its pid, that is killed with SIGKILL in the end."""
+    (pid,) = start_ranks(1, experiment, overrides, output)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def exit_codes(pids: list[int]) -> list[int]:

@@ -18,7 +18,19 @@ pytestmark = pytest.mark.slow
 TOOK_AT_MOST_S = 30.0
 
 
-def start_run(folder, ranks, *overrides):
+@pytest.fixture
+def start_run():
+    """Starts runs, and kills what a failed test leaves of them."""
+    started = []
+    yield lambda *args: start(started, *args)
+    for process in started:
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.communicate()
+
+
+def start(started, folder, ranks, *overrides):
     arguments = [COUNT, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides]
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.launch", "--ranks", str(ranks), *arguments],
@@ -28,6 +40,7 @@ def start_run(folder, ranks, *overrides):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    started.append(process)
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and '"step"' in metrics.read_text()):
@@ -43,6 +56,8 @@ def family(process):
         line = " ".join(child.cmdline())
         if "megatron_rl.serving.server" in line:
             roles[f"server {line.partition('server-')[2].partition('.')[0]}"] = child
+        elif "megatron_rl.rollout.rewards" in line:
+            pass  # the rollout process's own
         elif "megatron_rl.rollout" in line:
             roles[f"rollout {child.environ()['RANK']}"] = child
         elif "megatron_rl.train" in line:
@@ -51,7 +66,7 @@ def family(process):
 
 
 @pytest.mark.parametrize("victim", ["servers", "rank 0", "rank 1", "rollout 0", "launcher"])
-def test_the_others_end_and_one_line_says_who_died(victim, tmp_path):
+def test_the_others_end_and_one_line_says_who_died(start_run, victim, tmp_path):
     process = start_run(tmp_path / "run", 2, "parallel.tensor=2", "rollout.server_restarts=0")
     roles, everyone = family(process)
     assert roles.keys() == {"launcher", "server 0", "server 1", "rank 0", "rank 1", "rollout 0"}
@@ -68,7 +83,7 @@ def test_the_others_end_and_one_line_says_who_died(victim, tmp_path):
     assert "Traceback" not in output, output
 
 
-def test_training_goes_on_while_servers_are_killed_and_restarted(tmp_path):
+def test_training_goes_on_while_servers_are_killed_and_restarted(start_run, tmp_path):
     folder = tmp_path / "run"
     process = start_run(folder, 2)  # two data heads, each with a client of its own
     printed: list[str] = []

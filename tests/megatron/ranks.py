@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,9 +16,12 @@ from typing import Any
 import psutil
 
 from megatron_rl import platform
+from megatron_rl.launch import start_up
+from megatron_rl.launch.ports import free_port
 
 platform.prepare()
-import megatron_rl.engine.megatron_engine  # noqa: E402, F401  the children inherit the import
+with start_up.importing():
+    import megatron_rl.engine.megatron_engine  # noqa: F401  the children inherit the import
 
 
 def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -27,26 +29,24 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: f
 
     Raises AssertionError with the first failing rank's traceback; a rank that hangs is killed at the deadline.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pids = {}
+    port, pids = str(free_port("127.0.0.1")), {}
     sys.stdout.flush()
     sys.stderr.flush()
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            _child(rank, count, port, folder, function, args)
-        pids[pid] = rank
-    failed = _reap(pids, time.monotonic() + timeout_s)
-    if failed:
-        reports = {rank: folder / f"{rank}.error" for rank in sorted(failed)}
-        texts = [
-            f"rank {rank}: {path.read_text() if path.exists() else failed[rank]}" for rank, path in reports.items()
-        ]
-        raise AssertionError("\n".join(texts))
-    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        for rank in range(count):
+            pid = os.fork()
+            if pid == 0:
+                _child(rank, count, port, folder, function, args)
+            pids[pid] = rank
+        failed = _reap(pids, time.monotonic() + timeout_s)
+        if failed:
+            reports = {rank: folder / f"{rank}.error" for rank in sorted(failed)}
+            texts = [
+                f"rank {rank}: {path.read_text() if path.exists() else failed[rank]}" for rank, path in reports.items()
+            ]
+            raise AssertionError("\n".join(texts))
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]
 
 
 def _child(rank: int, count: int, port: str, folder: Path, function: Callable[..., Any], args: tuple) -> None:

@@ -46,19 +46,6 @@ def batch():
     return found
 
 
-def gradients_of(engine, backend):
-    """A list that each update adds its whole, unclipped gradient to."""
-    if backend == "megatron":
-        return record_gradients(engine), lambda values: as_hf_tensors(engine, values)
-    recorded = []
-
-    def record(*_):
-        recorded.append({name: p.grad.full_tensor().clone() for name, p in engine.policy.named_parameters()})
-
-    engine.optimizer.register_step_pre_hook(record)
-    return recorded, lambda values: values
-
-
 def updates(backend, folder):
     """Return the entropies of the rank's share; and for each case the update's statistics and gradient."""
     options = {"clip_grad": 0.0}
@@ -68,13 +55,13 @@ def updates(backend, folder):
         engine = make_engine(folder, LAYOUTS["tp2_pp2"][1], tokens_per_microbatch=24, **options)
     results = {"entropies": engine.eval().forward(share_of(batch(), engine), temperature=TEMPERATURE, entropy=True)}
     engine.train()
+    gradients = record_gradients(engine)
     for name, (algo, correction) in CASES.items():
         engine.load(folder)
         engine.reset_optimizer(10)
-        recorded, whole = gradients_of(engine, backend)
         arguments = {"correction": CorrectionConfig(**correction), "reference": engine}
         (stats,) = PolicyActor(engine, algo, temperature=TEMPERATURE, **arguments).update([share_of(batch(), engine)])
-        results[name] = stats, whole(recorded[-1])
+        results[name] = stats, as_hf_tensors(engine, gradients[-1])
     return results
 
 

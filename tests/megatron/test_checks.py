@@ -25,7 +25,7 @@ def refused(*overrides):
 
 def test_good_config_passes():
     tokenizer, train, held_out = check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}"]))
-    assert len(train) == 192 and len(held_out) == 64 and tokenizer.eos_token_id is not None
+    assert len(train) == 192 and list(map(len, held_out.values())) == [64] and tokenizer.eos_token_id is not None
 
 
 def test_prompt_longer_than_the_context_is_refused(tmp_path):
@@ -64,6 +64,15 @@ def test_declared_module_that_cannot_be_found_is_named():
     message = refused("rollout.reward=absent.module:thing", "run.import_from=[absent]")
     for part in ("rollout.reward = 'absent.module:thing'", "cannot be imported", "PYTHONPATH"):
         assert part in message, message
+
+
+def test_a_dialogue_longer_than_the_context_is_refused():
+    environment = "megatron_rl.rollout.environments:SelfCorrection"
+    message = refused(
+        "rollout.workflow=megatron_rl.rollout.workflows:MultiTurnWorkflow",
+        f"rollout.workflow_args={{environment: '{environment}', max_tokens: 65}}",
+    )
+    assert "rollout.workflow_args.max_tokens = 65: the model's context is 64 tokens" in message
 
 
 def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
@@ -110,7 +119,8 @@ def run_cli(module, *arguments):
         ("megatron_rl.train", ["configs/count_grpo.yaml", "optimiser.lr=1"], "did you mean optimizer"),
         ("megatron_rl.train", ["configs/count_grpo.yaml", "parallel.tensor=2"], "does not divide the world size 1"),
         ("megatron_rl.train", ["configs/demo.yaml", "model.path=/none"], "no config.json"),
-        ("megatron_rl.sft", ["configs/demo.yaml"], "warm_start.updates = 0"),
+        ("megatron_rl.cli", ["sft", "configs/demo.yaml"], "warm_start.updates = 0"),
+        ("megatron_rl.cli", ["preferences", "configs/none.yaml"], "no such file"),
         ("megatron_rl.cli", ["report", "/none"], "metrics.jsonl"),
         ("megatron_rl.cli", ["convert", "/none.gguf", "/tmp/never"], "none.gguf"),
         ("megatron_rl.cli", ["serve", "/none"], "rollout server"),

@@ -1,11 +1,13 @@
 """A value model is the same model in HF and in every layout, and so are its updates."""
 
+from functools import cache
+
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
+from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl import parallel
@@ -13,6 +15,7 @@ from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
 from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import exchange
 from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.types import TrajectoryBatch
 
@@ -46,24 +49,54 @@ def hf_values(model, batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(values), torch.stack(scores)
 
 
-def values_and_scores(folder, layout, batch, share_prompts=True):
+def values_and_scores(folder, layout, batch, share_prompts=True, groups=None):
     config = EngineConfig(
         model=ModelConfig(path=str(folder)),
-        parallel=LAYOUTS[layout][1],
+        parallel=WORLDS[layout][1],
         tokens_per_microbatch=24,
         share_prompts=share_prompts,
     )
-    engine = MegatronEngine(config, trainable=False, head="value")
+    backend = FSDPEngine if layout == "fsdp" else MegatronEngine
+    engine = backend(config, trainable=False, head="value", groups=groups)
     engine.initialize()
     return engine.forward(batch), engine.score(batch)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe"])
-def test_values_and_scores_equal_transformers(family, layout, tmp_path):
-    model, batch = make_value_model(family, tmp_path), make_batch()
-    values, scores = hf_values(model, batch)
-    for ours, ours_scores in run_ranks(LAYOUTS[layout][0], values_and_scores, tmp_path, layout, batch):
+def all_values_and_scores(folders, layout, batch):
+    groups = parallel.start(WORLDS[layout][1], seed=1)
+    computed = {family: folder for family, folder in folders.items() if (layout, family) in VALUE_CASES}
+    return {family: values_and_scores(folder, layout, batch, groups=groups) for family, folder in computed.items()}
+
+
+@pytest.fixture(scope="module")
+def value_models(tmp_path_factory):
+    """By family: the model, and its folder."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in VALUE_FAMILIES}
+    return {family: make_value_model(family, folder) for family, folder in folders.items()}, folders
+
+
+@pytest.fixture(scope="module")
+def ranks_of(value_models):
+    """What each rank of a layout finds for all families, one after the other."""
+    _, folders = value_models
+    return cache(lambda layout: run_ranks(WORLDS[layout][0], all_values_and_scores, folders, layout, make_batch()))
+
+
+VALUE_FAMILIES = ("llama", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe")
+WORLDS = LAYOUTS | {"fsdp": LAYOUTS["dp2"]}
+VALUE_CASES = [
+    (layout, family)
+    for layout in ("1", "tp2_sp", "pp2_vpp2", "cp2", "tp2_pp2", "fsdp")
+    for family in VALUE_FAMILIES
+    if not (layout == "fsdp" and family in MIXTURES)
+]
+
+
+@pytest.mark.parametrize(("layout", "family"), VALUE_CASES)
+def test_values_and_scores_equal_transformers(family, layout, value_models, ranks_of):
+    batch = make_batch()
+    values, scores = hf_values(value_models[0][family], batch)
+    for ours, ours_scores in (found[family] for found in ranks_of(layout)):
         torch.testing.assert_close(ours, values * batch["loss_mask"], rtol=0, atol=1e-5)
         torch.testing.assert_close(ours_scores, scores, rtol=0, atol=1e-5)
 

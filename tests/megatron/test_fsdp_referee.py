@@ -1,4 +1,7 @@
-"""The referee: FSDP2 over plain transformers and Megatron-Core agree on log-probs, updates and schedules in float32."""
+"""The referee: FSDP2 over plain transformers and Megatron-Core agree on log-probs, updates and schedules in float32.
+
+Their gradients are compared with those of float64 in test_theorems.py, test_aggregation.py and test_preferences.py.
+"""
 
 import functools
 import os
@@ -9,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from safetensors.torch import load_file
+from test_critic import VALUE_LOSS, critic_batch
 from test_gradients import assert_same_updates, user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.loss import PolicyLoss, supervised
@@ -28,7 +33,7 @@ from tests.servers.in_process import done
 OPTIONS = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
 
-def make_fsdp(folder, *, groups=None, dtype="float32", trainable=True, **options) -> FSDPEngine:
+def make_fsdp(folder, *, groups=None, dtype="float32", trainable=True, head="policy", **options) -> FSDPEngine:
     engine = FSDPEngine(
         EngineConfig(
             model=ModelConfig(path=str(folder), dtype=dtype),
@@ -37,13 +42,16 @@ def make_fsdp(folder, *, groups=None, dtype="float32", trainable=True, **options
         ),
         groups=groups,
         trainable=trainable,
+        head=head,
     )
     engine.initialize(None, FinetuneSpec(total_updates=10))
     return engine
 
 
-def make_any(backend, folder):
-    return make_fsdp(folder) if backend == "fsdp" else make_engine(folder, LAYOUTS[backend][1], **OPTIONS)
+def make_any(backend, folder, head="policy"):
+    if backend == "fsdp":
+        return make_fsdp(folder, head=head)
+    return make_engine(folder, LAYOUTS[backend][1], head=head, **OPTIONS)
 
 
 def sequence_loss(logits, data):
@@ -83,10 +91,13 @@ def log_probs_and_updates(backend, folder, batch):
     return logprobs, results
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama_tied", "qwen2_half_windowed", "qwen3", "mistral_windowed"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     make_model(request.param, path)
+    config = AutoConfig.from_pretrained(path)
+    config.pad_token_id = int(make_batch()["input_ids"][1])  # transformers would take no gradient of its embedding
+    config.save_pretrained(path)
     return path
 
 
@@ -108,6 +119,44 @@ def test_fsdp_and_megatron_agree(world, layout, folder):
             assert results[kind][0] == ranks[0][1][kind][0], "every rank reports the same step"
     for kind in KINDS:
         assert_same_updates(ranks[0][1][kind], megatron[kind])
+
+
+def critic_of_a_policy(backend, folder, target):
+    """Two updates of a critic that starts at zero, and the values and scores after them."""
+    engine = make_any(backend, folder, head="value")
+    share = share_of(critic_batch(), engine)
+    assert not engine.forward(share).any() and not engine.score(share).any()
+    engine.train()
+    before = engine.eval_batch(share, VALUE_LOSS)
+    stats = [engine.train_batch(share, VALUE_LOSS) for _ in range(2)]
+    assert (before.loss, before.sums) == (stats[0].loss, stats[0].sums)
+    engine.save(target)
+    return (stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}), values_and_scores(engine)
+
+
+def values_and_scores(engine):
+    engine.eval()
+    return torch.cat([engine.forward(make_batch()), engine.score(make_batch())])
+
+
+def values_of_the_other(backend, folder):
+    return values_and_scores(make_any(backend, folder, head="value"))
+
+
+def test_critics_agree_and_load_each_other(tied, tmp_path):
+    updates, values = {}, {}
+    for backend in ("fsdp", "tp2_pp2"):  # three of FSDP2's four ranks hold nothing of the head
+        ranks = run_ranks(4, critic_of_a_policy, backend, tied, tmp_path / backend)
+        updates[backend], values[backend] = ranks[0]
+        assert all(stats == ranks[0][0][0] for (stats, _), _ in ranks), "every rank reports the same step"
+        saved = load_file(tmp_path / backend / "model.safetensors")
+        assert saved.keys() == updates[backend][1].keys() and "score.weight" in saved
+        assert all(torch.equal(saved[name], tensor) for name, tensor in updates[backend][1].items())
+    assert_same_updates(updates["fsdp"], updates["tp2_pp2"])
+    assert values["fsdp"].abs().max() > 1e-3
+    for reader, writer in (("1", "fsdp"), ("fsdp", "tp2_pp2")):
+        (found,) = run_ranks(1, values_of_the_other, reader, tmp_path / writer)
+        torch.testing.assert_close(found, values[writer], rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +371,15 @@ def refusals(folder):
     for method in (engine.save, engine.load):
         with pytest.raises(ValueError, match="with_optimizer = True: must be False for FSDPEngine"):
             method(folder, with_optimizer=True)
+    with pytest.raises(ValueError, match="score: needs an engine with head='value', and this one has 'policy'"):
+        engine.score(batch)
+    with pytest.raises(ValueError, match="loss_fn: needs an engine with head='value', and this one has 'policy'"):
+        engine.train_batch(batch, VALUE_LOSS)
+    critic = make_fsdp(folder, groups=engine.groups, head="value")
+    with pytest.raises(ValueError, match="loss_fn: needs an engine with head='policy', and this one has 'value'"):
+        critic.eval_batch(batch, LogprobLoss(supervised))
+    with pytest.raises(ValueError, match="post_hook: needs an engine with head='policy'"):
+        critic.forward(batch, lambda logits, rows: logits[:, 0])
     frozen = make_fsdp(folder, groups=engine.groups, trainable=False)
     with pytest.raises(RuntimeError, match="trainable=False: a reference model is frozen"):
         frozen.train_batch(batch, user_loss, user_weight)

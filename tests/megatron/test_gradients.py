@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks
 from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
 
+from megatron_rl import parallel
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
@@ -61,24 +62,42 @@ def assert_same_updates(result, expected):
         torch.testing.assert_close(tensor, weights_one[name], rtol=0, atol=2e-5, msg=name)
 
 
-def shared_prompts(folder, layout, kind, tokens_per_microbatch, share):
-    batch, counted = make_groups(), []
+def shared_prompts(folder, layout, cases):
+    """Return by case, which is (kind, tokens per microbatch, whether prompts are shared), the updates and the number of
+    rows that were computed."""
+    counted, results, groups = [], {}, parallel.start(LAYOUTS[layout][1], seed=1)
     engine_rows = schedule.own_rows
     schedule.own_rows = lambda m, *a, **k: counted.append(len(m.computed)) or engine_rows(m, *a, **k)
-    options = {"share_prompts": share}
-    return two_updates(folder, layout, batch, kind, tokens_per_microbatch, options), sum(counted)
+    for kind, tokens, share in cases:
+        counted.clear()
+        options = {"share_prompts": share, "groups": groups}
+        results[kind, tokens, share] = two_updates(folder, layout, make_groups(), kind, tokens, options), sum(counted)
+    return results
 
 
-# 16: families are cut, and their parts compute the prompt again.
-@pytest.mark.parametrize("tokens", [16, 200])
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", "cp2_tp2_pp2"])
-@pytest.mark.parametrize("kind", ["logits", "logprobs"])
-def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_folder):
-    plain, all_rows = run_ranks(1, shared_prompts, model_folder, "1", kind, 200, False)[0]
-    results = run_ranks(LAYOUTS[layout][0], shared_prompts, model_folder, layout, kind, tokens, True)
-    assert_same_updates(results[0][0], plain)
+@functools.cache
+def all_shared_prompts(folder, layout):
+    """All cases one after the other on the ranks of the layout; what the first rank found."""
+    cases = [(kind, tokens, True) for kind in KINDS for tokens in BUDGETS]
     if layout == "1":
-        assert results[0][1] < (0.7 if tokens == 200 else 0.95) * all_rows
+        cases += [(kind, BUDGETS[-1], False) for kind in KINDS]
+    return run_ranks(LAYOUTS[layout][0], shared_prompts, folder, layout, cases)[0]
+
+
+KINDS = ("logits", "logprobs")
+BUDGETS = (16, 200)
+"""At 16 families are cut, and their parts compute the prompt again."""
+
+
+@pytest.mark.parametrize("tokens", BUDGETS)
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", "cp2_tp2_pp2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_folder):
+    plain, all_rows = all_shared_prompts(model_folder, "1")[kind, 200, False]
+    result, rows = all_shared_prompts(model_folder, layout)[kind, tokens, True]
+    assert_same_updates(result, plain)
+    if layout == "1":
+        assert rows < (0.7 if tokens == 200 else 0.95) * all_rows
 
 
 def logprobs_of_an_update(folder, layout, by_row):

@@ -73,7 +73,7 @@ def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_i
         assert f"in {function}" in (tmp_path / "hang" / f"rank-{rank}.txt").read_text()
 
 
-def on_time(folder: str) -> list[str]:
+def on_time(folder: str) -> None:
     groups = parallel.start(ParallelConfig(), seed=1)
     watch = HangWatch(
         Path(folder), rank=groups.rank, world_size=2, control=groups.control, limit_s=1.5, on_hang=lambda m: 1 / 0
@@ -85,11 +85,10 @@ def on_time(folder: str) -> list[str]:
             time.sleep(0.6)
             dist.all_reduce(torch.ones(1))
     watch.close()
-    return [path.name for path in (Path(folder) / "hang").iterdir() if path.stat().st_size]
 
 
 def test_phases_in_time_leave_nothing(tmp_path):
-    assert run_ranks(2, on_time, str(tmp_path)) == [[], []]
+    run_ranks(2, on_time, str(tmp_path))
     assert not list((tmp_path / "hang").iterdir())
 
 

@@ -15,6 +15,7 @@ from gathered import as_hf_tensors, record_gradients, relative_error
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
+from test_fsdp_referee import make_fsdp
 from tiny import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -29,19 +30,28 @@ from megatron_rl.parallel import Axis
 TOLERANCE = 1e-5
 
 
+def make_megatron(folder, layout, **options):
+    return make_engine(folder, LAYOUTS[layout][1], **options)
+
+
+def make_referee(folder, layout, **options):
+    return make_fsdp(folder, weight_decay=0.0, **options)
+
+
 @dataclass(frozen=True)
 class Row:
-    """A line of the grid: a layout of tiny.LAYOUTS, a family, and options of the optimizer."""
+    """A line of the grid: a layout of tiny.LAYOUTS, options of the optimizer, a family, and what trains it."""
 
     layout: str
     options: tuple[tuple[str, Any], ...] = ()
     family: str = "qwen3_tied_one_kv_head"
+    make: Callable = make_megatron
 
 
 MIXTURE = "qwen3_moe"
-EPS = {MIXTURE: (("eps", 1e-4),)}
-"""Experts of few tokens have gradients near make_engine's eps, where Adam makes 1e-6 of rounding in the first gradient
-into 1e-5 of the weights' change and of the second gradient."""
+EPS = {"qwen3_tied_one_kv_head": (("eps", 1e-5),), MIXTURE: (("eps", 1e-4),)}
+"""Near gradients as small as make_engine's eps Adam makes 1e-6 of rounding in the first gradient into 1e-5 of the
+weights' change and of the second gradient. Those of experts of few tokens are the smallest."""
 DISTRIBUTED = (("distributed", True),)
 OVERLAP = (*DISTRIBUTED, ("overlap", True))
 GRID = {
@@ -67,6 +77,7 @@ GRID = {
     "tp2_ep2_etp2": Row("tp2_ep2_etp2", family=MIXTURE),
     "tp2_pp2_ep2": Row("tp2_pp2_ep2", family=MIXTURE),
     "tp2_pp2_dp2_ep2": Row("tp2_pp2_dp2_ep2", DISTRIBUTED, MIXTURE),
+    "fsdp2": Row("dp2", make=make_referee),
 }
 
 
@@ -147,9 +158,8 @@ def run_cases(folders, row, cases):
     """Return the weights as loaded, by head; and of each case (stats, gradients of both updates, weights after)."""
     loaded, results, groups = {}, {}, None
     for head, folder in folders.items():
-        engine = make_engine(
-            folder, LAYOUTS[row.layout][1], groups=groups, head=head, **dict(row.options + EPS.get(row.family, ()))
-        ).train()
+        options = dict(row.options + EPS.get(row.family, ()))
+        engine = row.make(folder, row.layout, groups=groups, head=head, **options).train()
         groups, gradients = engine.groups, record_gradients(engine)
         loaded[head] = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
         for case in cases:

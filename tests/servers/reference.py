@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
@@ -27,7 +27,17 @@ from tests.servers.run_tokens import AUTHORIZED
 @torch.no_grad()
 def reference_logprobs(folder: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
     """log p of each output token after the prompt, in one float32 forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return logprobs_of(load_reference(folder), prompt, output, temperature)
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
+    """The folder's model by transformers, float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logprobs_of(model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    """`reference_logprobs` of a model that is loaded, for many replies."""
     logits = model(torch.tensor([prompt + output])).logits[0].float() / temperature
     rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
@@ -36,7 +46,7 @@ def reference_logprobs(folder: Path, prompt: list[int], output: list[int], tempe
 @torch.no_grad()
 def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     """The `count` most likely tokens after the prompt, one after the other."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_reference(folder)
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -51,7 +61,7 @@ def reference_logprobs_on_old_keys(
 
     The last token before the change has no keys yet when it comes.
     """
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (old, new)]
+    models = [load_reference(folder) for folder in (old, new)]
     ids = torch.tensor([prompt + output])
     computed = len(prompt) + before - 1
     first = models[0](ids[:, :computed], use_cache=True)

@@ -10,7 +10,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from training_runs import COUNT, ROOT, command, environment, steps_of
+from kills import has_ended, run_until_killed
+from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.registry import Lease, Registration, registered_urls
@@ -135,7 +136,7 @@ def test_other_data_heads_learn_of_servers_from_the_one_that_publishes(honest, c
 
 @pytest.mark.slow
 def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp_path):
-    registry, folder = tmp_path / "registry", tmp_path / "coming"
+    registry, folder, output = tmp_path / "registry", tmp_path / "coming", tmp_path / "output.txt"
     model = str(ROOT / "configs" / "models" / "count_tiny")
     options = ["--load-format", "dummy", "--dtype", "float32", "--register", str(registry), "--run", folder.name]
     with ExitStack() as stack:
@@ -152,7 +153,7 @@ def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp
         def wait_for(holds):
             deadline = time.monotonic() + 180
             while not holds():
-                assert run.poll() is None and time.monotonic() < deadline
+                assert not has_ended(run) and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.1)
 
         def steps():
@@ -160,19 +161,17 @@ def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp
             return [s for s in steps_of(folder) if s] if metrics.exists() and metrics.read_text().endswith("\n") else []
 
         first = serve("--port", "0")
-        run = start(
-            *command(COUNT, f"rollout.registry={registry}", "warm_start.updates=0", "data.evaluation="),
-            *("rollout.server_count=1", "run.steps=100000", f"run.folder={folder}"),
-        )
-        wait_for(steps)
-        assert steps()[-1]["rollout/servers"] == 1
-        second = serve("--backend", "embedded", "--log-folder", str(tmp_path / "logs"))
-        wait_for(lambda: steps()[-1]["rollout/servers"] == 2)
-        os.kill(first.pid, signal.SIGKILL)
-        wait_for(lambda: steps()[-1]["rollout/servers"] == 1)
-        reached = len(steps())
-        wait_for(lambda: len(steps()) > reached + 2)
-        os.kill(run.pid, signal.SIGKILL)
+        settings = ("warm_start.updates=0", "data.evaluation=", "run.steps=100000", f"run.folder={folder}")
+        settings += (f"rollout.registry={registry}", "rollout.server_count=1")
+        with run_until_killed(settings, output) as run:
+            wait_for(steps)
+            assert steps()[-1]["rollout/servers"] == 1
+            second = serve("--backend", "embedded", "--log-folder", str(tmp_path / "logs"))
+            wait_for(lambda: steps()[-1]["rollout/servers"] == 2)
+            os.kill(first.pid, signal.SIGKILL)
+            wait_for(lambda: steps()[-1]["rollout/servers"] == 1)
+            reached = len(steps())
+            wait_for(lambda: len(steps()) > reached + 2)
         second.terminate()
         assert second.wait(30) == 0
         # It has left, and its lease was the first one's only company.

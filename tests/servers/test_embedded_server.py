@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
+from megatron_rl.launch.ports import free_port
 from megatron_rl.serving.server import MAX_BODY_BYTES
 from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
@@ -111,16 +111,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture
 def group(server, pool) -> Iterator[dist.ProcessGroup]:
     """The update group of this process (rank 0) and the server."""
-    port, name = free_port(), "weights"
+    port, name = free_port("127.0.0.1"), "weights"
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     joined = pool.submit(server.ok, "/init_weights_update_group", body | {"group_name": name, "backend": "gloo"})
     group = join_update_group(address="127.0.0.1", port=port, rank=0, world_size=2, name=name)
@@ -420,7 +414,7 @@ def test_bad_updates_are_refused_before_anything_is_received(server, group, chan
 @contextmanager
 def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
     """A process that joins a group with the server, runs `script` and ends without a word once its input is closed."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     join = (
         "import os, sys, torch; from megatron_rl.update_group import join_update_group as join; "
         f"group = join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); "
@@ -470,7 +464,9 @@ def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is
 
 def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline():
     with pytest.raises(RuntimeError, match="127.0.0.1"):
-        join_update_group(address="127.0.0.1", port=free_port(), rank=1, world_size=2, name="lonely", timeout_s=1)
+        join_update_group(
+            address="127.0.0.1", port=free_port("127.0.0.1"), rank=1, world_size=2, name="lonely", timeout_s=1
+        )
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.fault_proxy import FAULTS, FaultProxy
 from tests.servers.reference import reference_greedy, used_tokens
 from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.test_membership import ask, eventually
+from tests.servers.test_membership import ask, eventually, musters
 from tests.servers.tiny_model import make_tokenizer
 
+LONG = 400
+"""Tokens of replies that are still under way after some polls, also where other tests want the machine."""
 TEXTS = ("The quick", "lazy dog", "What is 12 +", "user assistant")
 # With a place in a data set their samples are the same whenever they are asked for.
 PROMPTS = [{"prompt": text, "epoch": 0, "prompt_index": number} for number, text in enumerate(TEXTS)]
@@ -87,13 +89,6 @@ class Killable:
                 except NoServerLeft:
                     pass
 
-    def is_back(self, count):
-        def all_muster():
-            self.engine.muster()
-            return len(self.engine.server_ranks) == count
-
-        return eventually(all_muster, seconds=60)
-
 
 @pytest.fixture
 def servers(tiny_model, tmp_path, connect, monkeypatch):
@@ -109,12 +104,12 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     engine, urls = servers.engine, servers.supervisor.urls
     old, new = (load_file(folder / "model.safetensors") for folder in (tiny_model, other_tiny_model))
     servers.publish(old, version=0)
-    calm = roll_out(engine, max_new_tokens=100)
+    calm = roll_out(engine, max_new_tokens=LONG)
     calm_start = roll_out(engine, max_new_tokens=8)
 
     # In the middle of generation: the other server gives the same replies.
     with ThreadPoolExecutor(1) as pool:
-        batch = pool.submit(roll_out, engine, 100)
+        batch = pool.submit(roll_out, engine, LONG)
         assert eventually(lambda: used_tokens(urls[0]) > 100)
         servers.kill(0)
         assert_same(batch.result(60), calm)
@@ -137,7 +132,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     servers.kill(0)
     servers.kill(1)
     servers.publish(new, version=2)
-    assert servers.is_back(2)
+    assert musters(engine, 2, seconds=60)
     servers.publish(new, version=3)
     assert sorted(engine.serving) == sorted(urls)
     for rid in ("a", "b"):  # one server each

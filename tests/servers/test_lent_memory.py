@@ -86,7 +86,7 @@ def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path):
         assert post(url, "/generate", {"input_ids": prompts, "sampling_params": sampling}).ok
 
 
-def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers):
+def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers, tiny_model):
     url = own_servers.urls[0]
     assert post(url, "/release_memory_occupation").ok and post(url, "/release_memory_occupation").ok
     generate = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
@@ -95,7 +95,7 @@ def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers):
         ("/continue_generation", {}, "weights and kv_cache"),
         ("/weights_checker", {}, "weights"),
         ("/get_weights_by_name", {"name": "model.norm.weight"}, "weights"),
-        ("/update_weights_from_disk", {"model_path": str(own_servers.model_path)}, "weights"),
+        ("/update_weights_from_disk", {"model_path": str(tiny_model)}, "weights"),
         ("/peer_tensor", {"name": "model.norm.weight", "peer_version": "released"}, "weights"),
     ):
         answer = post(url, path, body)
@@ -106,7 +106,7 @@ def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers):
     assert post(url, "/resume_memory_occupation", {"tags": ["weights"]}).ok
     assert "kv_cache: released" in post(url, "/generate", generate).text
     assert post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}).ok
-    body = {"model_path": str(own_servers.model_path), "weight_version": "7"}
+    body = {"model_path": str(tiny_model), "weight_version": "7"}
     assert post(url, "/update_weights_from_disk", body).ok and post(url, "/generate", generate).ok
     answer = post(url, "/release_memory_occupation", {"tags": ["kv-cache"]})
     assert answer.status_code == 400 and "tags = ['kv-cache']: each must be one of weights, kv_cache" in answer.text

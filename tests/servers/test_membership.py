@@ -25,6 +25,11 @@ def eventually(holds, seconds=10.0):
     return holds()
 
 
+def musters(engine, count, seconds=10.0):
+    """Whether so many servers come to take part in a publication; each comes back by itself."""
+    return eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == count, seconds)
+
+
 def overloaded(_):
     return web.json_response({"error": {"message": "out of memory"}}, status=503)
 
@@ -69,7 +74,7 @@ def test_restarted_server_gets_nothing_before_it_was_published_to(scripted, conn
     for rid in ("a", "b", "c", "d"):
         ask(engine, rid=rid)
     assert len(restarted.generations()) == sent and engine.serving == [steady.url]
-    engine.muster()
+    assert musters(engine, 2)
     update(engine, version=3)
     assert sorted(engine.serving) == sorted([restarted.url, steady.url])
     assert "/update_weights_from_distributed" in restarted.controls()
@@ -135,7 +140,7 @@ def test_dropped_server_is_left_out_and_its_replies_move(scripted, connect):
     assert [reply.result(10).output_tokens for reply in replies] == [[2, 3], [2, 3]]
     assert "/update_weights_from_distributed" not in bad.controls()
     # At the next publication it has another chance.
-    assert eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == 2)
+    assert musters(engine, 2)
     update(engine, version=3)
     assert sorted(engine.serving) == sorted([good.url, bad.url])
 
@@ -164,7 +169,7 @@ def test_server_that_failed_a_publication_is_not_asked_again_in_it_while_another
     assert list(engine.server_ranks) == [good.url]
     engine.drop(good.url, "so are its")
     # Now there is nobody else.
-    assert eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == 2)
+    assert musters(engine, 2)
 
 
 def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect):

@@ -58,7 +58,7 @@ class Run:
         self.processes.append(process)
         config = self.config(*overrides)
         here = {"prompts": PROMPTS, "held_out": PROMPTS[:3], "sys_path": sys.path}
-        process.begin(Beginning(config=config, place=PLACE, **here))
+        process.begin(Beginning(config=config, tokenizer=load_tokenizer(config.model.path), place=PLACE, **here))
         process.connect(urls)
         return process
 
@@ -115,7 +115,8 @@ def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scrip
         turns += sum(range(100)) > 0
     own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
     rewards = pending.result()["rewards"]
-    assert rewards.tolist() == [process.process.pid] * 4, "they were computed over there"
+    workers = {child.pid for child in psutil.Process(process.process.pid).children(recursive=True)}
+    assert set(rewards.int().tolist()) <= workers, "they were computed over there"
     # In a thread of this process the rewards would have had the interpreter for as long as this loop, or longer.
     assert turns > 1000 and all_s < 1.2 * own_s
 
@@ -125,8 +126,8 @@ def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):
     with pytest.raises(RuntimeError, match="none of 1 episodes gave .* NoVerdict: no verdict at line 3") as raised:
         process.rollout_batch(0, 1).result(30)
     assert "own_rewards.py" in str(raised.value.__cause__), "it says where"
-    assert "episode 0 is given up: NoVerdict" in caplog.text
-    assert "episode 0 is given up: NoVerdict" in process.log.read_text()
+    assert "episode 0 is given up: RewardFailed: NoVerdict" in caplog.text
+    assert "episode 0 is given up: RewardFailed: NoVerdict" in process.log.read_text()
     assert "no verdict" in (run.folder / "dead_letters.jsonl").read_text()
     process.fail("the world ends")
     with pytest.raises(RuntimeError, match="the world ends"):
@@ -183,7 +184,10 @@ def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     process.rollout_batch(0, 1)
     wait_for(lambda: "rewards: 2" in process.standstill(), "the rewards did not begin")
     assert "; the oldest: reward own_rewards:wait_for_long (of " in process.standstill()
-    assert "in wait_for_long" in (run.folder / "hang" / "rollout-0.txt").read_text(), "its stacks"
+    stacks = run.folder / "hang" / "rollout-0.txt"
+    wait_for(
+        lambda: process.standstill() and "in wait_for_long" in stacks.read_text(), "the worker's stacks are missing"
+    )
 
 
 def test_a_command_that_a_publication_waits_for_is_named_while_it_is_under_way(run, scripted):

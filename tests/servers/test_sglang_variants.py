@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.serving import supervisor as supervisors
-from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES, Supervisor
+from megatron_rl.serving import server_process
+from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.update_group import unpack_bucket
 from megatron_rl.weights.ipc import IPCPublisher
@@ -30,7 +31,7 @@ def server(request, tiny_model, tmp_path_factory):
         packages = [SGLANG_CPU_PACKAGES]
         if request.param == "0.5.19":
             packages.insert(0, OLDER)
-            patch.setattr(supervisors, "SGLANG_CPU_PACKAGES", os.pathsep.join(map(str, packages)))
+            patch.setattr(server_process, "SGLANG_CPU_PACKAGES", os.pathsep.join(map(str, packages)))
         else:
             arguments += ["--tp-size", "2"]
             patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for one NUMA node per rank otherwise

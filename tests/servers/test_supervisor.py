@@ -16,7 +16,8 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving import supervisor as supervisor_module
-from megatron_rl.serving.supervisor import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG, Supervisor, is_healthy
+from megatron_rl.serving.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG
+from megatron_rl.serving.supervisor import Supervisor, is_healthy
 
 
 def is_alive(pid):
@@ -221,12 +222,12 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
         dummy_weights=True,
         threads_per_server=2,
     )
-    command = " ".join(supervisor._sglang_command(1234))
+    command = " ".join(supervisor._launcher.sglang_command(1234))
     started = f"-m megatron_rl.serving.sglang_launch --token-file {tmp_path}/token --model-path model"
     assert f"{started} --host 127.0.0.1 --port 1234" in command
     assert "--weight-version none" in command and "api-key" not in command
     assert "--device cpu" in command and "--load-format dummy" in command
-    environment = supervisor._environment(0)
+    environment = supervisor._launcher.environment(0)
     assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
     assert environment["OMP_NUM_THREADS"] == "2"
     assert "PYTHONDONTWRITEBYTECODE" not in environment and "WORLD_SIZE" not in environment
@@ -234,6 +235,6 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
 
 def test_each_server_has_its_devices(tmp_path):
     supervisor = Supervisor(config(server_count=2), "model", tmp_path, devices=[["0", "1"], ["2", "3"]])
-    assert [supervisor._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["0,1", "2,3"]
+    assert [supervisor._launcher.environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["0,1", "2,3"]
     with pytest.raises(ValueError, match="rollout.server_count = 2: 1 lists of devices"):
         Supervisor(config(server_count=2), "model", tmp_path, devices=[["0"]])

@@ -17,7 +17,7 @@ from megatron_rl.launch.slurm import port_of
 
 pytestmark = pytest.mark.slow
 
-GRPO, PPO = "scripts/train_grpo.sh", "scripts/train_ppo.sh"
+GRPO, PPO, PREFERENCES = "scripts/train_grpo.sh", "scripts/train_ppo.sh", "scripts/train_preferences.sh"
 COUNT = "configs/count_grpo.yaml"
 SMALL = (
     *("batch.prompts_per_step=8", "generation.n_samples=4", "data.evaluation=", "warm_start.updates=0"),
@@ -209,6 +209,20 @@ def test_ppo_with_a_critic_trains_by_its_own_script(cluster, tmp_path):
     cluster.wait_for_state(job, "ppo", "COMPLETED")
     assert steps(folder) == [0, 1], cluster.told("ppo")
     assert all("critic/loss" in line for line in lines(folder) if line["kind"] == "step")
+
+
+def test_pairs_train_on_two_nodes_without_a_server_and_are_queued_again_on_a_notice(cluster, tmp_path):
+    folder = tmp_path / "pairs"
+    settings = (f"run.folder={folder}", "run.steps=100000", "run.checkpoint_every_steps=100000", "data.evaluation=")
+    job = cluster.sbatch("pairs", "--nodes=2", PREFERENCES, "configs/count_reward_model.yaml", *settings)
+    wait_for_step(cluster, folder, 0)
+    cluster("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: "is queued again" in cluster.told("pairs"), lambda: cluster.told("pairs"))
+    cluster("scancel", job)
+    (stopped,) = stopped_after(folder)
+    assert steps(folder) == list(range(stopped)) and (folder / "checkpoints" / f"step-{stopped}").is_dir()
+    assert {path.name for path in (folder / "ranks").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert not (folder / "servers").exists() and "--resume auto" in cluster.told("pairs")
 
 
 def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):

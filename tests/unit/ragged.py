@@ -33,6 +33,7 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
     sequences = {
         "rewards": (rewards > 0).float() if binary else rewards,
         "greedy_reward": torch.rand(len(LENGTHS), generator=generator),
+        "greedy_tokens": torch.randint(1, 12, (len(LENGTHS),), generator=generator).float(),
         "group": torch.tensor(GROUPS),
     }
     return TrajectoryBatch(tokens, sequences, starts)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.rollout.channel import Caller, Wire, serve
 from megatron_rl.rollout.server_client import RequestRefused
+from tests.servers.tiny_model import make_tokenizer
 
 
 class Servant:
@@ -103,6 +104,21 @@ def test_tensors_do_not_go_through_pickle():
     Wire(ours).send(torch.zeros(10_000))
     count, head, content = (int.from_bytes(theirs.recv(size), "little") for size in (4, 8, 8))
     assert (count, content) == (2, 40_000) and head < 300
+
+
+def test_a_tokenizer_that_crossed_is_the_one_that_was_sent(caller):
+    sent = make_tokenizer()
+    (given,), _ = caller.call("echo", sent)
+    text = "What is 12 + 30?<eos>  The quick brown fox"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "42"}]
+    options = {"add_generation_prompt": True, "enable_thinking": True}
+    assert given is not sent and given(text) == sent(text)
+    assert given.apply_chat_template(messages, **options) == sent.apply_chat_template(messages, **options)
+    ids = range(len(sent))
+    assert [given.decode([i], skip_special_tokens=True) for i in ids] == [
+        sent.decode([i], skip_special_tokens=True) for i in ids
+    ]
+    assert (given.eos_token_id, given.pad_token_id) == (sent.eos_token_id, sent.pad_token_id)
 
 
 def test_keywords_cross_whatever_their_name(caller):

@@ -10,8 +10,9 @@ import torch
 from megatron_rl.algo import registry
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.catalogue import find_estimator
+from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import normalize
-from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.reward import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
 from megatron_rl.types import TrajectoryBatch
@@ -300,6 +301,22 @@ def test_rewards_by_token_stand_where_the_workflow_put_them():
     torch.testing.assert_close(found, result, rtol=1e-5, atol=1e-6)
 
 
+def test_scores_of_a_reward_model_join_the_rewards_of_trajectories_and_those_of_tokens():
+    whole, split = ragged_batch(), ragged_batch()
+    scores, rewards = torch.linspace(-1, 1, len(whole)), whole["rewards"].clone()
+    add_scores(whole, scores, coefficient=0.5)
+    assert torch.equal(whole["rewards"], rewards + 0.5 * scores) and torch.equal(whole["model_rewards"], scores)
+    given = split.tokens["rewards"] = torch.where(split["loss_mask"], split["values"], 99.0)
+    add_scores(split, scores, coefficient=0.5)
+    added = torch.zeros(len(given))
+    for i in range(len(split)):
+        for place in trained(split, i)[-1:]:  # of a trajectory without a trained token none
+            added[place] = 0.5 * float(scores[i])
+    assert torch.equal(split["rewards"], given + added), "no other token's reward has changed"
+    wanted = [float((given + added)[trained(split, i)].sum()) for i in range(len(split))]
+    assert shaped(split).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
 def test_remax_without_greedy_reward_names_the_workflow():
     batch = ragged_batch()
     del batch.sequences["greedy_reward"]
@@ -318,6 +335,16 @@ def test_arguments_and_names_that_do_not_fit_are_refused():
         advantages(ragged_batch(), "cpgd", args={"weight": "x"})
     with pytest.raises(ValueError, match="algo.advantage_args.k = 0: must be at least 1"):
         advantages(ragged_batch(), "pass@k", args={"k": 0})
+    for name, args, message in (
+        ("reinforce", {"discount": 1.5}, r"discount = 1.5: must be in \(0, 1\]"),
+        ("reinforce++", {"discount": "0.9"}, r"discount = '0.9': must be in \(0, 1\]"),
+        ("cpgd", {"most": 0.5}, "most = 0.5: must be at least 1"),
+        ("cpgd", {"weight": ["std"]}, r"weight = \['std'\]: must be equal, std or"),
+        ("pass@k", {"k": 2.5}, "k = 2.5: must be at least 1"),
+        ("pass@k", {"k": "4"}, "k = '4': must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=f"algo.advantage_args.{message}"):
+            find_estimator(name, args)
     with pytest.raises(ValueError, match=r"returned \(1,\); must be one number for each of 9 trajectories, or .* 61"):
         advantages(ragged_batch(), f"{__name__}:wrong_shape")
 
@@ -396,6 +423,81 @@ def test_running_normalisation_knows_all_rewards_so_far_also_after_a_checkpoint(
         shaper.load_state_dict(state)
 
 
+SHAPINGS = [
+    {"overlong_buffer": 4, "overlong_penalty": 2.0},
+    {"per_token": True},
+    {"running": "std"},
+    {"running": "mean_std", "clip": 0.7},
+    {"overlong_buffer": 6, "per_token": True, "running": "mean_std", "clip": 1.5},
+]
+
+
+def remax(batch, **options):
+    algo = AlgorithmConfig(advantage="remax")
+    shaper = RewardShaper(RewardShapingConfig(**options), algo, longest_reply=8)
+    PolicyActor(None, algo, temperature=1.0, shaper=shaper).compute_advantages(batch)
+    return batch["advantages"], shaper
+
+
+@pytest.mark.parametrize("options", SHAPINGS, ids=str)
+def test_a_reply_like_the_greedy_one_has_no_advantage_however_rewards_are_shaped(options):
+    batch = ragged_batch()
+    likes = torch.tensor([True, False, True, False, True, True, False, True, False])
+    lengths = torch.tensor([float(len(trained(batch, i))) for i in range(len(batch))])
+    batch.sequences["greedy_tokens"] = torch.where(likes, lengths, lengths + 1)
+    batch.sequences["greedy_reward"] = torch.where(likes, batch["rewards"], batch["rewards"] - 0.5)
+    found, shaper = remax(batch, **options)
+    assert not found[batch.spread(likes)].any() and found[~batch.spread(likes)].any()
+    assert shaper.moments.count == (len(batch) if "running" in options else 0), "the baseline is not one of the rewards"
+
+
+def test_the_greedy_reply_is_overlong_by_its_own_length():
+    tokens = {"input_ids": torch.arange(7), "loss_mask": torch.arange(7) > 0}
+    sequences = {"rewards": torch.ones(1), "group": torch.zeros(1, dtype=torch.int64)}
+    sequences |= {"greedy_reward": torch.ones(1), "greedy_tokens": torch.tensor([8.0])}
+    batch = TrajectoryBatch(tokens, sequences, torch.tensor([0, 7]))
+    # longest 8, buffer 4: the 6 sampled tokens cost half of the penalty 2, the greedy reply's 8 all of it
+    found, _ = remax(batch, overlong_buffer=4, overlong_penalty=2.0)
+    assert found.tolist() == [0.0] + [1.0] * 6
+
+
+def test_a_greedy_reply_of_unknown_length_is_refused_where_the_length_counts():
+    batch = ragged_batch()
+    del batch.sequences["greedy_tokens"]
+    with pytest.raises(ValueError, match="per_token = True: the trajectories carry .* and no greedy_tokens.*ReMax"):
+        remax(batch, per_token=True)
+
+
+@pytest.mark.parametrize("options", [{}, *SHAPINGS], ids=str)
+def test_the_greedy_reply_has_the_score_of_the_reward_model_and_is_not_trained(options):
+    sampled, kept = ragged_batch(), ragged_batch()
+    generator = torch.Generator().manual_seed(5)
+    # Of each group the first trajectory is taken for the greedy reply, which the others are compared with.
+    groups = kept["group"].tolist()
+    is_greedy = torch.tensor([group not in groups[:place] for place, group in enumerate(groups)])
+    scores = torch.randn(len(kept), generator=generator)
+    others = [place for place in range(len(kept)) if not is_greedy[place]]
+    tokens = {group: 1.0 + 2 * group for group in groups}
+    for batch in (sampled, kept):
+        batch.sequences["greedy_tokens"] = torch.tensor([tokens[group] for group in groups])
+    kept.sequences["is_greedy"] = is_greedy.float()
+    add_scores(kept, scores, coefficient=0.5)
+    taken = take_out_greedy(kept)
+    assert len(taken) == len(others) and take_out_greedy(taken) is taken
+
+    sampled = sampled.select(others)
+    rewards, model = ragged_batch()["rewards"].double(), scores.double()
+    total = {place: float(rewards[place] + 0.5 * model[place]) for place in range(len(groups))}
+    sampled.sequences["rewards"] = torch.tensor([total[place] for place in others], dtype=torch.float64)
+    baseline = [total[groups.index(groups[place])] for place in others]
+    sampled.sequences["greedy_reward"] = torch.tensor(baseline, dtype=torch.float64)
+    wanted, _ = remax(sampled, **options)
+    found, shaper = remax(taken, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert found[taken["loss_mask"]].any() and not (found.abs() > 0)[~taken["loss_mask"]].any()
+    assert shaper.moments.count == (len(others) if "running" in options else 0)
+
+
 @pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
 def test_a_kl_penalty_in_the_reward_stands_on_each_token(estimate):
     batch = ragged_batch()
@@ -425,7 +527,15 @@ def test_the_kl_coefficient_is_steered_to_its_target_and_checkpointed():
     assert again.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * len(LENGTHS) / 90) * (1 - 0.2 * len(LENGTHS) / 90))
 
 
+def test_a_step_longer_than_the_horizon_changes_the_kl_coefficient_by_a_fifth_at_most():
+    options = AlgorithmConfig(kl_coefficient=0.1, kl_in="reward", kl_target=0.05, kl_horizon=90.0)
+    for kl, factor in ((0.0, 0.8), (1.0, 1.2)):
+        controller = KLController(options)
+        controller.update(kl, 90 * 16)
+        assert controller.coefficient == pytest.approx(0.1 * factor)
+
+
 def test_every_entry_says_its_formula_and_source():
-    for entry in (*registry.ESTIMATORS.values(), *registry.LOSSES.values()):
+    for entry in (*registry.ESTIMATORS.values(), *registry.LOSSES.values(), *registry.PAIR_LOSSES.values()):
         lines = inspect.getdoc(entry.function).splitlines()
         assert lines[0].endswith(".") and any(line.startswith("Source: ") for line in lines)

@@ -10,12 +10,12 @@ from megatron_rl.experiment.rollouts import devices_by_server
 from megatron_rl.launch import local
 from megatron_rl.launch.local import Places, arrange, gpus_of_host
 
-COUNT = "configs/count_grpo.yaml"
+COUNT, PAIRS = "configs/count_grpo.yaml", "configs/count_dpo.yaml"
 BY_TURNS = ("rollout.colocated=true", "rollout.publication=ipc")
 
 
-def places(gpus, *overrides, ranks=None):
-    return arrange(load_config(COUNT, list(overrides)), [str(number) for number in range(gpus)], ranks)
+def places(gpus, *overrides, ranks=None, config=COUNT):
+    return arrange(load_config(config, list(overrides)), [str(number) for number in range(gpus)], ranks)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,19 @@ def test_ranks_get_the_gpus_that_servers_leave():
     )
     assert places(4, "rollout.devices=[0,2]") == Places(ranks=2, rank_gpus=["1", "3"], server_gpus=["0", "2"])
     assert places(2, "rollout.servers=[http://elsewhere:1]") == Places(ranks=2, rank_gpus=["0", "1"])
+
+
+def test_training_on_pairs_has_every_gpu_for_its_ranks_and_starts_their_module(monkeypatch):
+    assert places(0, config=PAIRS) == Places(ranks=1)
+    assert places(4, "parallel.tensor=2", config=PAIRS) == Places(ranks=4, rank_gpus=list("0123"))
+    with pytest.raises(ValueError, match="--ranks 5: this host has 4 GPUs, of which each takes one; lower it"):
+        places(4, config=PAIRS, ranks=5)
+    started = []
+    monkeypatch.setattr(local, "run", lambda places, arguments: started.append(arguments) or 0)
+    for config in (PAIRS, COUNT):
+        with pytest.raises(SystemExit):
+            main(["launch", "--ranks", "1", config, "run.steps=3"])
+    assert started == [["megatron_rl.preferences", PAIRS, "run.steps=3"], ["megatron_rl.train", COUNT, "run.steps=3"]]
 
 
 def test_by_turns_both_get_all():

@@ -309,6 +309,15 @@ def test_a_users_own_loss_is_found_by_its_import_path():
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*are drift=0.01, drift_cap=0.2"):
         find_loss("cpgd", {"cap": 1})
+    for name, args, message in (
+        ("sapo", {"negative": 0}, "negative = 0: must be above 0"),
+        ("m2po", {"bound": -0.04}, "bound = -0.04: must be above 0"),
+        ("cpgd", {"drift_cap": -2.0}, "drift_cap = -2.0: must be above 0"),
+        ("cpgd", {"drift": "a"}, "drift = 'a': must be at least 0"),
+        ("dppo", {"most": 0.5}, "most = 0.5: must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=f"algo.loss_args.{message}"):
+            find_loss(name, args)
     with pytest.raises(ValueError, match="algo.loss_args = {'cap': 1}: .*the arguments of algo.loss are none"):
         find_loss("ppo_clip", {"cap": 1})
     with pytest.raises(ValueError, match="algo.loss = 'dpo': must be one of ppo_clip"):

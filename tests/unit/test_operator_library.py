@@ -31,5 +31,5 @@ def test_there_is_no_fallback_on_a_device_without_an_implementation():
     assert packed_logprobs(logits, labels).device.type == "meta"  # shapes only
     with pytest.raises((RuntimeError, NotImplementedError), match="megatron_rl::logprob_partials"):
         torch.ops.megatron_rl.logprob_partials.default.redispatch(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), logits, labels, 1.0, None, 0, 8
+            torch._C.DispatchKeySet(torch._C.DispatchKey.XPU), logits, labels, 1.0, None, 0, 8
         )

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.container import Container
 from megatron_rl.launch.placement import Nodes, ServerPlace, counts, nodes_of_job, place, ranks_of_step
-from megatron_rl.launch.slurm import overrides_of_task, port_of, srun
+from megatron_rl.launch.slurm import job_of, overrides_of_task, parser, port_of, srun
 
 COUNT = Path("configs/count_grpo.yaml")
 
@@ -72,6 +72,12 @@ def test_outside_a_job_the_message_names_sbatch():
         nodes_of_job({})
     with pytest.raises(ValueError, match="must have two components"):
         nodes_of_job({"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "3"})
+
+
+def test_servers_for_training_on_pairs_are_refused():
+    args = parser().parse_args(["configs/count_dpo.yaml", "--servers=2"])
+    with pytest.raises(ValueError, match="--servers 2: preference.loss = 'dpo' trains on pairs, which needs none"):
+        job_of(args, {})
 
 
 def test_rank_of_a_step_takes_the_gpu_behind_those_of_servers():

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.algo.catalogue import find_loss
 from megatron_rl.batch import packing
 from megatron_rl.cli import main
 from megatron_rl.config import (
+    LOSSES,
     AlgorithmConfig,
     BatchConfig,
     CorrectionConfig,
@@ -42,7 +44,7 @@ from megatron_rl.plan.memory import (
     server_memory,
     trainer_memory,
 )
-from megatron_rl.plan.throughput import forward_flops, matrix_parameters, passes, update_seconds
+from megatron_rl.plan.throughput import SELECTING, forward_flops, matrix_parameters, passes, update_seconds
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -317,6 +319,24 @@ def test_passes_over_the_steps_tokens(updates, proximal, count):
     assert passes(models_of(config)[0], config) == count
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"high_entropy_share": 0.2}, 3 + 1 + 0.75),
+        ({"loss": "m2po"}, 3 + 1),
+        ({"kl_in": "reward", "kl_coefficient": 0.1}, 3 + 1),
+        ({"kl_in": "reward", "kl_coefficient": 0.1, "high_entropy_share": 0.2}, 3 + 2),
+    ],
+)
+def test_passes_before_the_updates_are_counted(options, count):
+    config = experiment(batch=BatchConfig(updates_per_step=4), algo=AlgorithmConfig(**options))
+    assert passes(models_of(config)[0], config) == count
+
+
+def test_the_plan_knows_the_losses_that_choose_their_tokens():
+    assert set(SELECTING) == {name for name in LOSSES if find_loss(name, {}).select is not None}
+
+
 # One node is enough with other settings, or it is not.
 @pytest.mark.parametrize("gpus,wants_nodes", [(8, False), (4, True)])
 def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_path, capsys):
@@ -491,3 +511,8 @@ def test_missing_tokenizer_is_named(tmp_path):
     shutil.copy(Path(MODEL) / "config.json", tmp_path)
     with pytest.raises(SystemExit, match="model.path = .* no usable tokenizer"):
         main(["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={tmp_path}"])
+
+
+def test_training_on_pairs_is_not_planned():
+    with pytest.raises(SystemExit, match="plan: preference.loss = 'dpo': only RL runs are planned"):
+        main(["plan", str(ROOT / "configs" / "count_dpo.yaml")])

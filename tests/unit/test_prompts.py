@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
+from datetime import date
 
 import pytest
 
 from megatron_rl.rollout import tasks
-from megatron_rl.rollout.prompts import PromptIterator, load_prompts
+from megatron_rl.rollout.curriculum import by_success, digest_of
+from megatron_rl.rollout.prompts import BLOCK, PromptIterator, load_prompts, shares
 
 COUNT = "megatron_rl.rollout.tasks:count_ones"
 
@@ -20,8 +24,9 @@ def test_jsonl_lines_become_prompts_and_blank_lines_are_skipped(tmp_path):
         {"prompt": "1+1=", "answer": "2"},
         {"messages": [{"role": "user", "content": "hi"}]},
         {"input_ids": [5, 6], "level": 3},
+        {"prompt": "line ends\u2028of other\x85alphabets\x0c stay in their line"},
     ]
-    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
     assert load_prompts(str(path), key="data.train") == lines
 
 
@@ -54,7 +59,7 @@ def test_bad_file_is_refused_with_the_way_out(tmp_path, text, message):
     ("source", "args", "message"),
     [
         ("absent.jsonl", {}, "data.train = 'absent.jsonl': cannot be read .*give a UTF-8 file"),
-        ("absent.jsonl", {"split": "train"}, "data.train_args = .*is a file, which takes no arguments; remove them"),
+        ("absent.jsonl", {"seed": 1}, "data.train_args = .*is a file, which takes no arguments; remove them"),
         ("no_colon", {}, "data.train = 'no_colon': must be .*import path package.module:"),
         ("megatron_rl.no_such:f", {}, "data.train = 'megatron_rl.no_such:f': .*No module named"),
         ("megatron_rl.rollout.tasks:nothing", {}, "has no 'nothing'; check the name after the colon"),
@@ -131,7 +136,7 @@ def test_iterator_without_prompts_is_refused():
         PromptIterator([])
 
 
-@pytest.mark.parametrize("task", [tasks.addition, tasks.count_ones, tasks.sort_digits])
+@pytest.mark.parametrize("task", [tasks.addition, tasks.count_ones, tasks.sort_digits, tasks.copy_letters])
 def test_held_out_problems_are_disjoint_from_training_for_every_seed(task):
     held_out = {p["prompt"] for p in task("held_out", seed=5)}
     for seed in range(3):
@@ -148,12 +153,14 @@ def test_addition_shows_two_examples_and_never_asks_for_them():
     assert "2+3=5\n8+1=9\n2+3=" not in by_prompt
 
 
-def test_answers_of_the_digit_tasks():
+def test_answers_of_the_tiny_tasks():
     counts = {p["prompt"]: p["answer"] for split in tasks.SPLITS for p in tasks.count_ones(split)}
     assert len(counts) == 256 and counts["01101001?"] == "4" and counts["00000000?"] == "0"
     sort = tasks.sort_digits("train", seed=1, count=50)
     assert len(sort) == 50
     assert all(p["answer"] == "".join(sorted(p["prompt"][:-1])) and p["prompt"][-1] == ">" for p in sort)
+    pairs = [p for split in tasks.SPLITS for p in tasks.copy_letters(split, letters=2, held_out=9)]
+    assert {p["prompt"]: p["answer"] for p in pairs} == {f"{x}{y}>": f"{x}{y}" for x in "abcdefgh" for y in "abcdefgh"}
 
 
 def test_large_task_is_not_enumerated():
@@ -192,6 +199,88 @@ def test_reasoning_gym_items_become_messages_with_an_instruction():
         tasks.reasoning_gym("chain_sums")
     with pytest.raises(ValueError, match="reasoning_gym name = 'chain_sum' with {'max_term': 3}"):
         tasks.reasoning_gym("chain_sum", max_term=3)
+
+
+MIXED = [
+    {"prompt": f"{name} {n}", "source": name} for name, size in (("a", 7), ("b", 3), ("c", 400)) for n in range(size)
+]
+WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.25}
+
+
+def test_mixture_has_its_shares_and_each_source_has_epochs_of_its_own():
+    iterator = PromptIterator(MIXED, seed=4, weights=WEIGHTS)
+    taken = iterator.next_batch(3 * BLOCK)
+    for block in range(3):
+        counts = Counter(p["source"] for p in taken[block * BLOCK : (block + 1) * BLOCK])
+        assert counts == shares(WEIGHTS, BLOCK) == {"a": 615, "b": 308, "c": 77}
+    places = {(p["epoch"], p["prompt_index"]) for p in taken}
+    assert len(places) == len(taken), "epoch and index name a prompt in all books"
+    of_a = [p["prompt_index"] for p in taken if p["source"] == "a"]
+    epochs = [of_a[start : start + 7] for start in range(0, len(of_a) - 7, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and epochs[0] != epochs[1]
+
+
+def test_a_place_in_a_mixture_is_a_function_of_its_number_alone():
+    whole = PromptIterator(MIXED, seed=4, weights=WEIGHTS).next_batch(2500)
+    other = PromptIterator(MIXED, seed=4, weights=WEIGHTS)
+    for number in random.Random(0).sample(range(2500), 300):
+        assert other.at(number) == whole[number]
+    other.load_state_dict(json.loads(json.dumps({**other.state_dict(), "number": 2000})))
+    assert other.next_batch(500) == whole[2000:]
+    with pytest.raises(ValueError, match="weights = {'a': 2.0, .*this run {}"):
+        PromptIterator(MIXED, seed=4).load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="'d': none is left for its share"):
+        PromptIterator(MIXED, weights=WEIGHTS | {"d": 1.0})
+
+
+def test_mixture_is_loaded_part_by_part(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"prompt": "mine", "answer": "1"}\n', encoding="utf-8")
+    parts = {"own": {"source": str(file)}, "ones": {"source": COUNT, "args": {"count": 2}, "weight": 3}}
+    prompts = load_prompts("mixture", parts, key="data.train")
+    assert [p["source"] for p in prompts] == ["own", "ones", "ones"]
+    with pytest.raises(ValueError, match="data.train_args.own = 3: must have source"):
+        load_prompts("mixture", {"own": 3}, key="data.train")
+    with pytest.raises(ValueError, match="data.train_args.x.source = 'json:dumps': .*run.import_from"):
+        load_prompts("mixture", {"x": {"source": "json:dumps"}}, key="data.train")
+
+
+def test_rows_of_parquet_and_saved_datasets_are_those_of_json_lines(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'megatron-rl[data]'")
+    rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(3)]
+    whole = datasets.Dataset.from_list(rows)
+    whole.to_parquet(tmp_path / "rows.parquet")
+    whole.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(tmp_path / "splits")
+    assert load_prompts(str(tmp_path / "rows.parquet"), key="data.train") == rows
+    assert load_prompts(str(tmp_path / "saved"), key="data.train") == rows
+    assert load_prompts(str(tmp_path / "splits"), {"split": "test"}, key="data.train") == rows[:1]
+    with pytest.raises(ValueError, match="has no split ''; its splits are train, test"):
+        load_prompts(str(tmp_path / "splits"), key="data.train")
+    (tmp_path / "bad.parquet").write_bytes(b"no")
+    with pytest.raises(ValueError, match="bad.parquet': cannot be read"):
+        load_prompts(str(tmp_path / "bad.parquet"), key="data.train")
+
+
+def test_a_prompt_with_values_that_json_lacks_has_a_name_too():
+    one, other = ({"prompt": "a", "asked": date(2024, 1, day)} for day in (1, 2))
+    assert digest_of(one) == digest_of(dict(one)) != digest_of(other)
+
+
+def test_prompts_are_chosen_and_ordered_by_measured_success(tmp_path):
+    prompts, rewards = numbered(5), [[0, 0], [1, 0], [1, 1], [0.5, 1], [0, 1]]
+    rows = [{"prompt": digest_of(p), "rewards": r} for p, r in zip(prompts, rewards, strict=True)]
+    path = tmp_path / "eval.jsonl"
+    path.write_text("\n".join(map(json.dumps, reversed(rows))), encoding="utf-8")
+    mixed = [prompt | {"source": "a"} for prompt in prompts]
+    assert [p["prompt"] for p in by_success(mixed, str(path), [0.25, 0.9])] == ["3?", "1?", "4?"]
+    with pytest.raises(ValueError, match="data.success_rates = .*no replies to 2 of the 7 training prompts"):
+        by_success(numbered(7), str(path), [0.0, 1.0])
+    with pytest.raises(ValueError, match=r"data.success_band = \[0.8, 0.9\]: no prompt has a success rate in it"):
+        by_success(prompts, str(path), [0.8, 0.9])
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: has no prompt and rewards"):
+        by_success(prompts, str(path), [0.0, 1.0])
 
 
 def test_prompts_that_are_skipped_are_those_that_their_places_name():

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
+from megatron_rl.launch.ports import free_port
 from megatron_rl.ops import CHECKSUM_COLUMNS, reference, word_sums
-from megatron_rl.serving.supervisor import free_port
 from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group
 from megatron_rl.weights import publish
 from megatron_rl.weights.expected import ExpectedChecksums, differences

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.api import ChecksumForm
-from megatron_rl.serving.supervisor import SGLANG_CPU_PACKAGES
+from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights import sglang_checksums
 from megatron_rl.weights.sglang_checksums import SGLangChecksums, gpu_hash, gpu_hash_sum
 

@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+from itertools import permutations
+
 import torch
 
-from megatron_rl.experiment.metrics import batch_metrics, counts_by_doubling, counts_by_number
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.experiment.metrics import (
+    batch_metrics,
+    counts_by_doubling,
+    counts_by_number,
+    critic_metrics,
+    policy_metrics,
+)
+from megatron_rl.rollout.groups import is_uniform
+from megatron_rl.types import StepStats, Trajectory, TrajectoryBatch
 
 
 def test_whole_numbers_are_counted_by_doubling_classes():
@@ -34,3 +43,28 @@ def test_a_step_counts_trained_tokens_of_replies_and_their_ages():
     metrics = batch_metrics(batch, version=5)
     assert metrics["histogram/reply_tokens"] == {"0 to 1": 1, "2 to 3": 0, "4 to 7": 2}
     assert metrics["histogram/token_age"] == {"0": 0, "1": 7, "2": 0, "3": 5}
+
+
+def test_groups_of_equal_rewards_have_no_variance_whatever_the_rewards():
+    def trajectory(reward: float) -> Trajectory:
+        ones = torch.ones(2, dtype=torch.int64)
+        return Trajectory(input_ids=ones, loss_mask=ones > 0, logprobs=-ones, versions=ones, reward=reward)
+
+    equal = [[trajectory(0.1 * n)] * (n + 2) for n in range(30)]
+    batch = TrajectoryBatch.from_trajectories([*equal, [trajectory(0.1), trajectory(0.2)], [trajectory(3.0)]])
+    metrics = batch_metrics(batch, version=1)
+    assert metrics["reward/groups_without_variance"] == 31 / 32
+    totals = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.3, 0.2, 0.1])
+    one = TrajectoryBatch.from_trajectories([[trajectory(0.0)] * 2])
+    for order in permutations(range(4)):  # of one sum, which is rounded in the order of its terms
+        tokens = torch.cat([totals[:4], totals[list(order)]])
+        split = TrajectoryBatch({"rewards": tokens, "loss_mask": tokens >= 0}, {}, torch.tensor([0, 4, 8]))
+        assert is_uniform(split)
+    assert is_uniform(one) and is_uniform(batch.select([0, 1])) and not is_uniform(batch.select([0, 5]))
+
+
+def test_a_step_without_a_trained_token_has_metrics_too():
+    sums = dict.fromkeys(("tokens", "entropy", "returns", "squared_returns", "errors", "squared_errors"), 0.0)
+    nothing = StepStats(loss=0.0, weight=0.0, grad_norm=0.0, applied=True, lr=1e-3, sums=sums)
+    assert policy_metrics([nothing])["policy/loss"] == 0.0
+    assert critic_metrics([nothing])["critic/mean_return"] == 0.0

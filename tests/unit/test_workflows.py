@@ -78,7 +78,22 @@ def test_remax_reports_the_greedy_reward_and_does_not_train_its_reply(tokenizer)
     )
     trajectories = run(workflow, engine, prompt="12 + 30 =")
     assert [request.gconfig.greedy for request in engine.requests] == [False, False, True]
-    assert [(t.reward, t.sequence) for t in trajectories] == [(42.0, {"greedy_reward": 41.0})] * 2
+    greedy_one = {"greedy_reward": 41.0, "greedy_tokens": len(tokenizer("41<eos>")["input_ids"])}
+    assert [(t.reward, t.sequence) for t in trajectories] == [(42.0, greedy_one)] * 2
+
+
+def test_remax_keeps_its_greedy_reply_untrained_for_a_reward_model(tokenizer):
+    options = GenerationConfig(n_samples=2, max_new_tokens=8)
+    reward = lambda completions, **_: float(completions)  # noqa: E731
+    plain = run(ReMaxWorkflow(reward, options, tokenizer), OneReplyEngine(tokenizer), prompt="12 + 30 =")
+    kept = run(
+        ReMaxWorkflow(reward, options, tokenizer, keep_greedy=True), OneReplyEngine(tokenizer), prompt="12 + 30 ="
+    )
+    assert [t.sequence for t in kept[:2]] == [t.sequence | {"is_greedy": 0.0} for t in plain]
+    assert [(t.input_ids.tolist(), t.reward) for t in kept[:2]] == [(t.input_ids.tolist(), t.reward) for t in plain]
+    greedy = kept[2]
+    assert greedy.input_ids.tolist() == tokenizer("12 + 30 =41<eos>")["input_ids"] and greedy.reward == 41.0
+    assert greedy.sequence == kept[0].sequence | {"is_greedy": 1.0} and not greedy.loss_mask.any()
 
 
 def test_reward_that_crashes_is_not_a_reward(tokenizer):
@@ -92,6 +107,16 @@ def test_reward_that_crashes_is_not_a_reward(tokenizer):
 def test_reward_must_be_a_finite_number(tokenizer):
     workflow = RLVRWorkflow(lambda **_: float("nan"), GenerationConfig(), tokenizer)
     with pytest.raises(ValueError, match="must be a finite number"):
+        run(workflow, OneReplyEngine(tokenizer), prompt="a")
+
+
+@pytest.mark.parametrize("ends_by", [SystemExit(3), StopIteration("no more")])
+def test_reward_that_exits_is_an_error(tokenizer, ends_by):
+    def reward(**_):
+        raise ends_by
+
+    workflow = RLVRWorkflow(reward, GenerationConfig(), tokenizer, reward_timeout_s=5.0)
+    with pytest.raises(RuntimeError, match=f"reward: ended by {type(ends_by).__name__}"):
         run(workflow, OneReplyEngine(tokenizer), prompt="a")
 
 

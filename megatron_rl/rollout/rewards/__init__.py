@@ -1,17 +1,23 @@
 """Built-in reward functions: `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
 
-`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. None of them
-evaluates the model's text as code.
+`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. None of those here
+evaluates the model's text as code, and each takes time in proportion to its length. Those that do run it are in
+`code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`).
+
+A config's rewards are computed in worker processes: `service.py` asks them, `worker.py` is what they run, `recipe.py`
+adds several up.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 from typing import Any
 
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
-ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BEGIN, END = "<answer>", "</answer>"
+BOXED = "\\boxed{"
 
 
 def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
@@ -39,8 +45,34 @@ def tagged_answer(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
     """1 if the last `<answer>..</answer>` of the reply is the answer, white space around both aside; else 0."""
-    found = ANSWER_TAGS.findall(completions)
-    return float(bool(found) and found[-1].strip() == gold(data).strip())
+    found = find_tagged(completions)
+    return float(found is not None and found.strip() == gold(data).strip())
+
+
+def right_positions(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """The share of places with the answer's character, of as many as the longer of reply and answer has."""
+    answer = gold(data)
+    right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
+    return right / max(len(completions), len(answer))
+
+
+def matches(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, pattern: str, **data: Any
+) -> float:
+    """1 if the whole reply, white space around it aside, matches the regular expression `pattern`; else 0.
+
+    A dot matches line ends too. Choose a pattern that does not go back and forth: a long reply would be late.
+    """
+    return float(re.fullmatch(pattern, completions.strip(), re.DOTALL) is not None)
+
+
+def length(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, most: int, **data: Any
+) -> float:
+    """The reply's share of `most` tokens, at most 1. With a negative weight it is the price of long replies."""
+    return min(len(completion_ids), most) / most
 
 
 def gold(data: dict[str, Any]) -> str:
@@ -53,12 +85,30 @@ def gold(data: dict[str, Any]) -> str:
     return str(data["answer"])
 
 
+def find_tagged(text: str) -> str | None:
+    """Return what the last `<answer>..</answer>` holds."""
+    before, end, _ = text.rpartition(END)
+    _, begin, found = before.rpartition(BEGIN)
+    return found if begin and end else None
+
+
+def last_boxed(text: str) -> str:
+    """Return what stands in the last \\boxed{...}, brackets within it included; empty where there is none."""
+    _, found, rest = text.rpartition(BOXED)
+    depth = 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:place] if found else ""
+    return ""
+
+
 def find_last_number(text: str) -> Decimal | None:
-    matches = list(NUMBER.finditer(text))
-    if not matches:
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    if not last:
         return None
-    start = matches[-1].start()
-    value = Decimal(matches[-1].group().replace(",", ""))
+    start = last[0].start()
+    value = Decimal(last[0].group().replace(",", ""))
     # A dash is a sign unless it follows an operand: `5 - 3` and `x-3` end in 3, but `is -3` in -3.
     before = text[max(0, start - 8) : start]
     is_negative = before.endswith(("-", "\u2212")) and not re.search(r"(?:[0-9)]\s*|[A-Za-z_])[-\u2212]$", before)

@@ -1,6 +1,20 @@
 """Built-in workflows: what one episode generates."""
 
+from megatron_rl.rollout.workflows.agent import AgentWorkflow
+from megatron_rl.rollout.workflows.best_of_n import BestOfNWorkflow
+from megatron_rl.rollout.workflows.judged import JudgedWorkflow
+from megatron_rl.rollout.workflows.multi_agent import DebateWorkflow
+from megatron_rl.rollout.workflows.multi_turn import MultiTurnWorkflow, ToolUseWorkflow
 from megatron_rl.rollout.workflows.remax import ReMaxWorkflow
 from megatron_rl.rollout.workflows.rlvr import RLVRWorkflow
 
-__all__ = ["RLVRWorkflow", "ReMaxWorkflow"]
+__all__ = [
+    "AgentWorkflow",
+    "BestOfNWorkflow",
+    "DebateWorkflow",
+    "JudgedWorkflow",
+    "MultiTurnWorkflow",
+    "RLVRWorkflow",
+    "ReMaxWorkflow",
+    "ToolUseWorkflow",
+]

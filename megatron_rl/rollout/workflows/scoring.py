@@ -9,6 +9,8 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.recipe import Recipe
+from megatron_rl.rollout.rewards.service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse
 
@@ -47,12 +49,12 @@ def prompt_ids(
     raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
 
 
-class RewardTimeout(RuntimeError):
-    """A reward function took longer than it may. It goes on in its thread, which nothing can end."""
-
-
 class RewardCall:
-    """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0."""
+    """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0.
+
+    A config's rewards come as a Recipe, whose worker processes are killed at the deadline. Any other function runs in
+    a thread, which nothing can end.
+    """
 
     def __init__(
         self,
@@ -71,9 +73,11 @@ class RewardCall:
         self._under_way: set[object] = set()
         is_plain = isinstance(self.function, FunctionType)
         self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
+        if isinstance(self.function, Recipe):
+            self.name = self.function.name
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
-        """Score a reply in a thread. An aborted reply has none: RuntimeError, so that the episode is tried again."""
+        """Score a reply. An aborted reply has none: RuntimeError, so that the episode is tried again."""
         if reply.stop_reason == "abort":
             raise RuntimeError(
                 f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
@@ -85,27 +89,42 @@ class RewardCall:
         else:
             prompt = self.tokenizer.decode(reply.input_tokens)
             completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
-        call = asyncio.to_thread(
-            self._timed,
-            prompt=prompt,
-            completions=completion,
-            prompt_ids=reply.input_tokens,
-            completion_ids=reply.output_tokens,
-            **others,
-        )
+        arguments = {"prompt": prompt, "completions": completion, **others}
+        arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": reply.output_tokens}
+        if isinstance(self.function, Recipe):
+            value: Any = await self._served(self.function, arguments)
+        else:
+            value = await self._in_a_thread(arguments)
+        reward = float(value)
+        if not math.isfinite(reward):
+            raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
+        return reward
+
+    async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
+        """Note in the span what each part gave and how long it took, as metrics."""
+        with span_here("rewards", self.name) as span:
+            try:
+                scored = await recipe.score(arguments, self.timeout_s)
+            except RewardFailed as failure:
+                if span is not None and failure.reward:
+                    span.args["metrics"] = {f"rollout/reward_failed/{failure.reward}": 1.0}
+                raise
+            if span is not None:
+                metrics = {f"rollout/reward/{name}": score.value for name, score in scored.parts.items()}
+                metrics |= {f"rollout/reward_s/{name}": score.seconds for name, score in scored.parts.items()}
+                span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.parts}
+        return scored.value
+
+    async def _in_a_thread(self, arguments: dict[str, Any]) -> float:
         try:
             async with asyncio.timeout(self.timeout_s):
-                value = await call
+                return await asyncio.to_thread(self._timed, **arguments)
         except TimeoutError as error:
             raise RewardTimeout(
                 f"{self.key} {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
                 f"still run, each in a thread that no other reward can have. Let it stop by itself, or raise the "
                 f"workflow's reward_timeout_s."
             ) from error
-        reward = float(value)
-        if not math.isfinite(reward):
-            raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
-        return reward
 
     def _timed(self, **arguments: Any) -> float:
         """Run the function; the span lasts as long as that does, also where nobody waits for it any more."""
@@ -114,5 +133,7 @@ class RewardCall:
         try:
             with span_here("rewards", self.name):
                 return self.function(**arguments)
+        except (SystemExit, StopIteration) as error:  # no future takes the one, and the other would end the event loop
+            raise RuntimeError(f"{self.key} {self.name}: ended by {type(error).__name__}: {error}") from error
         finally:
             self._under_way.discard(call)

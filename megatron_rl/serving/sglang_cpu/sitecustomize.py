@@ -6,8 +6,12 @@ puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
 fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, and taking checksums
 of weights waits for the device (up to 0.5.22). Each hook runs just before the module that needs it is imported.
+
+Its imports make millions of objects that stay, in each of its three processes or more, and Python's collector would
+spend a third of their time on looking through these: here it looks less often.
 """
 
+import gc
 import importlib.abc
 import sys
 from collections.abc import Callable
@@ -61,6 +65,7 @@ def replace_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
+gc.set_threshold(100_000, 10, 10)
 sys.meta_path.insert(
     0,
     BeforeImport(

@@ -1,0 +1,143 @@
+"""Losses of pairs of replies to one prompt, of which one was preferred, and how an engine computes them.
+
+A batch of pairs has the chosen reply of each and the rejected one side by side, in this order, and their number in the
+column `pair`, by which packing keeps them in one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_rl.algo.aggregation import sums_by_sequence
+from megatron_rl.algo.registry import PairLoss, pair_loss
+from megatron_rl.api import LogprobLoss, ValueLoss
+
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """What a loss of pairs sees: `[P, 2]` tensors of one float dtype, the chosen reply first."""
+
+    values: Tensor
+    """log p of the whole reply, or with a value head its score; with gradient."""
+    log_ratios: Tensor
+    """log p - log p(reference) of the whole reply, with gradient; `values` where the loss needs no reference."""
+    tokens: Tensor
+    """The reply's trained tokens."""
+
+
+def margins(rewards: Tensor) -> Tensor:
+    """`[P, 2]` -> `[P]`: by how much the chosen reply is better."""
+    return rewards[:, 0] - rewards[:, 1]
+
+
+@pair_loss("dpo", needs_reference=True)
+def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """-(1 - label_smoothing) log s(d) - label_smoothing log s(-d), r = beta log(p / p_reference).
+
+    label_smoothing above 0 is conservative DPO: that share of the pairs is taken to be the wrong way round.
+    Source: arXiv 2305.18290
+    """
+    _check("beta", beta, beta > 0, "above 0")
+    _check("label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, "in [0, 0.5)")
+    rewards = beta * pairs.log_ratios
+    d = margins(rewards)
+    return -(1 - label_smoothing) * logsigmoid(d) - label_smoothing * logsigmoid(-d), rewards
+
+
+@pair_loss("ipo", needs_reference=True)
+def ipo(pairs: Pairs, *, beta: float = 0.1) -> tuple[Tensor, Tensor]:
+    """(d - 1 / (2 beta))^2, r = log(p / p_reference).
+
+    Source: arXiv 2310.12036
+    """
+    _check("beta", beta, beta > 0, "above 0")
+    return (margins(pairs.log_ratios) - 1 / (2 * beta)).square(), pairs.log_ratios
+
+
+@pair_loss("simpo")
+def simpo(pairs: Pairs, *, beta: float = 2.0, margin: float = 1.0) -> tuple[Tensor, Tensor]:
+    """-log s(d - margin), r = beta log(p) / n, n the reply's tokens; without a reference.
+
+    Source: arXiv 2405.14734
+    """
+    _check("beta", beta, beta > 0, "above 0")
+    rewards = beta * pairs.values / pairs.tokens
+    return -logsigmoid(margins(rewards) - margin), rewards
+
+
+@pair_loss("bradley_terry", head="value")
+def bradley_terry(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """-log s(d), r the model's score of the whole reply: makes a reward model.
+
+    Source: Bradley and Terry 1952; arXiv 2203.02155
+    """
+    return -logsigmoid(margins(pairs.values)), pairs.values
+
+
+def _check(name: str, value: float, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"preference.loss_args: {name} = {value!r}: must be {rule}.")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The configured loss of pairs, a sum over those of a microbatch."""
+
+    entry: PairLoss
+    args: dict[str, Any]
+
+    def for_engine(self) -> LogprobLoss | ValueLoss:
+        """What an engine with `entry.head` takes, beside the weight `pairs_of`."""
+        if self.entry.head == "value":
+            return ValueLoss(self)
+        return LogprobLoss(lambda logprobs, entropy, rows: self(logprobs, rows))
+
+    def __call__(self, results: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
+        """results: `[T]` log-probs or values, 0 in rows that are not trained. rows: `ref_logprobs` where the loss needs
+        a reference."""
+        ratios = results
+        if self.entry.needs_reference:
+            ratios = results - torch.as_tensor(rows["ref_logprobs"], dtype=results.dtype)
+        losses, rewards = self.entry.function(
+            Pairs(
+                values=_by_pair(results, rows),
+                log_ratios=_by_pair(ratios, rows),
+                tokens=_by_pair((rows["labels"] >= 0).to(results.dtype), rows),
+            ),
+            **self.args,
+        )
+        chosen, rejected = rewards.detach().unbind(1)
+        return losses.sum(), {
+            "preferred": (chosen > rejected).sum(),
+            "chosen_reward": chosen.sum(),
+            "rejected_reward": rejected.sum(),
+        }
+
+
+def pairs_of(rows: TensorDict) -> Tensor:
+    """The loss weight: a microbatch's pairs, 0-dim int64. One without any holds a single untrained sequence."""
+    sequences = len(rows["cu_seqlens"]) - 1
+    assert sequences == 1 or sequences % 2 == 0, f"{sequences} sequences are no pairs: packing has parted some"
+    return torch.tensor(sequences // 2)
+
+
+def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
+    """`[T]` -> `[P, 2]`, the sum over each sequence."""
+    sums, count = sums_by_sequence(values, rows), int(pairs_of(rows))
+    return sums[: 2 * count].view(count, 2)
+
+
+def preference_metrics(sums: Mapping[str, float], pairs: float) -> dict[str, float]:
+    """What `PreferenceLoss` has added up over `pairs` pairs, as means."""
+    chosen, rejected = (sums[name] / pairs for name in ("chosen_reward", "rejected_reward"))
+    means = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+    return {"accuracy": sums["preferred"] / pairs} | means

@@ -1,0 +1,55 @@
+"""Every option of an experiment, checked before any process group or GPU is touched; one dataclass per YAML section.
+
+`load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
+way out. Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config.algorithm import (
+    COMPARE_GROUP,
+    ESTIMATORS,
+    LOSSES,
+    PAIR_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RewardShapingConfig,
+)
+from megatron_rl.config.data import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
+from megatron_rl.config.experiment import TrainConfig
+from megatron_rl.config.loading import SECTIONS, load_config
+from megatron_rl.config.model import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.rollout import GenerationConfig, RolloutConfig
+from megatron_rl.config.run import RunConfig, TelemetryConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchConfig",
+    "COMPARE_GROUP",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "ESTIMATORS",
+    "EngineConfig",
+    "EvalConfig",
+    "GenerationConfig",
+    "LOSSES",
+    "MIXTURE",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PAIR_LOSSES",
+    "ParallelConfig",
+    "PreferenceConfig",
+    "RewardModelConfig",
+    "RewardShapingConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SECTIONS",
+    "TelemetryConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+    "load_config",
+]

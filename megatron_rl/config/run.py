@@ -1,0 +1,88 @@
+"""The run itself: its folder, length and checkpoints, and where its numbers go."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from megatron_rl.config.rules import check
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    folder: str = "runs/default"
+    """Where metrics, report and weights are written."""
+    import_from: list[str] = field(default_factory=list)
+    """Packages or modules beside megatron_rl from which a config may import: workflow, reward, data, advantage, loss.
+
+    A module of your own, such as my_rewards.py in a folder on PYTHONPATH: [my_rewards].
+    """
+    seed: int = 1
+    steps: int = 100
+    evaluate_every_steps: int = 0
+    """0 evaluates before the first and after the last step only."""
+    save_every_steps: int = 0
+    """HF weights under folder/step-N; 0 saves after the last step only."""
+    save_at_end: bool = True
+    checkpoint_every_steps: int = 0
+    """What `--resume` continues from, under folder/checkpoints; 0 writes none."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay."""
+    grace_s: float = 60.0
+    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
+    phase_timeout_s: float = 3600.0
+    """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
+    and the run ends: with a checkpoint where only rollouts are waited for."""
+    threads_per_rank: int = 0
+    """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
+    offload: bool = False
+    """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.import_from if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name)]
+        check(
+            "run",
+            import_from=(self.import_from, not wrong, "each must be a module's name, e.g. my_project or my.rewards"),
+        )
+        for key in ("grace_s", "phase_timeout_s"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value > 0, "must be above 0 seconds")})
+        for key in ("steps", "keep_checkpoints"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value >= 1, "must be at least 1")})
+        for key in ("evaluate_every_steps", "save_every_steps", "checkpoint_every_steps", "threads_per_rank"):
+            value = getattr(self, key)
+            check("run", **{key: (value, value >= 0, "must be at least 0")})
+
+
+@dataclass(kw_only=True)
+class TelemetryConfig:
+    """Where a run's numbers go besides its own folder."""
+
+    loggers: list[str] = field(default_factory=list)
+    """Any of tensorboard, wandb, trackio."""
+    project: str = "megatron_rl"
+    """The run's project in services that have them; the run is called as its folder."""
+    prometheus: str = ""
+    """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+    trace_steps: list[int] = field(default_factory=list)
+    """Steps, counted from 0, of which trace/step-N.json.gz shows what trainer ranks, rollouts and servers did when: for
+    ui.perfetto.dev."""
+
+    def __post_init__(self) -> None:
+        known = ("tensorboard", "wandb", "trackio")
+        wrong = [name for name in self.loggers if name not in known]
+        check(
+            "telemetry",
+            loggers=(self.loggers, not wrong, f"each must be one of {', '.join(known)}; leave the others out"),
+            prometheus=(
+                self.prometheus,
+                not self.prometheus or bool(re.fullmatch(r".+:\d{1,5}", self.prometheus)),
+                "must be host:port, e.g. 127.0.0.1:9464",
+            ),
+            trace_steps=(
+                self.trace_steps,
+                all(step >= 0 for step in self.trace_steps),
+                "each must be at least 0, the first step",
+            ),
+        )

@@ -1,0 +1,78 @@
+"""What a pipeline's last stage makes of its hidden states: logits, log-probs, a loss, or values.
+
+Every context rank gets the results of all rows, though it computes its own only. `R` counts the hidden states of this
+context rank, `T` the rows of the microbatch that the loss looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_rl.api import LogprobLoss
+from megatron_rl.engine.context import sum_for_all
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.ops import VocabParallelLogits, VocabShard, lm_head_logprobs, lm_head_loss
+from megatron_rl.parallel import Axis
+
+
+class Head:
+    """weight: gives the output layer's current `[V_local, H]` rows of the real vocabulary, which are `shard` of it."""
+
+    def __init__(self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis) -> None:
+        self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
+
+    def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
+        weight = self.weight()
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
+        return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
+
+    def logprobs(self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
+        """log p(label) and entropy, both `[T]` float32."""
+        parts = lm_head_logprobs(hidden, self.weight(), labels, **self._rows(packed, temperature))
+        logprobs, entropy = sum_for_all(torch.stack(parts), self.context)
+        return logprobs, entropy
+
+    def logprob_loss(
+        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from."""
+        labels = rows["labels"]
+        if not (loss.by_row and torch.is_grad_enabled()):
+            logprobs, entropy = self.logprobs(hidden, labels, packed, loss.temperature)
+            return *loss.fn(logprobs, entropy, rows), logprobs.detach().float()
+        found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
+
+        def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            found.index_copy_(0, places, logprobs.detach().float())
+            chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
+            return loss.fn(logprobs, entropy, chosen)
+
+        options = self._rows(packed, loss.temperature)
+        loss_sum, sums = lm_head_loss(hidden, self.weight(), labels, of_some, **options)
+        if self.context.size == 1:
+            return loss_sum, sums, found
+        parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.context)
+        whole = dict(zip(sums, parts[1:].unbind(), strict=True))
+        return parts[0].to(loss_sum.dtype), whole, sum_for_all(found, self.context)
+
+    def values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
+        """`[T]` float32 values, 0 in rows that are not trained."""
+        return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
+
+    def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
+        return {"rows": packed.reads, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
+
+    def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
+        """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
+        if packed.in_order:
+            return values[: len(packed.reads)]
+        missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
+        own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
+        return sum_for_all(own, self.context)

@@ -1,0 +1,207 @@
+"""The life of a run on one rank, whatever it trains: its group, folder, log and checkpoints, and what may end it early.
+
+A notice (launch/notice.py) stops a run with checkpoints between two steps, behind a checkpoint of that place; a
+standstill (hang.py) ends it. `with` the run, all that was started is stopped again, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from megatron_rl import parallel
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.experiment.hang import HangWatch
+from megatron_rl.launch import watch
+from megatron_rl.launch.notice import StopNotice
+from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
+from megatron_rl.telemetry.report import write_report
+from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.sinks import Sinks
+from megatron_rl.telemetry.timers import PhaseTimers
+
+
+class Run(ABC):
+    """What every run has. All ranks call every method.
+
+    A kind of run starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
+    """
+
+    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        self.config, self.resume = config, resume
+        self.folder, self.timers = Path(config.run.folder), PhaseTimers()
+
+    # -- what a kind of run says of itself ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start all parts; what is to be stopped again goes onto `at_end`."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, MegatronEngine]:
+        """The engines that a checkpoint holds, by their name in it; the first is what the run is for."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as at_end:  # stops what has been started where something else cannot be
+            self.at_end = at_end
+            self._start()
+            self.at_end = at_end.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.at_end.__exit__(kind, error, trace)
+
+    def _join(self) -> None:
+        """Join the run's process group."""
+        options = self.config.run
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(options.threads_per_rank or max(1, (os.cpu_count() or 1) // local_ranks))
+        torch.manual_seed(options.seed)
+        self.at_end.callback(parallel.stop)
+        self.groups = parallel.start(self.config.parallel, seed=options.seed)
+
+    def _open(
+        self,
+        *,
+        on_half_time: Callable[[], None] = lambda: None,
+        waits_for: Callable[[str], str] = lambda phase: "",
+        can_leave: str = "",
+        on_leave: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Choose what to continue from, open the run's folder, and begin to hear notices and to watch for standstills.
+
+        on_half_time is StopNotice's, the others are HangWatch's.
+        """
+        options, groups = self.config.run, self.groups
+        wait_for_earlier_processes(self.folder, groups)
+        self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
+        with self.timers("resume"):
+            self.resumed_from = self.checkpoints.choose(self.resume)
+        # The state of that checkpoint; empty where the run had none yet, None for a new run.
+        self.resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
+        self.first_step = self.checkpoints.newest = self.resumed["step"] if self.resumed else 0
+        self.log_file = RunLog(self.folder, options.steps, groups.is_main, first_step=self.first_step)
+        self.at_end.callback(self.log_file.close)
+        self.log_file.log_config(self.config.to_yaml())
+        if groups.is_main:
+            settings = dataclasses.asdict(self.config)
+            self.log_file.sinks = Sinks(self.config.telemetry, self.folder, self.first_step, settings)
+        self.hang_watch = HangWatch(
+            self.folder,
+            rank=groups.rank,
+            world_size=groups.world_size,
+            control=groups.control,
+            limit_s=options.phase_timeout_s,
+            on_hang=watch.stop,
+            waits_for=waits_for,
+            can_leave=can_leave,
+            on_leave=on_leave,
+            grace_s=options.grace_s,
+        )
+        self.at_end.callback(self.hang_watch.close)
+        self.timers.on_change = self.hang_watch.enter
+        self.notice = StopNotice(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main)
+        self.at_end.callback(self.notice.close)
+        if options.checkpoint_every_steps > 0:
+            self.notice.listen()
+
+    def say(self, text: str) -> None:
+        """Print one line on the main rank."""
+        self.log_file.say(text)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self) -> None:
+        """Bring the trained engines to where the checkpoint has them that `resumed_from` names."""
+        assert self.resumed_from is not None
+        with self.timers("resume"):
+            for name, engine in self.trained.items():
+                engine.load(self.resumed_from / name, with_optimizer=True, is_checked=True)
+        for fault in self.checkpoints.passed_over:
+            self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
+        self.say(f"resumed after step {self.first_step} from {self.resumed_from}")
+
+    def checkpoint(self, *, step: int) -> bool:
+        """Begin to write what a later run continues from after `step` steps, where it is time to.
+
+        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
+        """
+        options = self.config.run
+        if options.checkpoint_every_steps == 0:
+            return False
+        if self.stop_is_near():
+            self.stop_after(step)
+            return True
+        is_due = step == options.steps or step % options.checkpoint_every_steps == 0
+        with self.timers("checkpoint"):
+            with self._warning_of_checkpoints():
+                self.checkpoints.finish(wait=is_due)
+            if is_due:
+                with self._warning_of_checkpoints():
+                    self._start_checkpoint(step)
+        return False
+
+    def stop_is_near(self) -> bool:
+        """True on all ranks if a notice came to one."""
+        return self.groups.any(self.notice.came())
+
+    def stop_after(self, step: int, why: str = "") -> None:
+        """Write the checkpoint of this place, where there is something new, and say how to go on."""
+        self.checkpoints.finish(wait=True)
+        if step > self.checkpoints.newest:
+            self._start_checkpoint(step, in_background=False)
+            self.checkpoints.finish(wait=True)
+        why = why or self.notice.signal_name or "another rank's notice"
+        self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
+
+    @contextlib.contextmanager
+    def _warning_of_checkpoints(self) -> Iterator[None]:
+        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
+
+    def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
+        self.log_file.sync()
+        self.checkpoints.start(step, self.trained, self._state(), in_background=in_background)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def save(self, *, step: int) -> None:
+        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
+        options = self.config.run
+        is_last = step == options.steps
+        if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
+            name = "final" if is_last else f"step-{step}"
+            with self.timers("save"), contextlib.nullcontext() if is_last else self._warning_of_checkpoints():
+                for number, (role, engine) in enumerate(self.trained.items()):
+                    engine.save(self.folder / (f"{name}-{role}" if number else name))
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint and write the report."""
+        with self._warning_of_checkpoints():
+            self.checkpoints.finish(wait=True)
+        self.log_file.close()
+        if self.groups.is_main:
+            self.say(f"report: {write_report(self.folder)}")

@@ -1,0 +1,63 @@
+"""The command line of a process that trains, alone or as one rank of several, whatever it trains."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.launch import start_up, watch
+from megatron_rl.launch.notice import EXIT_STOPPED
+from megatron_rl.launch.placement import ranks_of_step
+
+Check = Callable[[TrainConfig], object]
+Train = Callable[..., bool]
+"""train(config, resume=...): False if a notice stopped the run."""
+
+
+def module_of(config: TrainConfig) -> str:
+    """The module that a rank of this experiment runs."""
+    return "megatron_rl.preferences" if config.preference.loss else "megatron_rl.train"
+
+
+def main(program: str, description: str, load: Callable[[], tuple[Check, Train]], argv: list[str] | None) -> None:
+    """Check and train what the arguments name, and end with an exit code that says how it went.
+
+    load: imports what checks and trains, which takes seconds.
+    """
+    parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
+    parser.add_argument("--dry-run", action="store_true", help="check everything that needs no server, then stop")
+    parser.add_argument(
+        "--resume",
+        default="",
+        metavar="auto|CHECKPOINT",
+        help="continue a run: auto takes the newest good checkpoint in run.folder, or starts where there is none",
+    )
+    parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
+    args = parser.parse_intermixed_args(argv)
+    os.environ |= ranks_of_step(os.environ)
+    try:
+        config = load_config(args.config, args.overrides)
+        config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+        if args.exit_with:
+            watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
+        with start_up.importing():
+            check, train = load()
+        if args.dry_run:
+            check(config)
+            print(config.to_yaml())
+        elif not train(config, resume=args.resume):
+            sys.exit(EXIT_STOPPED)
+    except ValueError as error:
+        sys.exit(f"{program}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{program}: interrupted")
+    except RuntimeError as error:
+        if not watch.is_lost_peer(error):
+            raise
+        watch.wait_to_be_stopped(int(os.environ.get("RANK", 0)))

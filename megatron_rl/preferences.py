@@ -1,0 +1,41 @@
+"""Training on pairs of replies, one of which was preferred, with the same engine as RL: a policy, or a reward model.
+
+megatron-rl preferences configs/count_dpo.yaml                             # writes run.folder/final
+megatron-rl launch configs/count_reward_model.yaml parallel.tensor=2       # the same on several ranks
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.launch import rank
+
+
+def train(config: TrainConfig, *, resume: str = "") -> bool:
+    """Run the experiment, from its start or from a checkpoint. False if a notice stopped it. All ranks call it."""
+    from megatron_rl.experiment.pair_training import PairRun
+
+    with PairRun(config, resume=resume) as x:
+        if not x.begin():
+            return False
+        for step in range(x.first_step, config.run.steps):
+            x.update(step)
+            x.evaluate(step=step + 1)
+            x.save(step=step + 1)
+            if x.checkpoint(step=step + 1):
+                return False
+        x.finish()
+        return True
+
+
+def main(argv: list[str] | None = None) -> None:
+    rank.main("megatron_rl.preferences", "Train on pairs of replies.", _load, argv)
+
+
+def _load() -> tuple[rank.Check, rank.Train]:
+    from megatron_rl.experiment.pair_training import check_pair_training
+
+    return check_pair_training, train
+
+
+if __name__ == "__main__":
+    main()

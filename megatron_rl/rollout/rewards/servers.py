@@ -1,0 +1,158 @@
+"""Servers that rewards ask over HTTP: another one where one fails, and none for a while that fails again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+from megatron_rl.launch.run_token import token_in
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+FIRST_RETRY_S = 0.1
+FAILURES_TO_OPEN = 3
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+MOST_ANSWER_BYTES = 16 << 20
+REFUSALS = (400, 413, 422)
+"""Statuses that say something of the request, and nothing of the server."""
+
+
+class RemoteFailure(RuntimeError):
+    """A server did not give what it was asked for."""
+
+
+class RemoteRefusal(RemoteFailure):
+    """A server, and so any other, does not take this request."""
+
+
+@dataclass
+class Circuit:
+    """Whether a server is asked: not for a while after some failures in a row, then by one request as a trial."""
+
+    url: str
+    in_flight: int = 0
+    failures: int = 0
+    rests_until: float = 0.0
+
+    def is_open(self) -> bool:
+        return self.failures >= FAILURES_TO_OPEN and (self.rests() or self.in_flight > 0)
+
+    def rests(self) -> bool:
+        return time.monotonic() < self.rests_until
+
+    def succeed(self) -> None:
+        self.failures, self.rests_until = 0, 0.0
+
+    def fail(self) -> None:
+        if self.failures >= FAILURES_TO_OPEN and self.rests():  # of a request that was sent before the rest
+            return
+        self.failures += 1
+        rest_s = FIRST_REST_S * 2 ** max(0, self.failures - FAILURES_TO_OPEN)
+        self.rests_until = time.monotonic() + min(LONGEST_REST_S, rest_s)
+
+
+class Servers:
+    """Several that answer the same. Used in one event loop; `close` it there."""
+
+    def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
+        """concurrent: requests at a time to one server. timeout_s: of one request. token_file: holds what they ask for
+        as a bearer token.
+        """
+        if not urls:
+            raise ValueError("args.urls = []: no server to ask; give at least one URL.")
+        self._circuits = [Circuit(url) for url in urls]
+        self._concurrent, self._token_file = concurrent, token_file
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+        self._has_room = asyncio.Event()
+
+    async def ask(
+        self, body: dict[str, Any], read: Callable[[Any], T], is_wanted: Callable[[], bool] = lambda: True
+    ) -> T:
+        """Return what `read` makes of the JSON that one server after another answers, at most ATTEMPTS of them.
+
+        RemoteFailure says why the last of them gave nothing. `read` raises ValueError, TypeError, KeyError or
+        IndexError for what is no answer. What is not wanted any more is not sent: while all servers rest it would
+        gather, and keep them from what is.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            circuit = await self._choose(is_wanted)
+            circuit.in_flight += 1
+            try:
+                found = await self._post(circuit.url, body, read)
+                circuit.succeed()
+                return found
+            except RemoteRefusal:
+                circuit.succeed()
+                raise
+            except RemoteFailure:
+                circuit.fail()
+                if attempt == ATTEMPTS:
+                    raise
+            finally:
+                circuit.in_flight -= 1
+                self._has_room.set()
+            await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """May be called twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _choose(self, is_wanted: Callable[[], bool]) -> Circuit:
+        """Return the server with the fewest requests; wait while all have their fill or rest."""
+        while is_wanted():
+            free = [it for it in self._circuits if it.in_flight < self._concurrent and not it.is_open()]
+            if free:
+                return min(free, key=lambda it: (it.in_flight, it.failures))
+            self._has_room.clear()
+            try:
+                async with asyncio.timeout(FIRST_RETRY_S):  # a rest ends without a word
+                    await self._has_room.wait()
+            except TimeoutError:
+                pass
+        raise RemoteFailure("nobody waits for the answer any more.")
+
+    async def _post(self, url: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        content = orjson.dumps(body, default=str)
+        try:
+            async with self._opened().post(url, data=content, headers={"Content-Type": "application/json"}) as answer:
+                status, said = answer.status, await whole(answer)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RemoteFailure(f"{url}: {type(error).__name__}: {error}; is the server up?") from error
+        if status != 200:
+            failure = RemoteRefusal if status in REFUSALS else RemoteFailure
+            raise failure(f"{url}: status {status}: {said[:300].decode('utf-8', 'replace')}")
+        try:
+            return read(orjson.loads(said))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise RemoteFailure(f"{url}: gave no answer that can be read ({type(error).__name__}: {error}).") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            token = token_in(self._token_file, key="args.token_file") if self._token_file else ""
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout,
+                connector=aiohttp.TCPConnector(limit=0),  # the circuits have the bound
+                headers={"Authorization": f"Bearer {token}"} if token else None,
+            )
+        return self._session
+
+
+async def whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Return all of an answer's body. RemoteFailure where it is longer than one may be."""
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > MOST_ANSWER_BYTES:
+            raise RemoteFailure(f"{answer.url}: gave more than {MOST_ANSWER_BYTES} bytes.")
+    return bytes(content)

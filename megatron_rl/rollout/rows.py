@@ -1,0 +1,114 @@
+"""Rows of a data set, in whatever it is kept: JSON lines, Parquet, a folder of Hugging Face datasets, or their hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HUB = "hf:"
+NEEDS = "run pip install 'megatron-rl[data]'"
+ANSWER_S = 10.0
+"""How long the hub has to answer at all. `datasets` asks one that does not for minutes."""
+LONGEST_REASON = 500
+
+
+def is_file(source: str) -> bool:
+    return source.endswith((".jsonl", ".parquet"))
+
+
+def holds_rows(source: str) -> bool:
+    """True for a name that `read_rows` takes; others are import paths."""
+    return is_file(source) or source.startswith(HUB) or Path(source).is_dir()
+
+
+def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]:
+    """Return the rows of a .jsonl or .parquet file, of a folder that `datasets` saved, or of `hf:NAME[:CONFIG]`.
+
+    `key` is what errors name. A folder or hub name with several splits needs `split`; a file has none. Raises
+    ValueError for what cannot be read, RuntimeError where a package is missing.
+    """
+    if is_file(source) and split:
+        raise ValueError(f"{key} = {source!r}: is a file, which has no split {split!r}; name the split's own file.")
+    if source.endswith(".jsonl"):
+        return read_jsonl(source, key)
+    return read_parquet(source, key) if is_file(source) else read_datasets(source, key, split)
+
+
+def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
+    try:
+        lines = Path(source).read_text(encoding="utf-8").split("\n")  # a JSON string may hold other line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{key} = {source!r}: cannot be read ({error}); give a UTF-8 file with one JSON object per line."
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{key} = {source!r}, line {number}: not JSON ({error}); write one JSON object per line."
+                ) from error
+    return rows
+
+
+def read_parquet(source: str, key: str) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise RuntimeError(f"{key} = {source!r}: needs pyarrow, which is not installed; {NEEDS}.") from error
+    try:
+        return list(parquet.read_table(source).to_pylist())
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{key} = {source!r}: cannot be read ({error}); give a Parquet file.") from error
+
+
+def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise RuntimeError(f"{key} = {source!r}: needs datasets, which is not installed; {NEEDS}.") from error
+    try:
+        if source.startswith(HUB):
+            name, _, config = source.removeprefix(HUB).partition(":")
+            if not datasets.config.HF_HUB_OFFLINE:
+                find_hub(name)
+            found = datasets.load_dataset(name, config or None)
+        else:
+            found = datasets.load_from_disk(source)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"{key} = {source!r}: cannot be read ({with_cause(error)}); give a folder that save_to_disk wrote, or "
+            f"hf:NAME[:CONFIG]."
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(f"{key} = {source!r}: has no split {split!r}; its splits are {', '.join(found)}.")
+        found = found[split]
+    elif split:
+        raise ValueError(f"{key} = {source!r}: holds one split, and {split!r} is asked for; leave it out.")
+    return [dict(row) for row in found]
+
+
+def find_hub(name: str) -> None:
+    """Raise ConnectionError where the hub does not answer; `datasets` says whether it has the data set."""
+    import httpx
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=ANSWER_S)
+    except HfHubHTTPError:
+        pass  # which is an answer
+    except httpx.TransportError as error:
+        raise ConnectionError(
+            f"the hub at {constants.ENDPOINT} does not answer, HF_HUB_OFFLINE=1 takes what it once gave"
+        ) from error
+
+
+def with_cause(error: Exception) -> str:
+    """What went wrong and why, on one line: of its own `datasets` may say no more than that an error occurred."""
+    reasons = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+    return " ".join(reasons.split())[:LONGEST_REASON]

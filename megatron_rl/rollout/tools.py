@@ -1,0 +1,179 @@
+"""Tools that a policy may call, and how its text calls them.
+
+A tool says what it is in a schema, takes the call's arguments and returns text. What it is given is the model's: no
+tool here runs it as code.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import aiohttp
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+LONGEST_CALL = 20_000
+"""Characters."""
+
+
+class ToolError(Exception):
+    """The call was wrong, and the policy is told why: it may try again. Other errors fail the episode."""
+
+
+class Tool(abc.ABC):
+    """One for each episode's sample: it may keep what that one has done."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+
+    @abc.abstractmethod
+    async def __call__(self, **arguments: Any) -> str:
+        """Return what the policy is shown. ToolError for a wrong call."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates and OpenAI's API write it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """`arguments` is an object; where the text was none, `fault` says so."""
+
+    name: str
+    arguments: dict[str, Any]
+    fault: str = ""
+
+
+def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text without its calls, and them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    calls = [parse_call(found) for found in CALL.findall(text)]
+    return (CALL.sub("", text).strip() if calls else text), calls
+
+
+def parse_call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text) if len(text) <= LONGEST_CALL else None
+    except (ValueError, RecursionError):
+        call = None
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        return ToolCall(name="", arguments={}, fault="a call must be a JSON object with a name and arguments")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(name=call["name"], arguments={}, fault="the arguments must be a JSON object")
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
+    """Return what the policy is shown of its call, wrong or right."""
+    if call.fault:
+        return f"error: {call.fault}"
+    if call.name not in tools:
+        return f"error: there is no tool {call.name[:100]!r}, only {', '.join(tools)}"
+    tool = tools[call.name]
+    known = tool.parameters.get("properties", {})
+    strange = [name for name in call.arguments if name not in known]
+    missing = [name for name in tool.parameters.get("required", []) if name not in call.arguments]
+    if strange or missing:
+        return f"error: {call.name} takes {', '.join(known)}"
+    try:
+        return await tool(**call.arguments)
+    except ToolError as error:
+        return f"error: {error}"
+
+
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+LONGEST_EXPRESSION, MOST_DIGITS = 200, 30
+
+
+class Calculator(Tool):
+    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code."""
+
+    name = "calculator"
+    description = "Evaluates an arithmetic expression of numbers, + - * / and brackets."
+    parameters = {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "e.g. (12 + 30) / 2"}},
+        "required": ["expression"],
+    }
+
+    async def __call__(self, expression: Any) -> str:
+        value = calculate(str(expression))
+        return str(value) if value.denominator == 1 else f"{value} = {float(value):.10g}"
+
+
+def calculate(expression: str) -> Fraction:
+    """Return the value of an arithmetic expression. ToolError for anything else, for one too long or too large."""
+    if len(expression) > LONGEST_EXPRESSION:
+        raise ToolError(f"the expression has more than {LONGEST_EXPRESSION} characters")
+    try:
+        return evaluate(ast.parse(expression.strip(), mode="eval").body, expression.strip())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolError("this is no arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+
+
+def evaluate(node: ast.expr, text: str) -> Fraction:
+    match node:
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            value = OPERATORS[type(op)](evaluate(node.left, text), evaluate(node.right, text))
+        case ast.UnaryOp(op=ast.USub()):
+            value = -evaluate(node.operand, text)
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            # From the text, so that 0.1 is a tenth. An exponent could ask for a number of any size.
+            written = (ast.get_source_segment(text, node) or "").replace("_", "")
+            if not re.fullmatch(r"[0-9]*\.?[0-9]*", written):
+                raise ToolError("write numbers with digits and a point alone")
+            value = Fraction(written)
+        case _:
+            raise ToolError("only numbers, + - * / and brackets are allowed")
+    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
+        raise ToolError(f"a number has more than {MOST_DIGITS} digits")
+    return value
+
+
+REFUSALS = (400, 413, 414, 422)
+"""HTTP statuses that say something of the query, and nothing of the service."""
+
+
+class Search(Tool):
+    """Asks a search service over HTTP: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}."""
+
+    name = "search"
+    description = "Searches documents and returns the passages that fit best."
+    parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+
+    def __init__(self, url: str, top: int = 3, timeout_s: float = 30.0, characters: int = 1000) -> None:
+        """characters: most that the policy is shown of each result."""
+        self.url, self.top, self.timeout_s, self.characters = url, top, timeout_s, characters
+
+    async def __call__(self, query: Any) -> str:
+        """RuntimeError where the service fails: that is not the policy's fault. A query that it refuses is."""
+        body = {"query": str(query), "top": self.top}
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self.url, json=body) as answer:
+                if answer.status in REFUSALS:
+                    raise ToolError(f"the search service refuses this query (status {answer.status})")
+                answer.raise_for_status()
+                results = (await answer.json())["results"]
+                found = [f"[{n}] {entry['title']}\n{entry['text']}" for n, entry in enumerate(results[: self.top], 1)]
+        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(f"search at {self.url}: {type(error).__name__}: {error}.") from error
+        return "\n\n".join(text[: self.characters] for text in found) or "nothing found"

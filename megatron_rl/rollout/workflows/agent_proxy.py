@@ -1,0 +1,332 @@
+"""An OpenAI-compatible endpoint on loopback, through which an agent that knows nothing of training is recorded.
+
+A request whose messages begin with those of an earlier request, and the reply that it got, continues that one's tokens:
+nothing that was generated is tokenised again. One that does not is a dialogue of its own. Each generated token is
+trained in one trajectory only, also where an agent goes back and takes another way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from megatron_rl.api import InferenceEngine
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.server_client import RequestRefused
+from megatron_rl.rollout.tools import ToolCall, split_tool_calls
+from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation, Message
+from megatron_rl.rollout.workflows.multi_turn import within
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LARGEST_REQUEST = 64 * 2**20
+
+
+class BadRequest(Exception):
+    """The agent asked for what the proxy does not do; it is told so with status 400."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """What all sessions of a workflow share."""
+
+    tokenizer: PreTrainedTokenizerBase
+    gconfig: GenerationConfig
+    max_tokens: int
+    template: ChatTemplate
+
+
+@dataclass
+class Line:
+    """A dialogue as far as it has come. All its states share it: each with tokens of its own would be quadratic."""
+
+    conversation: Conversation
+
+
+@dataclass
+class State:
+    """A dialogue after one of its replies."""
+
+    line: Line
+    length: int
+    """Tokens of the line up to here."""
+    replies: int
+    last_reply: list[int]
+    is_continued: bool = False
+
+    def fork(self) -> Conversation:
+        copy = self.line.conversation.fork(self.length)
+        copy.replies, copy.last_reply = self.replies, self.last_reply
+        return copy
+
+
+@dataclass
+class AgentSession:
+    """What one run of an agent asked, and was answered."""
+
+    engine: InferenceEngine
+    options: ProxyOptions
+    sample_key: str | None
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    """The agent's API key: it names the session, and opens nothing else."""
+    last_reply: LLMResponse | None = None
+
+    def __post_init__(self) -> None:
+        self._rid = uuid.uuid4().hex
+        self._states: dict[str, list[State]] = {}
+        self._asked: Counter[str] = Counter()
+
+    def trajectories(self, reward: float, **sequence: float) -> list[Trajectory]:
+        """Return one for each dialogue, and each way that it took, in the order of their first replies' ends."""
+        tips = [state for states in self._states.values() for state in states if not state.is_continued]
+        return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
+
+    async def complete(self, body: dict[str, Any]) -> tuple[Message, LLMResponse]:
+        """Answer a request of the chat completions API: the assistant's message, and the reply that it was read from.
+
+        BadRequest and RequestRefused for what cannot be answered.
+        """
+        messages = [normal(message) for message in checked_messages(body)]
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        names = prefix_names(messages, tools)
+        parent, kept = self._continued(names)
+        if parent is None:
+            conversation = Conversation(
+                self.options.template.opening({"messages": as_rendered(messages), "tools": tools})
+            )
+        else:
+            conversation = parent.fork()
+            added = self.options.template.following(as_rendered(messages[kept:]), conversation.last_reply)
+            conversation.add(added)
+        reply = await self._generate(conversation, body, names[-1])
+        conversation.take(reply)
+        if parent is None or parent.is_continued:
+            conversation.leave_out_before(0 if parent is None else parent.length)
+            line = Line(conversation)
+        else:
+            parent.is_continued, line = True, parent.line
+            line.conversation = conversation
+        message = self._message(reply, bool(tools))
+        name = name_after(names[-1], normal(message))
+        state = State(line, len(conversation), conversation.replies, conversation.last_reply)
+        self._states.setdefault(name, []).append(state)
+        self.last_reply = reply
+        return message, reply
+
+    def _continued(self, names: list[str]) -> tuple[State | None, int]:
+        """Return the state with the most of these messages, and how many that is; one nobody has continued first."""
+        for kept in range(len(names) - 1, 0, -1):
+            if states := self._states.get(names[kept - 1]):
+                return min(states, key=lambda state: state.is_continued), kept
+        return None, 0
+
+    async def _generate(self, conversation: Conversation, body: dict[str, Any], name: str) -> LLMResponse:
+        room = self.options.max_tokens - len(conversation)
+        if room < 1:
+            raise BadRequest(
+                f"the messages have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
+            )
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        if not isinstance(asked, int) or asked < 1:
+            raise BadRequest(f"max_tokens = {asked!r}: must be a whole number of at least 1")
+        stop = body.get("stop") or []
+        gconfig = within(self.options.gconfig, min(room, asked))
+        gconfig = gconfig.new(stop=[*gconfig.stop, *([stop] if isinstance(stop, str) else stop)])
+        # Agents ask in parallel, so a number in the order of asking would not be the same after a restart.
+        self._asked[name] += 1
+        metadata = {}
+        if self.sample_key is not None:
+            metadata = {"sample_key": f"{self.sample_key}/{name[:16]}/{self._asked[name]}"}
+        request = LLMRequest(rid=self._rid, input_ids=list(conversation.ids), gconfig=gconfig, metadata=metadata)
+        return await self.engine.agenerate(request)
+
+    def _message(self, reply: LLMResponse, may_call: bool) -> Message:
+        text = str(self.options.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
+        content, calls = split_tool_calls(text) if may_call else (text, [])
+        if not calls or any(call.fault for call in calls):  # the agent sees what was said in place of a call
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": content, "tool_calls": list(map(tool_call, calls))}
+
+
+class AgentProxy:
+    """The HTTP side of some sessions, from `async with` to its end; after that agents find nothing there."""
+
+    def __init__(self, sessions: list[AgentSession]) -> None:
+        self._sessions = {session.key: session for session in sessions}
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        # An agent that goes away ends what was generated for it.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self.base_url = ""
+
+    async def __aenter__(self) -> AgentProxy:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    def _session(self, request: web.Request) -> AgentSession | None:
+        return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return refusal(401, "wrong API key")
+        return web.json_response(
+            {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "run"}]}
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return refusal(401, "wrong API key; use the one that the agent was started with")
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise BadRequest("the request is no JSON object")
+            check_supported(body)
+            message, reply = await session.complete(body)
+        except (BadRequest, RequestRefused, ValueError, RecursionError) as error:
+            return refusal(400, str(error))
+        except RuntimeError as error:
+            return refusal(503, str(error))
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.get("model", "policy")}
+        usage = {
+            "prompt_tokens": reply.input_len,
+            "completion_tokens": reply.output_len,
+            "total_tokens": reply.input_len + reply.output_len,
+        }
+        finish = "tool_calls" if "tool_calls" in message else reply.stop_reason
+        if body.get("stream"):
+            return await stream(request, head, message, finish, usage, body)
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": token_logprobs(session.options.tokenizer, reply)}
+        return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
+
+
+def refusal(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": message, "type": kind, "code": None}}, status=status)
+
+
+def check_supported(body: dict[str, Any]) -> None:
+    """Raise BadRequest for what would change the reply and is not done. Temperature and top-p are the run's."""
+    wanted = {
+        "n": body.get("n") in (None, 1),
+        "tool_choice": body.get("tool_choice") in (None, "auto", "none"),
+        "response_format": (body.get("response_format") or {"type": "text"}).get("type") == "text",
+    }
+    for name, is_supported in wanted.items():
+        if not is_supported:
+            raise BadRequest(f"{name} = {body[name]!r}: is not supported; leave it out")
+
+
+def checked_messages(body: dict[str, Any]) -> list[Message]:
+    messages = body.get("messages")
+    is_list = isinstance(messages, list) and bool(messages)
+    if not is_list or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise BadRequest("messages must be a list of objects with a role and content")
+    return messages
+
+
+def normal(message: Message) -> Message:
+    """Return what a message says, without what clients add to it: one form for the same content."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadRequest("messages may hold text alone")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise BadRequest("a message's content must be text")
+    found: Message = {"role": message["role"], "content": content}
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            found[name] = message[name]
+    if calls := message.get("tool_calls"):
+        try:
+            functions = [{name: str(call["function"][name]) for name in ("name", "arguments")} for call in calls]
+            ids = [str(call["id"]) for call in calls]
+        except (KeyError, TypeError) as error:
+            raise BadRequest("each of tool_calls needs an id and a function with name and arguments") from error
+        both = zip(ids, functions, strict=True)
+        found["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in both]
+    return found
+
+
+def as_rendered(messages: list[Message]) -> list[Message]:
+    """The same as chat templates take it: a call's arguments as an object, and not as its text."""
+    rendered = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            calls = [{"type": "function", "function": f | {"arguments": json.loads(f["arguments"])}} for f in functions]
+            message = message | {"tool_calls": calls}
+        rendered.append(message)
+    return rendered
+
+
+def name_after(name: str, message: Message) -> str:
+    return hashlib.sha256((name + json.dumps(message, sort_keys=True)).encode()).hexdigest()
+
+
+def prefix_names(messages: list[Message], tools: list[Message] | None) -> list[str]:
+    """Return a name for each beginning of the dialogue: of the first message, of the first two, and so on."""
+    names, name = [], hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).hexdigest()
+    for message in messages:
+        name = name_after(name, message)
+        names.append(name)
+    return names
+
+
+def tool_call(call: ToolCall) -> Message:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def token_logprobs(tokenizer: PreTrainedTokenizerBase, reply: LLMResponse) -> list[dict[str, Any]]:
+    pairs = zip(reply.output_tokens, reply.output_logprobs, strict=True)
+    texts = [(tokenizer.decode([token]), logprob) for token, logprob in pairs]
+    return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in texts]
+
+
+async def stream(
+    request: web.Request,
+    head: dict[str, Any],
+    message: Message,
+    finish: str,
+    usage: dict[str, int],
+    body: dict[str, Any],
+) -> web.StreamResponse:
+    """Send the reply, which is whole, as the events of a stream."""
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await answer.prepare(request)
+    calls = [{"index": n} | call for n, call in enumerate(message.get("tool_calls", []))]
+    delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
+    choices = (
+        [{"index": 0, "delta": delta, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "finish_reason": finish}],
+    )
+    events = [head | {"object": "chat.completion.chunk", "choices": choice} for choice in choices]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        events.append(head | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
+    for event in events:
+        await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+    await answer.write(b"data: [DONE]\n\n")
+    await answer.write_eof()
+    return answer

@@ -1,0 +1,46 @@
+"""Arguments of a server's command line that make it a run's: who may use it, and where it registers."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from pathlib import Path
+
+from megatron_rl.launch.run_token import registered_token_file
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="clients must send the token in it, without which nobody may change the server; made where there is none. "
+        "The trainer's rollout.token_file. Default with --register: RUN.token there",
+    )
+    parser.add_argument("--register", type=Path, metavar="FOLDER", help="the trainer's rollout.registry")
+    parser.add_argument("--run", default="", help="the run that may use the server: the last part of its run.folder")
+
+
+def check_run_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for a registration that no trainer could use, or a server that all reach and nobody guards."""
+    if (args.register is not None) != bool(args.run):
+        raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
+    if args.register is not None and args.host in ("0.0.0.0", "::"):
+        raise ValueError(f"--host {args.host}: must be an address that the trainer reaches, as it is registered")
+    if token_file_of(args) is None and not is_loopback(args.host):
+        raise ValueError(
+            f"--host {args.host}: other hosts reach this server, which then needs a token; add --token-file FILE, and "
+            f"name that file in the trainer's rollout.token_file. Without a token a server listens on 127.0.0.1."
+        )
+
+
+def token_file_of(args: argparse.Namespace) -> Path | None:
+    own = registered_token_file(args.register, args.run) if args.register is not None else None
+    return args.token_file or own
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False

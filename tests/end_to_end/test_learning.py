@@ -1,0 +1,119 @@
+"""Every algorithm learns: the mean reward of a run's last ten steps is 0.25 above that of its first ten.
+
+The runs are forked from this process and share a server, and for each task the warm start. GRPO learns the count task
+in test_training.py, on four ranks.
+"""
+
+import pytest
+from kills import one_server, served_by
+from training_runs import COUNT, evaluations_of, mean, steps_of, train_forked
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("run.save_at_end=false", "run.evaluate_every_steps=0", "rollout.reward_workers=1")
+COUNTING = ("batch.prompts_per_step=16", "generation.n_samples=8")
+"""128 replies a step are enough to learn to count. With another n_samples the kept warm start would be another one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with one_server(folder / "servers") as servers:
+        yield served_by(servers)
+
+
+@pytest.fixture(scope="module")
+def learn(folder, server):
+    """Runs a config to its end, unless a run of this name has done so; returns the run's folder."""
+
+    def run(name, config, *overrides, ranks=1):
+        target, task = folder / name, config.removeprefix("configs/").partition("_")[0]
+        if not target.exists():
+            kept = [f"warm_start.folder={folder}/{task}-warm"] if task != "copy" else []
+            settings = [*SMALL, *server, *kept, *(COUNTING if task == "count" else ()), f"run.folder={target}"]
+            train_forked(config, *settings, *overrides, ranks=ranks, timeout_s=280)
+        return target
+
+    return run
+
+
+def rewards_of(run):
+    return [step["reward/mean"] for step in steps_of(run)]
+
+
+def check_band(run):
+    rewards = rewards_of(run)
+    assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25, rewards
+
+
+RLOO = (COUNT, "algo.advantage=rloo")
+ESTIMATORS = {
+    "rloo": (*RLOO, "run.steps=50"),
+    "reinforce++": (COUNT, "algo.advantage=reinforce++", "run.steps=50"),
+    "reinforce": ("configs/count_reinforce.yaml", "optimizer.lr=1e-3", "run.steps=40"),
+    # Greedy replies are mostly right from the start, so most that it learns from are wrong ones.
+    "remax": ("configs/count_remax.yaml", "optimizer.lr=1e-3", "run.steps=60"),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_counting_is_learned_with(name, learn):
+    check_band(learn(name, *ESTIMATORS[name]))
+
+
+def test_counting_is_learned_beside_a_reference(learn):
+    run = learn("kl", "configs/count_ppo_kl.yaml", "optimizer.lr=1e-3", "run.steps=35")
+    check_band(run)
+    assert all(step["policy/reference_kl"] > 1e-3 for step in steps_of(run)[-8:]), "the policy left its reference"
+
+
+@pytest.fixture(scope="module")
+def with_critic(learn):
+    arguments = ("parallel.tensor=2", "critic.parallel.pipeline=2", "run.save_at_end=true")
+    return learn("ppo", "configs/count_ppo_critic.yaml", *arguments, "optimizer.lr=1e-3", "run.steps=36", ranks=2)
+
+
+def test_counting_is_learned_by_ppo_with_its_critic_in_another_layout(with_critic):
+    check_band(with_critic)
+    steps = steps_of(with_critic)
+    assert not any("policy/loss" in step for step in steps[:5]) and "policy/loss" in steps[5], "the critic warms up"
+    assert mean(step["critic/explained_variance"] for step in steps[-8:]) > 0.3
+    assert mean(step["critic/explained_variance"] for step in steps[:2]) < 0.2, "it started from a head of zeros"
+
+
+def test_a_critic_that_was_saved_scores_as_a_reward_model(with_critic, learn):
+    plain = steps_of(learn("rloo", *ESTIMATORS["rloo"]))[0]
+    model = (f"reward_model.path={with_critic}/final-critic", "reward_model.coefficient=0.5")
+    scored = steps_of(learn("scored", *RLOO, *model, "run.steps=1"))[0]
+    # It was trained on states in which a token is chosen; what it makes of a finished reply is only of that order.
+    assert 0.0 < abs(scored["reward/model"]) < 1.0
+    assert scored["reward/mean"] == pytest.approx(plain["reward/mean"] + 0.5 * scored["reward/model"])
+
+
+# Two updates a step: the bound counts policies that were published, and a step publishes one.
+@pytest.mark.parametrize("eta, proximal", [(1, "recompute"), (2, "loglinear")])
+def test_counting_is_learned_asynchronously_and_no_trained_token_is_older_than_the_bound(eta, proximal, learn):
+    arguments = (f"rollout.max_staleness={eta}", f"correction.proximal={proximal}", "correction.weight=mask")
+    run = learn(f"async-{eta}", COUNT, *arguments, "run.steps=60", "run.evaluate_every_steps=20")
+    check_band(run)
+    steps = steps_of(run)
+    assert [step["policy/version"] for step in steps] == list(range(1, 61))
+    assert max(step["rollout/staleness"] for step in steps) > 0, "it ran ahead"
+    assert max(step["rollout/staleness_max"] for step in steps) <= eta
+    evaluations = evaluations_of(run)
+    assert [line["step"] for line in evaluations] == [0, 20, 40, 60], "none was lost, though nobody waited"
+    assert all(line["oldest_version"] >= line["step"] for line in evaluations)
+
+
+@pytest.mark.parametrize("name", ["sort_grpo", "sort_ppo"])
+def test_sorting_is_learned(name, learn):
+    check_band(learn(name, f"configs/{name}.yaml", "batch.updates_per_step=4", "run.steps=50"))
+
+
+def test_copying_is_learned_from_nothing_by_a_shaped_reward_and_an_entropy_bonus(learn):
+    rewards = rewards_of(learn("copy", "configs/copy_entropy.yaml", "run.steps=85"))
+    assert mean(rewards[:20]) < 0.1 and mean(rewards[-20:]) > 0.5

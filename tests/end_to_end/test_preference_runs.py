@@ -1,0 +1,115 @@
+"""Preferences become a policy or a reward model, and this one teaches a policy what nobody else rewards."""
+
+import json
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from megatron_rl import preferences, sft
+from megatron_rl.experiment import Experiment
+from megatron_rl.train import main
+
+pytestmark = pytest.mark.slow
+BY_TOKEN = ("rollout.workflow=tests.end_to_end.token_rewards:RewardsByToken", "run.import_from=[tests]")
+
+
+def run(command, config, *settings):
+    """Run a command of this package in a process of its own, which is forked and need not import anything."""
+    model = (f"model.path={ROOT}/configs/models/count_tiny",) if not any("model.path" in s for s in settings) else ()
+    run_ranks(1, command, [str(ROOT / config), *model, *settings])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def warm(folder):
+    """A policy that answers in the right form, and is right now and then."""
+    warm_start = ("warm_start.updates=30", f"warm_start.folder={folder}/warm")
+    run(sft.main, COUNT, *warm_start, f"run.folder={folder}/sft")
+    return folder / "warm"
+
+
+@pytest.fixture(scope="module")
+def reward_model(folder):
+    settings = ("run.steps=120", f"run.folder={folder}/judge")
+    run(preferences.main, "configs/count_reward_model.yaml", *settings)
+    return folder / "judge"
+
+
+def test_reward_model_learns_which_reply_is_right(reward_model):
+    first, last = evaluations_of(reward_model)[0], evaluations_of(reward_model)[-1]
+    assert first["accuracy"] <= 0.6 and last["accuracy"] >= 0.9
+    assert last["loss"] < 0.3 < first["loss"] and last["pairs"] == 64
+    assert json.loads((reward_model / "final" / "config.json").read_text())["num_labels"] == 1
+
+
+def test_policy_learns_from_the_reward_model_alone(reward_model, warm, folder):
+    model = (f"model.path={warm}", "model.init=hf", "warm_start.updates=0", f"reward_model.path={reward_model}/final")
+    watched = "rollout.recipe=[{reward: 'megatron_rl.rollout.rewards:exact_match', weight: 0}]"
+    train(COUNT, *model, watched, *BY_TOKEN, "rollout.server_count=1", "run.steps=25", f"run.folder={folder}/taught")
+    steps = steps_of(folder / "taught")
+    for step in steps:  # the scores stand on the last of the tokens, whose own rewards are 0
+        assert step["reward/mean"] == pytest.approx(step["reward/model"], abs=1e-5)
+    right = [step["rollout/reward/exact_match"] for step in steps]
+    assert mean(right[-5:]) >= mean(right[:5]) + 0.1
+
+
+def train_and_keep(arguments):
+    """Train, and keep the step's batch with its advantages."""
+    compute = Experiment.compute_advantages
+
+    def compute_and_keep(self, batch):
+        compute(self, batch)
+        torch.save(batch, self.folder / "batch.pt")
+
+    Experiment.compute_advantages = compute_and_keep  # in this forked process alone
+    main(list(arguments))
+
+
+def test_remax_compares_with_what_the_reward_model_makes_of_the_greedy_reply(reward_model, warm, folder):
+    judge, run_folder = reward_model / "final", folder / "remax"
+    settings = (
+        f"model.path={warm}",
+        "model.init=hf",
+        "warm_start.updates=0",
+        f"run.folder={run_folder}",
+        "run.steps=1",
+    )
+    settings += ("rollout.workflow_args.keep_greedy=true", f"reward_model.path={judge}", "reward_model.coefficient=0.5")
+    settings += ("rollout.server_count=1", "batch.prompts_per_step=16", "generation.n_samples=2", "data.evaluation=")
+    run_ranks(1, train_and_keep, [str(ROOT / "configs/count_remax.yaml"), *settings, "data.evaluation_args={}"])
+    batch = torch.load(run_folder / "batch.pt", weights_only=False)
+    assert steps_of(run_folder)[0]["batch/trajectories"] == len(batch) == 32
+
+    policy = AutoModelForCausalLM.from_pretrained(warm)
+    scorer = AutoModelForSequenceClassification.from_pretrained(judge)
+    tokenizer = AutoTokenizer.from_pretrained(warm)
+
+    @torch.no_grad()
+    def reward_of(prompt, ids):
+        text = tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
+        right = text == str(tokenizer.decode(prompt).count("1"))
+        return right + 0.5 * scorer(ids[None]).logits.item()
+
+    wanted, bounds = [], batch.cu_seqlens.tolist()
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        ids, mask = batch["input_ids"][a:b], batch["loss_mask"][a:b]
+        greedy = policy.generate(ids[~mask][None], max_new_tokens=3, do_sample=False)[0]
+        wanted.append(mask * (reward_of(ids[~mask], ids) - reward_of(ids[~mask], greedy)))
+    torch.testing.assert_close(batch["advantages"], torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    assert batch["advantages"].abs().max() > 0.1, "some replies differ from the greedy one"
+
+
+def test_dpo_makes_the_preferred_replies_likelier(warm, folder):
+    settings = (f"model.path={warm}", "run.steps=40", f"run.folder={folder}/dpo")
+    run(preferences.main, "configs/count_dpo.yaml", *settings)
+    steps, evaluations = steps_of(folder / "dpo"), evaluations_of(folder / "dpo")
+    assert steps[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5), "it starts at its reference"
+    assert evaluations[-1]["accuracy"] >= 0.8 and evaluations[-1]["margin"] > 0.5
+    assert evaluations[-1]["chosen_reward"] > evaluations[-1]["rejected_reward"]

@@ -1,0 +1,45 @@
+"""Which tests come first, and which stay in one worker, where several run at a time.
+
+The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session: it takes
+half a minute to start. What waits for others most of the time comes first, so that the rest can use the cores
+meanwhile; the many small files at the end even out what the workers have left to do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDERS = ("slurm", "end_to_end", "servers", "megatron")
+TESTS = Path(__file__).parent
+SHARED = ("real_sglang", "real_supervisor")
+
+
+def place_of(path: Path) -> int:
+    folder = path.relative_to(TESTS).parts[0]
+    return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+
+
+@cache
+def unit_of(path: Path) -> str:
+    """What a worker runs as a whole: a file, or all those with a server in common."""
+    text = path.read_text(encoding="utf-8")
+    return "the real SGLang" if any(fixture in text for fixture in SHARED) else str(path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place_of(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByUnit(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(config.rootpath / super()._split_scope(nodeid))
+
+    return ByUnit(config, log) if config.option.dist == "loadfile" else None

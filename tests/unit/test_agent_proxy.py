@@ -1,0 +1,253 @@
+"""An unmodified agent on OpenAI's client: every token that was served is recorded as it was, and trained once."""
+
+import asyncio
+import json
+import random
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.workflows import AgentWorkflow
+from megatron_rl.rollout.workflows.agent import AgentTimeout
+from megatron_rl.rollout.workflows.agent_proxy import AgentSession, ProxyOptions
+from megatron_rl.rollout.workflows.conversation import ChatTemplate
+from tests.servers.tiny_model import make_tokenizer
+from tests.unit.recording_engine import RecordingEngine, check_trajectory
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
+TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
+    "<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def run(agent, engine, *, n_samples=1, reward=lambda **_: 0.0, max_tokens=400, **options):
+    gconfig = GenerationConfig(n_samples=n_samples, max_new_tokens=40)
+    workflow = AgentWorkflow(reward, gconfig, engine.tokenizer, agent, max_tokens, **options)
+    return asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "sample_key": "k"}))
+
+
+def client_of(base_url, api_key):
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def test_a_dialogue_through_the_client_is_recorded_token_by_token(tokenizer):
+    def agent(base_url, api_key, data):
+        client, messages = client_of(base_url, api_key), list(data["messages"])
+        assert [model.id for model in client.models.list()] == ["policy"]
+        for turn in range(4):
+            answer = client.chat.completions.create(model="policy", messages=messages, temperature=0.3)
+            # As agents do: the message object itself in one turn, a dict of role and content in another.
+            message = answer.choices[0].message
+            messages.append(message if turn % 2 else {"role": "assistant", "content": message.content})
+            messages.append({"role": "user", "content": f"and {turn}?"})
+            assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        return 2
+
+    engine = RecordingEngine(tokenizer, seed=5)
+    trajectories = run(agent, engine, n_samples=3)
+    assert [t.reward for t in trajectories] == [2.0] * 3 and len(engine.served) == 12
+    for trajectory in trajectories:
+        assert len(check_trajectory(trajectory, engine.served)) == trajectory.sequence["turns"] == 4
+    assert {req.gconfig.temperature for req, _ in engine.served} == {1.0}, "the run's, which the trainer computes with"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_generated_token_is_trained_once_whatever_way_an_agent_takes(tokenizer, seed):
+    def agent(base_url, api_key, data):
+        """Walks at random: goes on, goes back, begins anew, in several threads."""
+        client, lock, known = client_of(base_url, api_key), threading.Lock(), [list(data["messages"])]
+
+        def walk(number):
+            draw = random.Random(f"{seed} {number}")
+            for turn in range(5):
+                with lock:
+                    messages = list(draw.choice(known))
+                text = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{number} {turn}"}]
+                with lock:
+                    known.append(messages)
+
+        threads = [threading.Thread(target=walk, args=[number]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 1.0
+
+    engine = RecordingEngine(tokenizer, seed=seed)
+    trajectories = run(agent, engine, max_tokens=2000)
+    assert len(engine.served) == 15
+    prompts = [req.input_ids for req, _ in engine.served]
+    for trajectory in trajectories:
+        # It ends with a reply, to the very prompt that was served.
+        ids = trajectory.input_ids.tolist()
+        assert any(ids == req.input_ids + reply.output_tokens for req, reply in engine.served)
+        assert ids[: len(min(prompts, key=len))] == min(prompts, key=len)
+    trained = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
+    assert trained == sum(reply.output_len for _, reply in engine.served)
+
+
+def test_a_long_dialogue_keeps_its_tokens_once(tokenizer):
+    async def talk():
+        template = ChatTemplate(tokenizer)
+        options = ProxyOptions(tokenizer=tokenizer, gconfig=GenerationConfig(), max_tokens=10**6, template=template)
+        session, messages = AgentSession(RecordingEngine(tokenizer, seed=1), options, "k"), list(QUESTION)
+        for turn in range(20):
+            message, _ = await session.complete({"messages": messages})
+            messages += [message, {"role": "user", "content": f"and {turn}?"}]
+        return session
+
+    session = asyncio.run(talk())
+    (trajectory,) = session.trajectories(1.0)
+    kept = {id(state.line.conversation): len(state.line.conversation) for (state,) in session._states.values()}
+    assert trajectory.sequence["turns"] == 20 and sum(kept.values()) == len(trajectory.input_ids)
+
+
+def test_tools_are_called_and_their_results_answered(tokenizer):
+    call = '<tool_call>{"name": "add", "arguments": {"x": 12, "y": 30}}</tool_call>'
+    script = lambda req: "42<eos>" if "forty-two" in tokenizer.decode(req.input_ids) else f"so {call}<eos>"  # noqa: E731
+    tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
+
+    def agent(base_url, api_key, data):
+        client, messages = client_of(base_url, api_key), list(data["messages"])
+        first = client.chat.completions.create(model="policy", messages=messages, tools=tools).choices[0]
+        assert first.finish_reason == "tool_calls" and first.message.content == "so"
+        (asked,) = first.message.tool_calls
+        assert json.loads(asked.function.arguments) == {"x": 12, "y": 30}
+        messages += [first.message, {"role": "tool", "tool_call_id": asked.id, "content": "forty-two"}]
+        last = client.chat.completions.create(model="policy", messages=messages, tools=tools).choices[0]
+        assert (last.finish_reason, last.message.content) == ("stop", "42")
+
+    engine = RecordingEngine(tokenizer, script=script)
+    (trajectory,) = run(agent, engine, reward=lambda completions, **_: float(completions))
+    assert trajectory.reward == 42.0, "the reward function scores the last reply where the agent gives none"
+    assert len(check_trajectory(trajectory, engine.served)) == 2
+    assert tokenizer.decode(trajectory.input_ids[trajectory.loss_mask]) == f"so {call}<eos>42<eos>"
+    assert tokenizer.decode(trajectory.input_ids).startswith('<|system|>[{"type"')
+
+
+def test_streams_and_coroutines_are_served_in_parallel(tokenizer):
+    async def agent(base_url, api_key, data):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+        async def one(number):
+            messages = [{"role": "user", "content": f"count {number}"}]
+            for _ in range(2):
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                events = await client.chat.completions.create(model="policy", messages=messages, **options)
+                text, finish = "", None
+                async for event in events:
+                    for choice in event.choices:
+                        text, finish = text + (choice.delta.content or ""), choice.finish_reason
+                assert finish in ("stop", "length") and event.usage.completion_tokens > 0
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+
+        await asyncio.gather(*map(one, range(4)))
+        return 0.5
+
+    engine = RecordingEngine(tokenizer, seed=3)
+    trajectories = run(agent, engine)
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        assert len(check_trajectory(trajectory, engine.served)) == 2
+
+
+def test_an_agent_has_the_key_of_its_own_session_only(tokenizer):
+    keys = []
+
+    def agent(base_url, api_key, data):
+        assert base_url.startswith("http://127.0.0.1:") and "sample_key" not in data
+        keys.append(api_key)
+        with pytest.raises(openai.AuthenticationError):
+            client_of(base_url, "guess").chat.completions.create(model="policy", messages=QUESTION)
+        for path, data in (("/models", None), ("/chat/completions", b"{}")):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(base_url + path, data=data))
+
+    assert run(agent, RecordingEngine(tokenizer), n_samples=2) is None, "who asked nothing has no trajectory"
+    assert len(set(keys)) == 2 and min(map(len, keys)) >= 32
+
+
+@pytest.mark.parametrize(
+    ("request_of", "message"),
+    [
+        ({"n": 2}, "n = 2: is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice = 'required'"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
+        ({"messages": [{"role": "user", "content": "x " * 500}]}, "the context is 400"),
+        ({"max_tokens": -1}, "max_tokens = -1"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_reason(tokenizer, request_of, message):
+    def agent(base_url, api_key, data):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client_of(base_url, api_key).chat.completions.create(
+                **({"model": "policy", "messages": QUESTION} | request_of)
+            )
+
+    assert run(agent, RecordingEngine(tokenizer)) is None
+
+
+def test_an_agent_that_fails_or_does_not_end_fails_the_episode(tokenizer):
+    def failing(base_url, api_key, data):
+        raise KeyError("bug")
+
+    release = threading.Event()
+    with pytest.raises(KeyError, match="bug"):
+        run(failing, RecordingEngine(tokenizer))
+    with pytest.raises(AgentTimeout, match="within 0.05 s"):
+        run(lambda *_: release.wait(5), RecordingEngine(tokenizer), agent_timeout_s=0.05)
+    release.set()
+    with pytest.raises(ValueError, match="must be a finite number"):
+        run(lambda *_: float("nan"), RecordingEngine(tokenizer))
+
+
+@pytest.mark.parametrize("ends_by", [SystemExit(3), StopIteration("no more"), asyncio.CancelledError()])
+def test_an_agent_that_exits_ends_its_episode_and_not_the_run(tokenizer, ends_by):
+    def agent(base_url, api_key, data):
+        raise ends_by
+
+    with pytest.raises(RuntimeError, match=f"the agent ended by {type(ends_by).__name__}"):
+        run(agent, RecordingEngine(tokenizer), agent_timeout_s=5.0)
+
+
+def test_log_probabilities_are_given_to_agents_that_ask(tokenizer):
+    def agent(base_url, api_key, data):
+        client = client_of(base_url, api_key)
+        choice = client.chat.completions.create(model="policy", messages=QUESTION, logprobs=True).choices[0]
+        given.extend(entry.logprob for entry in choice.logprobs.content)
+        return 0
+
+    given = []
+    engine = RecordingEngine(tokenizer)
+    run(agent, engine)
+    assert given == engine.served[0][1].output_logprobs
+
+
+def test_the_agent_of_the_documentation_is_trained_on_both_tries(tokenizer):
+    page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text(encoding="utf-8")
+    (code,) = (part for part in page.split("```python\n")[1:] if "def solve(" in part)
+    names = {}
+    exec(code.split("```")[0], names)
+    replies = iter(["41<eos>", "42<eos>"])
+    engine = RecordingEngine(tokenizer, script=lambda _: next(replies))
+    workflow = AgentWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=8), tokenizer, names["solve"], 400)
+    (trajectory,) = asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "answer": "42"}))
+    assert trajectory.reward == 1.0 and len(check_trajectory(trajectory, engine.served)) == 2

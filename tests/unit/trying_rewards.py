@@ -1,0 +1,83 @@
+"""Rewards that try the processes they are computed in."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.rollout.rewards.locked import TextFailed, evaluate
+
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")
+
+
+def process_id(**_):
+    time.sleep(0.2)
+    return os.getpid()
+
+
+def workers_met(folder, **_):
+    """How many workers compute this at the same time, of two that wait for each other."""
+    Path(folder, str(os.getpid())).touch()
+    deadline = time.monotonic() + 10
+    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(os.listdir(folder))
+
+
+def heavy_modules(**_):
+    return sum(name in sys.modules for name in HEAVY)
+
+
+def evaluated(completions, **_):
+    """1 if the text, as Python, is 1: as some scorers go about it."""
+    try:
+        return float(evaluate(evaluated_text, completions, time_s=1.0, memory_bytes=256 << 20) == 1.0)
+    except TextFailed:
+        return 0.0
+
+
+def evaluated_text(text):
+    return float(eval(text))
+
+
+class NoVerdict(Exception):
+    pass
+
+
+def misbehaves(completions, path="", **_):
+    """Do what the reply says; a reward's own faults, not those of text that it runs."""
+    if completions == "raise":
+        raise NoVerdict(f"no verdict on {completions!r} \ud800")
+    if completions == "die":
+        os._exit(3)
+    if completions == "crash":
+        ctypes.string_at(0)
+    if completions == "exit":
+        sys.exit(0)
+    if completions == "hog":
+        return len(bytearray(64 << 30))
+    if completions == "write":
+        with open("here", "w") as file:
+            file.write("x")
+        return 1.0
+    if completions == "start a process and hang":
+        with open(path, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
+    return {"nan": float("nan"), "huge": 10**400, "a word": "word", "right": 1.0}[completions]
+
+
+async def awaited(completions, *, factor=1.0, **_):
+    await asyncio.sleep(0.01)
+    return factor * len(completions)
+
+
+async def awaited_for_long(**_):
+    await asyncio.sleep(60)
+
+
+def half(scale=1.0, **_):
+    return 0.5 * scale
