@@ -7,7 +7,7 @@ torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml paralle
 from __future__ import annotations
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.launch import rank
+from megatron_rl.launch import rank, watch
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
@@ -51,4 +51,4 @@ def _load() -> tuple[rank.Check, rank.Train]:
 
 
 if __name__ == "__main__":
-    main()
+    watch.run_and_end(main)

@@ -56,10 +56,17 @@ class Evaluations:
     def replies_under_way(self) -> list[Future[TrajectoryBatch]]:
         return [replies for _, replies in self._under_way]
 
-    def log_finished(self) -> None:
-        """Log the evaluations that are done, in their order. RuntimeError where one of them failed."""
+    def log_finished(self, *, is_ending: bool = False) -> None:
+        """Log the evaluations that are done, in their order. RuntimeError where one of them failed.
+
+        is_ending: the run is about to end, which cuts them short. One that failed then stays under way, for the run's
+        next life.
+        """
         while self._under_way and self._under_way[0][1].done():
-            step, replies = self._under_way.popleft()
+            step, replies = self._under_way[0]
+            if is_ending and replies.exception() is not None:
+                return
+            self._under_way.popleft()
             batch = replies.result()
             versions = trained_versions(batch)
             ages = {}

@@ -60,6 +60,11 @@ class Experiment(Run):
         self.engine: MegatronEngine | None = None
         self.warm_start = WarmStart(self)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether this rank was told of a notice or a standstill: what waits for replies or servers may fail then."""
+        return self.notice.came() or self.stands_still
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -203,7 +208,7 @@ class Experiment(Run):
             try:
                 own = self.rollouts.batch()
             except RuntimeError:
-                if not (self.notice.came() or self.stands_still):
+                if not self.is_ending:
                     raise
                 is_left = True
             if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
@@ -267,7 +272,7 @@ class Experiment(Run):
                 self.evaluations.begin(step, replies)
             if self.evaluations.are_waited_for(step):
                 self.rollouts.wait_for(self.evaluations.replies_under_way)
-            self.evaluations.log_finished()
+            self.evaluations.log_finished(is_ending=self.is_ending)
 
     def log(
         self,
@@ -296,7 +301,7 @@ class Experiment(Run):
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         if self.groups.is_main:
-            self.evaluations.log_finished()
+            self.evaluations.log_finished(is_ending=self.is_ending)
             metrics |= self.rollouts.process.metrics()
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)

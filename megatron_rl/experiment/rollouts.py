@@ -158,12 +158,9 @@ class Rollouts:
         with watched:
             is_published, attempt = [False], 0
             while not is_published[0]:
-                # Servers that were ended together with the run do not come back: it only has to save then.
-                if groups.any(groups.is_main and self.x.notice.came() and not self.process.serving):
+                if not self._muster():
                     return
                 is_published, attempt = [True], attempt + 1
-                if groups.is_main:
-                    self.process.muster()
                 try:
                     engine.update_weights(self.process if groups.is_main else None, version)
                 except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
@@ -179,6 +176,24 @@ class Rollouts:
         if self.process is not None and not groups.is_main:
             self.process.settle(served_by[0], version)
         leave_weights(engine, self.process, groups, self.x.folder / "late_servers", self.x.config.model.path)
+
+    def _muster(self) -> bool:
+        """Settle who takes part in the publication, at least one server.
+
+        False on all ranks where none is left in a run that is about to end: servers that were ended together with it do
+        not come back, and it only has to save.
+        """
+        x, is_over = self.x, False
+        if x.groups.is_main:
+            is_over = x.is_ending and not self.process.serving
+        if x.groups.is_main and not is_over:
+            try:
+                self.process.muster()
+            except RuntimeError:
+                if not x.is_ending:
+                    raise
+                is_over = True
+        return not x.groups.any(is_over)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,10 @@ class WarmStart:
         x.rollouts.publish()
         sampled = x.rollouts.evaluate(x.config.generation.new(n_samples=2))
         x.rollouts.wait_for(sampled)
-        reward = [float(reward_of_each(take_out_greedy(found.result())).mean()) for found in sampled] or [0.0]
+        reward = [0.0]
+        for found in sampled:
+            # Cut short, it says nothing: the warm start goes on, and the run stops behind it.
+            if found.exception() is None or not x.is_ending:
+                reward = [float(reward_of_each(take_out_greedy(found.result())).mean())]
         dist.broadcast_object_list(reward, src=0, group=x.groups.control)
         return reward[0]

@@ -42,11 +42,14 @@ class StopNotice:
         threading.Thread(target=self._hear, name="stop-notice", daemon=True).start()
 
     def close(self) -> None:
-        """Give the signals back to whoever had them. Harmless without `listen`, or twice."""
+        """Give the signals back to whoever had them. Harmless without `listen`, or twice.
+
+        After a notice they are ignored: schedulers send another, and the process only has to end.
+        """
         self._closed.set()
         if self._handlers:
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self._came.is_set() else handler)
             self._handlers = {}
             signal.set_wakeup_fd(self._wakeup)
             self._mouth.close()

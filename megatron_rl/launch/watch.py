@@ -1,11 +1,14 @@
-"""Ends this process when one it depends on is gone, so that a SIGKILL anywhere leaves nothing behind."""
+"""Ends this process: when one it depends on is gone, so that a SIGKILL anywhere leaves nothing behind, or by itself."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 
 def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> None:
@@ -49,3 +52,27 @@ def stop(message: str) -> None:
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def run_and_end(main: Callable[[], object]) -> NoReturn:
+    """Call `main` and end the process as `sys.exit` would, with its exit code, but for the interpreter's last steps.
+
+    These unwind a daemon thread that returns from C++, which aborts the process. One may be at it then: to let go of a
+    gloo group takes as long as its lost peer does.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # joins what is not a daemon, also those of executors
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)

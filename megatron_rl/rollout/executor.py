@@ -85,7 +85,7 @@ class RolloutExecutor:
 
     async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode; it starts when the gate admits it."""
-        self._raise_if_fatal()
+        self.raise_if_fatal()
         self._enqueue(data, workflow)
         self._start()
 
@@ -151,7 +151,7 @@ class RolloutExecutor:
         """Run one episode per prompt, started from `line`, and return the accepted ones in the order of `data`."""
         if not data:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
-        self._raise_if_fatal()
+        self.raise_if_fatal()
         version = self._engine.get_version()
         batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
         self._batches_at = (version, batch)
@@ -212,7 +212,8 @@ class RolloutExecutor:
         data = {"sample_key": sample_key(data, f"episode {number}")} | data
         return Episode(number=number, data=data, workflow=workflow)
 
-    def _raise_if_fatal(self) -> None:
+    def raise_if_fatal(self) -> None:
+        """RuntimeError after `fail`."""
         if self._fatal is not None:
             raise RuntimeError(self._fatal)
 
@@ -221,7 +222,7 @@ class RolloutExecutor:
     async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
         try:
             while True:
-                self._raise_if_fatal()
+                self.raise_if_fatal()
                 self._requeue_stale()
                 refill()
                 self._start()

@@ -143,12 +143,12 @@ def serve_trainer(end: socket.socket) -> None:
             head = RolloutHead(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
             return None
         if head is None:
-            assert name in ("close", "standstill"), "begin comes first, and failed"
+            assert name in ("close", "fail", "standstill"), "begin comes first, and failed"
             return "the rollout process is about to begin" if name == "standstill" else None
         member = getattr(head if hasattr(RolloutHead, name) else head.engine, name)
         return member(*args, **kwargs) if callable(member) else member
 
-    serve(wire, answer, at_once={"standstill"})
+    serve(wire, answer, at_once={"fail", "standstill"})  # what ends or describes the call that is under way
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a reward may still run in a thread

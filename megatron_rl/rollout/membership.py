@@ -159,16 +159,17 @@ class Membership:
         if self._on_drop is not None:
             self._on_drop(server.url, trouble)
 
-    async def muster(self, timeout_s: float) -> None:
+    async def muster(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
         """Settle who takes part in the next publication: all that answer, at least one.
 
-        ServerError where none answers for `timeout_s`.
+        ServerError where none answers for `timeout_s`. What `check` raises ends the waiting.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not (present := self._present()):
             if asyncio.get_running_loop().time() > deadline:
                 raise ServerError(f"no rollout server answered for {timeout_s:g} s: {self.troubles()}")
+            check()
             await asyncio.sleep(MUSTER_POLL_S)
         for server in present:  # in the middle of a publication a server may name weights that it has half of
             self._stop_watching(self._members[server])

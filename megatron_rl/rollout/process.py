@@ -136,7 +136,7 @@ class RolloutProcess:
         return self._caller.call("evaluate", generation)
 
     def fail(self, message: str) -> None:
-        """Make waiting and later rollouts raise RuntimeError(message). From any thread."""
+        """Make what waits for replies or servers raise RuntimeError(message), now and later. From any thread."""
         self._caller.tell("fail", message)
 
     def metrics(self) -> dict[str, float]:

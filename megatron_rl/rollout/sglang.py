@@ -291,7 +291,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         return self._running_thread().run(self._executor.prepare_batch(prompts, workflow, count))
 
     def fail(self, message: str) -> None:
-        """Make waiting and later calls raise RuntimeError(message). For a supervisor whose server died; any thread."""
+        """Make calls that wait for replies or servers, and later ones, raise RuntimeError(message). From any thread."""
         if self._thread is not None:
             self._thread.loop.call_soon_threadsafe(self._executor.fail, message)
 
@@ -326,10 +326,11 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     def muster(self) -> None:
         """Settle which servers take part in the next publication: all that answer, those started anew included.
 
-        Waits for one where none is left; RuntimeError where none comes back.
+        Waits for one where none is left; RuntimeError where none comes back, or after `fail`.
         """
         patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
-        self._running_thread().run(self._fleet.members.muster(patience_s))
+        muster = self._fleet.members.muster(patience_s, check=self._executor.raise_if_fatal)
+        self._running_thread().run(muster)
 
     def settle(self, serving: list[str], version: int) -> None:
         """Another client has published `version` to the servers `serving`: send requests to these alone."""

@@ -20,6 +20,7 @@ import orjson
 import torch
 from aiohttp import web
 
+from megatron_rl.launch import watch
 from megatron_rl.launch.registry import Lease, Registration
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving import protocol
@@ -423,4 +424,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    watch.run_and_end(main)

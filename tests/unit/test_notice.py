@@ -24,6 +24,14 @@ while time.monotonic() < end:  # no instruction of Python's in between that coul
 """
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def start(grace_s):
     script = [sys.executable, "-c", WAITS_IN_C.format(grace_s=grace_s)]
     process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -52,8 +60,7 @@ def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
         notice.close()
 
 
-def test_the_signals_are_given_back_and_a_stop_in_time_is_left_alone():
-    before = [signal.getsignal(number) for number in SIGNALS]
+def test_a_stop_in_time_is_left_alone_and_the_next_signal_does_not_end_what_is_about_to_end():
     late = []
     notice = StopNotice(0.2, on_half_time=lambda: late.append(1))
     notice.listen()
@@ -62,9 +69,18 @@ def test_the_signals_are_given_back_and_a_stop_in_time_is_left_alone():
     assert notice.came(within_s=5) and notice.signal_name == "SIGUSR1"
     notice.close()
     notice.close()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    for number in SIGNALS:
+        os.kill(os.getpid(), number)
     time.sleep(0.3)
     assert not late
+
+
+def test_without_a_notice_the_signals_are_given_back(signals_as_before):
+    notice = StopNotice(1.0, on_half_time=lambda: None)
+    notice.listen()
+    assert not notice.came()
+    notice.close()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == signals_as_before
 
 
 def test_without_listening_nothing_came():
