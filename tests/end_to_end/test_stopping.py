@@ -9,9 +9,10 @@ import time
 import psutil
 import pytest
 from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, served_by, start_ranks
-from training_runs import COUNT, ROOT, environment, steps_of
+from training_runs import COUNT, ROOT, environment, evaluations_of, steps_of
 
 from megatron_rl.config import load_config
+from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.launch.notice import EXIT_STOPPED
 from megatron_rl.train import train
 
@@ -29,11 +30,19 @@ def settings(tmp_path_factory):
         yield settings, losses(folder / "whole")
 
 
-def wait_until_logged(folder, steps, alive):
+def wait_until(happened):
     deadline = time.monotonic() + 150
-    while not (folder / "metrics.jsonl").exists() or len(steps_of(folder)) < steps:
-        assert alive() and time.monotonic() < deadline
+    while not happened():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_until_logged(folder, steps, alive):
+    def is_logged():
+        assert alive()
+        return (folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= steps
+
+    wait_until(is_logged)
 
 
 def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(settings, tmp_path):
@@ -84,15 +93,13 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     folder.mkdir()
     overrides = (f"run.folder={folder}", *settings, "run.import_from=[third_step]")
     overrides += ("rollout.workflow=third_step:StuckInTheThirdStep",)
-    overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=8")
+    overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=30")
     (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
     wait_until_logged(folder, 2, lambda: True)
     time.sleep(0.5)
     for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):  # as schedulers do
         process.send_signal(signal.SIGTERM)
-    told = time.monotonic()
-    assert ended(pid) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()
-    assert time.monotonic() - told < 8
+    assert ended(pid) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()  # 1 where it is ended in the end
     assert newest_checkpoint(folder) == 2
     os.environ["TEST_NOT_STUCK"] = "1"
     try:
@@ -101,3 +108,76 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
         del os.environ["TEST_NOT_STUCK"]
     if staleness == 0:
         assert losses(folder) == expected
+
+
+def test_a_run_whose_servers_ended_before_it_was_told_saves_instead_of_waiting_for_them(settings, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    publishes, is_gone = tmp_path / "publishes", tmp_path / "is_gone"
+    folder.mkdir()
+
+    def run(overrides):
+        publish, calls = Rollouts.publish, []
+
+        def publish_without_servers(self):
+            calls.append(1)
+            if len(calls) == 4:  # behind the third step; the first is the start's
+                publishes.touch()
+                wait_until(is_gone.exists)
+            publish(self)
+
+        Rollouts.publish = publish_without_servers
+        experiment(overrides)
+
+    with one_server(tmp_path / "servers") as server:
+        overrides = (*settings[0], *served_by(server), f"run.folder={folder}", "run.grace_s=30")
+        (pid,) = start_ranks(1, run, overrides, output)
+        wait_until(publishes.exists)
+    is_gone.touch()
+    time.sleep(1.0)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == EXIT_STOPPED, output.read_text()
+    assert newest_checkpoint(folder) == 3 and "stopped after step 3 on SIGTERM" in output.read_text()
+
+
+HELD_OUT = 8
+
+
+@pytest.fixture
+def stuck_in_an_evaluation(settings, tmp_path, monkeypatch):
+    """Settings of a run with evaluations, and the file that says that one is stuck."""
+    overrides = (f"run.folder={tmp_path}/run", *settings[0], "run.import_from=[third_step]", "run.grace_s=30")
+    overrides += ("rollout.workflow=third_step:StuckInAnEvaluation", "run.evaluate_every_steps=2")
+    overrides += ("data.evaluation=megatron_rl.rollout.tasks:count_ones", f"data.evaluation_args.count={HELD_OUT}")
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("TEST_STUCK_FILE", str(tmp_path / "is_stuck"))
+    return overrides, tmp_path / "is_stuck"
+
+
+def test_an_evaluation_that_a_notice_cuts_short_is_begun_again_by_the_next_life(
+    stuck_in_an_evaluation, tmp_path, monkeypatch
+):
+    overrides, is_stuck = stuck_in_an_evaluation
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    monkeypatch.setenv("TEST_STUCK_FROM", str(HELD_OUT + 3))  # in the second one
+    overrides += ("warm_start.check_every_updates=100",)  # and not in the warm start's own
+    (pid,) = start_ranks(1, experiment, overrides, output)
+    wait_until(is_stuck.exists)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == EXIT_STOPPED, output.read_text()
+    assert newest_checkpoint(folder) == 2 and "Traceback" not in output.read_text()
+    assert [evaluation["step"] for evaluation in evaluations_of(folder)] == [0]
+    monkeypatch.delenv("TEST_STUCK_FROM")
+    run_to_the_end(folder, overrides)
+    assert [evaluation["step"] for evaluation in evaluations_of(folder)] == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_an_evaluation, tmp_path, monkeypatch):
+    overrides, is_stuck = stuck_in_an_evaluation
+    output = tmp_path / "output.txt"
+    monkeypatch.setenv("TEST_STUCK_FROM", "3")
+    overrides += ("warm_start.folder=", "warm_start.updates=4", "warm_start.check_every_updates=2")
+    (pid,) = start_ranks(1, experiment, overrides, output)
+    wait_until(is_stuck.exists)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == EXIT_STOPPED, output.read_text()
+    assert "warm start: 4 supervised updates" in output.read_text() and "Traceback" not in output.read_text()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+from pathlib import Path
 
 from megatron_rl.rollout.workflows import RLVRWorkflow
 
@@ -16,6 +17,20 @@ class StuckInTheThirdStep(RLVRWorkflow):
         if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
             await asyncio.sleep(1000)
         self.answered += 1
+        return await super().arun_episode(engine, data)
+
+
+class StuckInAnEvaluation(RLVRWorkflow):
+    """Answers TEST_STUCK_FROM of the held-out prompts, and then none; TEST_STUCK_FILE is there from then on."""
+
+    answered = 0
+
+    async def arun_episode(self, engine, data):
+        if "prompt_index" not in data and "TEST_STUCK_FROM" in os.environ:
+            if self.answered >= int(os.environ["TEST_STUCK_FROM"]):
+                Path(os.environ["TEST_STUCK_FILE"]).touch()
+                await asyncio.sleep(1000)
+            self.answered += 1
         return await super().arun_episode(engine, data)
 
 
