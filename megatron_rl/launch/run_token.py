@@ -76,7 +76,7 @@ def _make(path: Path) -> None:
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # of mode 600 from the first moment
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(f"{secrets.token_urlsafe(32)}\n")
+            file.write(f"{secrets.token_hex(32)}\n")
         # A link, and not a rename, which would replace the token of whoever was first.
         with contextlib.suppress(FileExistsError):
             os.link(aside, path)

@@ -37,7 +37,8 @@ def main() -> None:
     assert option == "--token-file", "the supervisor names it first"
     token = token_in(file, key="--token-file")
     hide_in_logs(token)
-    sys.argv = [SGLANG, *arguments, "--api-key", token]
+    # With `=`: as a word of its own, a token that begins with a dash would be taken for an option.
+    sys.argv = [SGLANG, *arguments, f"--api-key={token}"]
     # As `python -m` does: SGLang's workers, which are spawned, import the module that __main__ then is.
     runpy.run_module(SGLANG, run_name="__main__", alter_sys=True)
 

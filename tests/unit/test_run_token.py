@@ -23,7 +23,7 @@ def refused(path):
 def test_token_is_made_where_there_is_none_and_is_the_same_from_then_on(tmp_path):
     path = tmp_path / "new" / "token"
     token = token_in(path)
-    assert re.fullmatch(r"[\w-]{43}", token) and token_in(path) == token
+    assert re.fullmatch(r"[0-9a-f]{64}", token) and token_in(path) == token
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
     assert token_in(tmp_path / "another") != token

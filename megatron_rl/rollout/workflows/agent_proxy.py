@@ -77,8 +77,9 @@ class AgentSession:
     engine: InferenceEngine
     options: ProxyOptions
     sample_key: str | None
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    """The agent's API key: it names the session, and opens nothing else."""
+    key: str = field(default_factory=lambda: secrets.token_hex(24))
+    """The agent's API key: it names the session, and opens nothing else. Hexadecimal, as an agent may make it a word of
+    a command, where a dash would begin an option."""
     last_reply: LLMResponse | None = None
 
     def __post_init__(self) -> None:
