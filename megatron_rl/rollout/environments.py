@@ -89,12 +89,7 @@ class ToolUse(Environment):
         results = await asyncio.gather(*(run_call(call, self.tools) for call in calls))
         return Turn(
             messages=[
-                {"role": "tool", "name": as_text(call.name), "content": as_text(result)}
+                {"role": "tool", "name": call.name, "content": str(result)}
                 for call, result in zip(calls, results, strict=True)
             ]
         )
-
-
-def as_text(found: object) -> str:
-    """Replace halves of surrogate pairs, which JSON can name and no tokenizer takes."""
-    return str(found).encode("utf-8", "replace").decode("utf-8")

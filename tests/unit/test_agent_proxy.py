@@ -186,10 +186,10 @@ def test_an_agent_has_the_key_of_its_own_session_only(tokenizer):
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        ({"n": 2}, "n = 2: is not supported"),
+        ({"n": 2}, "n = 2: is not supported; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice = 'required'"),
-        ({"messages": []}, "messages must be a list"),
+        ({"messages": []}, r"messages = \[\]: must be a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
         ({"messages": [{"role": "user", "content": "x " * 500}]}, "the context is 400"),
         ({"max_tokens": -1}, "max_tokens = -1"),
@@ -203,6 +203,110 @@ def test_what_is_not_supported_is_refused_with_the_reason(tokenizer, request_of,
             )
 
     assert run(agent, RecordingEngine(tokenizer)) is None
+
+
+CALL = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
+
+
+def asked(**fields):
+    return {"messages": QUESTION} | fields
+
+
+def said(**fields):
+    return asked(messages=[{"role": "user", "content": "12"} | fields])
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        (b"no JSON", None, "Expecting value"),
+        (b'{"messages": "\xff"}', None, "can't decode byte 0xff"),
+        (b"[" * 100_000, None, "recursion"),
+        ([], None, "the body is a JSON list: must be an object"),
+        (None, None, "the body is a JSON NoneType: must be an object"),
+        ({}, "messages", "messages = None: must be a list of one message or more"),
+        (asked(messages={"role": "user"}), "messages", "must be a list"),
+        (asked(messages=[*QUESTION, 5]), "messages[1]", "messages[1] = 5: must be an object with a role and content"),
+        (said(role=None), "messages[0].role", "must be text"),
+        (said(content=5), "messages[0].content", "messages[0].content = 5: must be text or a list of parts"),
+        (said(content={"text": "12"}), "messages[0].content", "must be text"),
+        (said(content=[{"text": 5}]), "messages[0].content", "must be text"),
+        (said(name=5), "messages[0].name", "must be text"),
+        (said(tool_call_id=["1"]), "messages[0].tool_call_id", "must be text"),
+        (said(tool_calls=5), "messages[0].tool_calls", "must be a list"),
+        (said(tool_calls=[CALL, 5]), "messages[0].tool_calls[1]", "must have an id and a function"),
+        (said(tool_calls=[CALL | {"id": 5}]), "messages[0].tool_calls[0]", "must have an id and a function"),
+        (said(tool_calls=[CALL | {"function": "add"}]), "messages[0].tool_calls[0]", "must have an id and a function"),
+        (
+            said(tool_calls=[CALL | {"function": {"name": "add", "arguments": "[1"}}]),
+            "messages[0].tool_calls[0].function.arguments",
+            "must be the text of a JSON object",
+        ),
+        (asked(model=5), "model", "must be text"),
+        (asked(max_tokens="many"), "max_tokens", "max_tokens = 'many': must be a whole number of at least 1"),
+        (asked(max_tokens=0), "max_tokens", "max_tokens = 0: must be"),
+        (asked(max_tokens=True), "max_tokens", "max_tokens = True: must be"),
+        (asked(max_completion_tokens=2.5), "max_completion_tokens", "max_completion_tokens = 2.5: must be"),
+        (asked(temperature="hot"), "temperature", "temperature = 'hot': must be a number"),
+        (asked(top_p=[1]), "top_p", "must be a number"),
+        (asked(n="2"), "n", "n = '2': is not supported"),
+        (asked(stop=5), "stop", "stop = 5: must be text, or a list of texts"),
+        (asked(stop=["a", None]), "stop", "must be text, or a list of texts"),
+        (asked(stream="yes"), "stream", "must be true or false"),
+        (asked(stream=True, stream_options=[1]), "stream_options", "must be an object"),
+        (asked(logprobs=5), "logprobs", "must be true or false"),
+        (asked(tools=5), "tools", "must be a list of objects, each with a function that has a name"),
+        (asked(tools=[{"function": {"name": None}}]), "tools", "must be a list of objects"),
+        (asked(response_format="json"), "response_format", "is not supported"),
+        (asked(tool_choice={"type": "function"}), "tool_choice", "is not supported"),
+    ],
+)
+def test_a_malformed_request_is_refused_by_the_name_of_its_field_and_the_agent_goes_on(tokenizer, body, field, message):
+    def agent(base_url, api_key, data):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json; charset=odd"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", data=content, headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        error = json.load(refused.value)["error"]
+        assert refused.value.code == 400 and error["type"] == "invalid_request_error"
+        assert error["param"] == field and message in error["message"] and len(error["message"]) < 300
+        client_of(base_url, api_key).chat.completions.create(model="policy", messages=data["messages"])
+        return 1.0
+
+    engine = RecordingEngine(tokenizer)
+    (trajectory,) = run(agent, engine)
+    assert len(check_trajectory(trajectory, engine.served)) == len(engine.served) == 1
+
+
+def test_fields_that_are_null_are_as_good_as_none(tokenizer):
+    def agent(base_url, api_key, data):
+        client, nothing = client_of(base_url, api_key), dict.fromkeys(["max_tokens", "stop", "n", "tools", "stream"])
+        return len(client.chat.completions.create(model="policy", messages=QUESTION, extra_body=nothing).choices)
+
+    assert run(agent, RecordingEngine(tokenizer))[0].reward == 1.0
+
+
+def test_half_of_a_surrogate_pair_in_a_message_is_served_with_a_mark_in_its_place(tokenizer):
+    def agent(base_url, api_key, data):
+        body = b'{"messages": [{"role": "user", "content": "\\ud800 12"}]}'
+        headers = {"Authorization": f"Bearer {api_key}"}
+        urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", data=body, headers=headers))
+
+    engine = RecordingEngine(tokenizer)
+    run(agent, engine)
+    assert "? 12" in tokenizer.decode(engine.served[0][0].input_ids)
+
+
+def test_tools_that_the_chat_template_cannot_show_are_refused(tokenizer):
+    def agent(base_url, api_key, data):
+        with pytest.raises(openai.BadRequestError, match="chat template refuses"):
+            client_of(base_url, api_key).chat.completions.create(model="policy", messages=QUESTION, tools=tools)
+
+    tools = [{"type": "function", "function": {"name": "add", "parameters": 5}}]
+    strict = make_tokenizer()
+    strict.chat_template = "{% for key in tools[0]['function']['parameters'] %}{% endfor %}" + TEMPLATE
+    run(agent, RecordingEngine(strict))
 
 
 def test_an_agent_that_fails_or_does_not_end_fails_the_episode(tokenizer):

@@ -22,6 +22,7 @@ from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.server_client import RequestRefused
 from megatron_rl.rollout.tools import ToolCall, split_tool_calls
+from megatron_rl.rollout.workflows.agent_request import BadRequest, as_rendered, check_options, messages_of, normal
 from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation, Message
 from megatron_rl.rollout.workflows.multi_turn import within
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LARGEST_REQUEST = 64 * 2**20
-
-
-class BadRequest(Exception):
-    """The agent asked for what the proxy does not do; it is told so with status 400."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,8 @@ class AgentSession:
 
         BadRequest and RequestRefused for what cannot be answered.
         """
-        messages = [normal(message) for message in checked_messages(body)]
+        check_options(body)
+        messages = messages_of(body)
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         names = prefix_names(messages, tools)
         parent, kept = self._continued(names)
@@ -118,7 +116,7 @@ class AgentSession:
             parent.is_continued, line = True, parent.line
             line.conversation = conversation
         message = self._message(reply, bool(tools))
-        name = name_after(names[-1], normal(message))
+        name = name_after(names[-1], normal(message, "reply"))
         state = State(line, len(conversation), conversation.replies, conversation.last_reply)
         self._states.setdefault(name, []).append(state)
         self.last_reply = reply
@@ -135,11 +133,9 @@ class AgentSession:
         room = self.options.max_tokens - len(conversation)
         if room < 1:
             raise BadRequest(
-                f"the messages have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
+                "messages", f"messages: have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
             )
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        if not isinstance(asked, int) or asked < 1:
-            raise BadRequest(f"max_tokens = {asked!r}: must be a whole number of at least 1")
         stop = body.get("stop") or []
         gconfig = within(self.options.gconfig, min(room, asked))
         gconfig = gconfig.new(stop=[*gconfig.stop, *([stop] if isinstance(stop, str) else stop)])
@@ -196,16 +192,18 @@ class AgentProxy:
         if session is None:
             return refusal(401, "wrong API key; use the one that the agent was started with")
         try:
-            body = await request.json()
+            body = json.loads(await request.read())
             if not isinstance(body, dict):
-                raise BadRequest("the request is no JSON object")
-            check_supported(body)
+                return refusal(400, f"the body is a JSON {type(body).__name__}: must be an object")
             message, reply = await session.complete(body)
-        except (BadRequest, RequestRefused, ValueError, RecursionError) as error:
+        except BadRequest as error:
+            return refusal(400, str(error), error.field)
+        except (RequestRefused, ValueError, RecursionError) as error:
             return refusal(400, str(error))
         except RuntimeError as error:
             return refusal(503, str(error))
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.get("model", "policy")}
+        model = body.get("model") or "policy"
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         usage = {
             "prompt_tokens": reply.input_len,
             "completion_tokens": reply.output_len,
@@ -220,66 +218,11 @@ class AgentProxy:
         return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
 
 
-def refusal(status: int, message: str) -> web.Response:
+def refusal(status: int, message: str, field: str | None = None) -> web.Response:
+    """Say no as OpenAI's API does; `field` is the one of the request that is at fault."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": message, "type": kind, "code": None}}, status=status)
-
-
-def check_supported(body: dict[str, Any]) -> None:
-    """Raise BadRequest for what would change the reply and is not done. Temperature and top-p are the run's."""
-    wanted = {
-        "n": body.get("n") in (None, 1),
-        "tool_choice": body.get("tool_choice") in (None, "auto", "none"),
-        "response_format": (body.get("response_format") or {"type": "text"}).get("type") == "text",
-    }
-    for name, is_supported in wanted.items():
-        if not is_supported:
-            raise BadRequest(f"{name} = {body[name]!r}: is not supported; leave it out")
-
-
-def checked_messages(body: dict[str, Any]) -> list[Message]:
-    messages = body.get("messages")
-    is_list = isinstance(messages, list) and bool(messages)
-    if not is_list or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise BadRequest("messages must be a list of objects with a role and content")
-    return messages
-
-
-def normal(message: Message) -> Message:
-    """Return what a message says, without what clients add to it: one form for the same content."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise BadRequest("messages may hold text alone")
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise BadRequest("a message's content must be text")
-    found: Message = {"role": message["role"], "content": content}
-    for name in ("name", "tool_call_id"):
-        if message.get(name):
-            found[name] = message[name]
-    if calls := message.get("tool_calls"):
-        try:
-            functions = [{name: str(call["function"][name]) for name in ("name", "arguments")} for call in calls]
-            ids = [str(call["id"]) for call in calls]
-        except (KeyError, TypeError) as error:
-            raise BadRequest("each of tool_calls needs an id and a function with name and arguments") from error
-        both = zip(ids, functions, strict=True)
-        found["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in both]
-    return found
-
-
-def as_rendered(messages: list[Message]) -> list[Message]:
-    """The same as chat templates take it: a call's arguments as an object, and not as its text."""
-    rendered = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            calls = [{"type": "function", "function": f | {"arguments": json.loads(f["arguments"])}} for f in functions]
-            message = message | {"tool_calls": calls}
-        rendered.append(message)
-    return rendered
+    error = {"message": message, "type": kind, "param": field, "code": None}
+    return web.json_response({"error": error}, status=status)
 
 
 def name_after(name: str, message: Message) -> str:

@@ -107,7 +107,7 @@ class PlainText(Form):
 
     def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
         text = "".join(str(message["content"]) for message in messages)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(tokenizable(text), add_special_tokens=False)["input_ids"])
 
 
 class ChatTemplate(Form):
@@ -148,7 +148,7 @@ class ChatTemplate(Form):
                     enable_thinking=self.enable_thinking,
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a template may go through what is no list
             roles = " ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; give it a template "
@@ -157,7 +157,12 @@ class ChatTemplate(Form):
 
     def _ids(self, text: str) -> list[int]:
         # The template writes special tokens itself.
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(tokenizable(text), add_special_tokens=False)["input_ids"])
+
+
+def tokenizable(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can name and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def form_of(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> Form:
