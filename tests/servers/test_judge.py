@@ -15,10 +15,13 @@ from megatron_rl.rollout.rewards.recipe import Recipe, ingredients
 from megatron_rl.rollout.rewards.servers import RemoteFailure
 from megatron_rl.rollout.rewards.service import RewardFailed, RewardService
 from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.rollout.workflows.scoring import RewardCall
+from megatron_rl.types import LLMResponse
 from tests.servers.run_tokens import TOKEN_FILE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 JUDGE = "megatron_rl.rollout.rewards.judge:Judge"
+EMPTY = LLMResponse(input_tokens=[], output_tokens=[], output_logprobs=[], output_versions=[], stop_reason="stop")
 
 
 def says(*verdicts):
@@ -132,6 +135,34 @@ def test_another_server_grades_where_one_fails(scripted, monkeypatch):
     sound.refusals[ENDPOINT] = (400, {"error": "longer than the context"})
     with pytest.raises(RemoteFailure, match="status 400: .*longer than the context"):
         judged(sound)
+
+
+def test_a_judge_that_hangs_is_known_for_it_before_the_rewards_deadline(scripted, monkeypatch):
+    monkeypatch.setattr(servers, "FIRST_RETRY_S", 0.01)
+    hung, sound = scripted(), scripted()
+    hung.hangs, sound.answers[ENDPOINT] = True, says("<score>5</score>")
+    args = {"urls": [hung.url, sound.url], "timeout_s": 0.3}
+
+    async def score():
+        (judge,) = ingredients("rollout.recipe", [{"reward": JUDGE, "args": args}], None)
+        recipe = Recipe([judge], RewardService([], workers=1))
+        call = RewardCall(recipe, None, timeout_s=10.0)
+        try:
+            found = await call(EMPTY, {})
+            return found, [circuit.failures for circuit in judge.function._servers._circuits]
+        finally:
+            await recipe.close()
+
+    assert asyncio.run(score()) == (0.5, [1, 0])
+
+
+def test_a_judges_timeout_is_below_the_rewards():
+    (judge,) = ingredients("rollout.recipe", [{"reward": JUDGE, "args": {"urls": ["http://a"]}}], None)
+    recipe = Recipe([judge], RewardService([], workers=1))
+    RLVRWorkflow(recipe, GenerationConfig(), None)  # by default
+    with pytest.raises(ValueError, match="args.timeout_s = 30 of the judge: must be below .*reward_timeout_s = 30"):
+        RLVRWorkflow(recipe, GenerationConfig(), None, reward_timeout_s=30.0)
+    recipe.service.close()
 
 
 def test_a_real_servers_chat_is_asked_with_its_token(embedded_servers, monkeypatch):

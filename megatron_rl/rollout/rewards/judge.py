@@ -33,12 +33,13 @@ class Judge(AwaitedReward):
         enable_thinking: bool = False,
         model: str = "default",
         concurrent: int = 32,
-        timeout_s: float = 60.0,
+        timeout_s: float = 30.0,
         token_file: str = "",
     ) -> None:
         """question, best, attempts: as in Grading. max_tokens: longest verdict, thoughts and all. model: its name where
-        the servers have several. concurrent: verdicts at a time of one server. timeout_s: of one verdict; the
-        workflow's reward_timeout_s holds for all attempts together. token_file: what the servers ask for.
+        the servers have several. concurrent: verdicts at a time of one server. timeout_s: of one verdict, below the
+        workflow's reward_timeout_s, which holds for all attempts together: a server that hangs counts as failed, and
+        another is asked, before nobody waits any more. token_file: what the servers ask for.
         """
         self._grading = Grading(question=question, best=best, attempts=attempts)
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -49,6 +50,15 @@ class Judge(AwaitedReward):
             timeout_s=timeout_s,
             token_file=token_file,
         )
+        self._timeout_s = timeout_s
+
+    def check_deadline(self, timeout_s: float) -> None:
+        if self._timeout_s >= timeout_s:
+            raise ValueError(
+                f"rollout.recipe: args.timeout_s = {self._timeout_s:g} of the judge: must be below the workflow's "
+                f"reward_timeout_s = {timeout_s:g}, or a judge that hangs is never known for it; lower it, or raise "
+                f"reward_timeout_s."
+            )
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any

@@ -31,6 +31,9 @@ class AwaitedReward(abc.ABC):
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float: ...
 
+    def check_deadline(self, timeout_s: float) -> None:  # noqa: B027  (most do with any)
+        """Raise ValueError where this cannot be computed well within a workflow's `reward_timeout_s`."""
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Let go of it. In the same event loop; may be called twice."""
@@ -124,10 +127,18 @@ class Recipe:
 
     async def close(self) -> None:
         """End what computes the parts. In the event loop in which they were awaited; may be called twice."""
-        for ingredient in self.ingredients:
-            if isinstance(ingredient.function, AwaitedReward):
-                await ingredient.function.close()
+        for reward in self._awaited_rewards():
+            await reward.close()
         self.service.close()
+
+    def check_deadline(self, timeout_s: float) -> None:
+        """Raise ValueError where a part cannot be computed well within a workflow's `reward_timeout_s`."""
+        for reward in self._awaited_rewards():
+            reward.check_deadline(timeout_s)
+
+    def _awaited_rewards(self) -> list[AwaitedReward]:
+        functions = [ingredient.function for ingredient in self.ingredients]
+        return [function for function in functions if isinstance(function, AwaitedReward)]
 
     def _sum(self, scores: list[Score]) -> Scored:
         pairs = list(zip(self.ingredients, scores, strict=True))

@@ -75,6 +75,7 @@ class RewardCall:
         self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
         if isinstance(self.function, Recipe):
             self.name = self.function.name
+            self.function.check_deadline(timeout_s)
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
         """Score a reply. An aborted reply has none: RuntimeError, so that the episode is tried again."""
