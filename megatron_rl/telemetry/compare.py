@@ -14,9 +14,9 @@ from rich.table import Table
 
 from megatron_rl.telemetry.charts import Series, line_chart, short, smooth
 from megatron_rl.telemetry.page import STYLE
-from megatron_rl.telemetry.report import TITLES, ends, is_number, render_legend
+from megatron_rl.telemetry.report import TITLES, is_number, render_legend
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
-from megatron_rl.telemetry.summary import column, evaluation_curves
+from megatron_rl.telemetry.summary import AIMS, change_of, column, evaluation_curves, has_values
 
 Rows = list[tuple[str, list[str]]]
 """A heading and one cell per run."""
@@ -55,12 +55,13 @@ def distinct_names(folders: list[Path]) -> list[str]:
 
 
 def what_they_reached(runs: list[RunRecord]) -> Rows:
-    """Scores, rewards, speed and size of each run; a dash where one has no such number."""
+    """Scores, what it works towards, speed and size of each run; a dash where one has no such number."""
     rows: Rows = [("steps", [str(len(run.steps)) for run in runs])]
     curves = [{curve.label: curve for curve in evaluation_curves(run)} for run in runs]
     for label in dict.fromkeys(label for own in curves for label in own):
         rows.append((label, [own[label].change if label in own else "–" for own in curves]))
-    rows.append(("train reward, first and last tenth", [_first_and_last(run, "reward/mean") for run in runs]))
+    for aim in AIMS:
+        rows.append((f"{aim.label}, first and last tenth", [change_of(run, aim) or "–" for run in runs]))
     rows.append(("step time, median", [_median(run, "time/step", " s") for run in runs]))
     rows.append(("generated tokens/s, median", [_median(run, "rollout/tokens_per_s") for run in runs]))
     rows.append(("reply tokens, median", [_median(run, "rollout/reply_tokens") for run in runs]))
@@ -80,7 +81,7 @@ def render(names: list[str], runs: list[RunRecord], reached: Rows, different: Ro
     """Return the whole page."""
     legend = render_legend([(f"c{number % 8}", name) for number, name in enumerate(names)])
     keys = dict.fromkeys(key for run in runs for line in run.steps for key, value in line.items() if is_number(value))
-    first = ["reward/mean", "time/step", *TITLES]
+    first = [*(aim.metric for aim in AIMS), "time/step", *TITLES]
     order = [key for key in [*first, *sorted(set(keys) - set(first))] if key in keys and key not in HIDDEN]
     figures = []
     for curve in dict.fromkeys(curve.label for run in runs for curve in evaluation_curves(run)):
@@ -119,7 +120,7 @@ def _evaluations(runs: list[RunRecord], label: str) -> list[Series]:
 
 def _curve(run: RunRecord, key: str, color: str) -> list[Series]:
     x, y = [line["step"] for line in run.steps], column(run.steps, key)
-    if not any(value is not None for value in y):
+    if not has_values(y):
         return []
     return [Series(x=x, y=y if len(y) < 30 else smooth(y, 0.85), style=f"line {color}")]
 
@@ -135,14 +136,6 @@ def _table(names: list[str], rows: Rows) -> str:
         for heading, cells in rows
     )
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _first_and_last(run: RunRecord, key: str) -> str:
-    values = column(run.steps, key)
-    if not any(value is not None for value in values):
-        return "–"
-    first, last = ends(values)
-    return f"{first:.2f} → {last:.2f}"
 
 
 def _median(run: RunRecord, key: str, unit: str = "") -> str:

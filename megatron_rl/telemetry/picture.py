@@ -1,4 +1,4 @@
-"""report.png: reward, evaluations and time of a run in one picture, drawn with matplotlib."""
+"""report.png: what a run works towards, evaluations and time in one picture, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from megatron_rl.telemetry.charts import smooth
 from megatron_rl.telemetry.run_log import RunRecord
-from megatron_rl.telemetry.summary import column, evaluation_curves, phase_seconds, phases_by_size
+from megatron_rl.telemetry.summary import Aim, aim_of, column, evaluation_curves, phase_seconds, phases_by_size
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a07400", "#868e96")
 
@@ -20,7 +20,7 @@ def write_picture(run: RunRecord, path: Path, title: str) -> None:
     figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    draw_reward(run, left)
+    draw_aim(run, aim_of(run), left)
     draw_time(run, right)
     claims = [f"{one.label} {one.change}" for one in evaluation_curves(run) if len(one.steps) > 1]
     figure.suptitle("   ".join([title, *claims]), fontsize=14, fontweight="bold", x=0.012, ha="left")
@@ -33,9 +33,23 @@ def write_picture(run: RunRecord, path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def draw_reward(run: RunRecord, axes: Axes) -> None:
+def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
+    if aim is not None:
+        draw_metric(run, aim.metric, aim.label, axes)
+    for number, one in enumerate(evaluation_curves(run), start=1):
+        axes.plot(one.steps, one.scores, "o--", color=COLORS[number % len(COLORS)], linewidth=1.2, label=one.label)
+    falls = aim is not None and aim.lower_is_better
+    if not falls:  # a loss would be flat
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set_title("Evaluations" if aim is None else aim.name.capitalize(), loc="left", fontsize=11)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="upper right" if falls else "lower right", fontsize=9)
+
+
+def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
+    """Draw a metric by step: a long one as faint values under their moving average."""
     x = [line["step"] for line in run.steps]
-    y = column(run.steps, "reward/mean")
+    y = column(run.steps, key)
     values = [float("nan") if v is None else v for v in y]
     is_long = len(values) >= 30
     axes.plot(
@@ -44,17 +58,11 @@ def draw_reward(run: RunRecord, axes: Axes) -> None:
         color=COLORS[0],
         alpha=0.3 if is_long else 1.0,
         linewidth=1 if is_long else 2,
-        label=None if is_long else "train reward",
+        label=None if is_long else label,
     )
     if is_long:
         mean = [float("nan") if v is None else v for v in smooth(y, 0.85)]
-        axes.plot(x, mean, color=COLORS[0], linewidth=2, label="train reward (moving average)")
-    for number, one in enumerate(evaluation_curves(run), start=1):
-        axes.plot(one.steps, one.scores, "o--", color=COLORS[number % len(COLORS)], linewidth=1.2, label=one.label)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.set_title("Reward", loc="left", fontsize=11)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="lower right", fontsize=9)
+        axes.plot(x, mean, color=COLORS[0], linewidth=2, label=f"{label}, moving average")
 
 
 def draw_time(run: RunRecord, axes: Axes) -> None:

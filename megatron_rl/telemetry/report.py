@@ -16,7 +16,15 @@ from megatron_rl.telemetry.charts import Series, heat_map, line_chart, short, sm
 from megatron_rl.telemetry.explorer import explorer_section
 from megatron_rl.telemetry.page import STYLE
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
-from megatron_rl.telemetry.summary import column, evaluation_curves, phase_seconds, phases_by_size
+from megatron_rl.telemetry.summary import (
+    aim_of,
+    change_of,
+    column,
+    evaluation_curves,
+    has_values,
+    phase_seconds,
+    phases_by_size,
+)
 from megatron_rl.telemetry.trace import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -67,7 +75,7 @@ def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
     """Return the whole page; `traces` are the names of the files in its folder `trace`."""
     sections = [
         headline(run),
-        reward_section(run),
+        aim_section(run),
         time_section(run),
         trace_section(traces),
         histogram_section(run),
@@ -93,10 +101,8 @@ def headline(run: RunRecord) -> str:
         for one in evaluation_curves(run)
         if len(one.steps) > 1
     ]
-    rewards = column(run.steps, "reward/mean")
-    if any(r is not None for r in rewards):
-        first, last = ends(rewards)
-        cards.append(card("train reward", f"{first:.2f} → {last:.2f}", "mean of the first and last tenth"))
+    if (aim := aim_of(run)) is not None:
+        cards.append(card(aim.label, str(change_of(run, aim)), "mean of the first and last tenth"))
     rates = [r for r in column(run.steps, "rollout/tokens_per_s") if r is not None]
     if rates:
         cards.append(card("generation", f"{short(statistics.median(rates))} tokens/s", "median step"))
@@ -113,19 +119,15 @@ def card(label: str, value: str, note: str, style: str = "") -> str:
     )
 
 
-def ends(values: list[float | None]) -> tuple[float, float]:
-    """Return the means of the first and the last tenth of the values."""
-    present = [v for v in values if v is not None]
-    count = max(1, len(present) // 10)
-    return statistics.fmean(present[:count]), statistics.fmean(present[-count:])
-
-
 # -- charts ------------------------------------------------------------------------------------------------------------
 
 
-def reward_section(run: RunRecord) -> str:
-    series = curve(run.steps, "reward/mean")
-    legend = [("c0", "train reward of each step's batch")] if series else []
+def aim_section(run: RunRecord) -> str:
+    """What the run works towards: by step, and in its evaluations."""
+    aim = aim_of(run)
+    series = [] if aim is None else curve(run.steps, aim.metric)
+    legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
+    title = "Evaluations" if aim is None else aim.name.capitalize()
     for number, one in enumerate(evaluation_curves(run), start=1):
         color = f"c{number % 8}"
         series.append(Series(x=one.steps, y=one.scores, style=f"line dashed {color}"))
@@ -133,14 +135,15 @@ def reward_section(run: RunRecord) -> str:
         legend.append((color, one.label))
     if not series:
         return ""
-    chart = line_chart(series, width=960, height=300, title="Reward by step", y_zero=True)
-    return f"<h2>Reward</h2><figure>{chart}{render_legend(legend)}</figure>"
+    starts_at_zero = aim is None or not aim.lower_is_better  # a loss would be flat
+    chart = line_chart(series, width=960, height=300, title=f"{title} by step", y_zero=starts_at_zero)
+    return f"<h2>{title}</h2><figure>{chart}{render_legend(legend)}</figure>"
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
     """Return a metric as curves: a long one as faint values under their moving average."""
     x, y = [line["step"] for line in steps], column(steps, key)
-    if not any(value is not None for value in y):
+    if not has_values(y):
         return []
     if len(y) < 30:
         return [Series(x=x, y=y)]
@@ -213,7 +216,7 @@ def mismatch_section(run: RunRecord) -> str:
         series, legend = [], []
         for number, key in enumerate(keys):
             x, y = [line["step"] for line in run.steps], column(run.steps, key)
-            if any(value is not None for value in y):
+            if has_values(y):
                 series.append(Series(x=x, y=y, style=f"line c{number % 8}"))
                 legend.append((f"c{number % 8}", key.removeprefix(start).replace("_", " ")))
         if series:
@@ -232,7 +235,8 @@ def _first_number(key: str) -> int:
 
 def metric_section(run: RunRecord) -> str:
     """One small chart per number that the run logged."""
-    hidden = {"step", "elapsed_s", "reward/mean"}
+    aim = aim_of(run)
+    hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
     values: dict[str, set[float]] = {}
     for line in run.steps:
         for key, value in line.items():

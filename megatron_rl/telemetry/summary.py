@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.telemetry.run_log import RunRecord
 
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """What a run works towards: a metric of its steps, what to call it and how to write it."""
+
+    metric: str
+    name: str
+    form: str = ".2f"
+    lower_is_better: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"train {self.name}" + LOWER_IS_BETTER * self.lower_is_better
+
+
+LOWER_IS_BETTER = " (lower is better)"
+AIMS = (
+    Aim(metric="reward/mean", name="reward"),
+    Aim(metric="preference/accuracy", name="accuracy", form=".0%"),
+    Aim(metric="supervised/loss", name="loss", form=".3f", lower_is_better=True),
+)
+"""A run's aim is the first of these that its steps have."""
 SCORES = {
     "accuracy": "accuracy",
     "greedy_reward": "greedy reward",
     "reward/mean": "reward",
     "reward": "reward",
+    "loss": f"loss{LOWER_IS_BETTER}",
 }
 """Metrics that can be an evaluation's score, the best first, and what to call them."""
 UNMEASURED = "outside the phases"
@@ -19,18 +43,32 @@ UNMEASURED = "outside the phases"
 
 @dataclass(frozen=True)
 class EvaluationCurve:
-    """One evaluation's score over the run. `is_share` says that the score is a share of right answers."""
+    """One evaluation's score over the run, and the form to write it in."""
 
     label: str
     steps: list[int]
     scores: list[float]
-    is_share: bool
+    form: str
 
     @property
     def change(self) -> str:
         """The first and the last score."""
-        form = ".0%" if self.is_share else ".2f"
-        return f"{self.scores[0]:{form}} → {self.scores[-1]:{form}}"
+        return f"{self.scores[0]:{self.form}} → {self.scores[-1]:{self.form}}"
+
+
+def aim_of(run: RunRecord) -> Aim | None:
+    """Return what the run works towards; None before its first step, and where that logs none of AIMS."""
+    return next((aim for aim in AIMS if has_values(column(run.steps, aim.metric))), None)
+
+
+def change_of(run: RunRecord, aim: Aim) -> str | None:
+    """Return the means of the first and the last tenth of the steps; None for a run without this metric."""
+    values = [value for value in column(run.steps, aim.metric) if value is not None]
+    if not values:
+        return None
+    count = max(1, len(values) // 10)
+    first, last = statistics.fmean(values[:count]), statistics.fmean(values[-count:])
+    return f"{first:{aim.form}} → {last:{aim.form}}"
 
 
 def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
@@ -49,7 +87,7 @@ def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
                 label=f"{name.replace('_', '-')} {score}",
                 steps=[line["step"] for line in lines],
                 scores=[line[key] for line in lines],
-                is_share=is_share,
+                form=".0%" if is_share else ".3f" if key == "loss" else ".2f",
             )
         )
     return curves
@@ -73,6 +111,10 @@ def phases_by_size(seconds: list[dict[str, float]]) -> dict[str, float]:
     names = {name for phases in seconds for name in phases}
     totals = {name: sum(phases.get(name, 0.0) for phases in seconds) for name in names}
     return {name: totals[name] for name in sorted(totals, key=lambda name: (name == UNMEASURED, -totals[name], name))}
+
+
+def has_values(values: list[float | None]) -> bool:
+    return any(value is not None for value in values)
 
 
 def column(lines: list[dict[str, Any]], key: str) -> list[float | None]:

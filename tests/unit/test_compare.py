@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from megatron_rl import cli
-from megatron_rl.telemetry.compare import compare, distinct_names
-from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.compare import compare, distinct_names, what_they_reached
+from megatron_rl.telemetry.run_log import RunLog, read_run
 
 
 def write_run(folder: Path, lr: str, gain: float, steps: int = 4) -> Path:
@@ -33,6 +33,21 @@ def test_table_shows_what_runs_reached_and_where_their_configs_differ(tmp_path, 
     assert [float(cell) for cell in cells["optimizer.lr"]] == [1e-6, 1e-5]
     assert "optimizer.eps" not in cells and "run.folder" not in cells
     assert str(tmp_path / "compare.html") in out.replace("\n", "")
+
+
+def test_runs_of_every_aim_are_compared_by_what_they_work_towards(tmp_path):
+    aims = {"reward/mean": 0.5, "preference/accuracy": 0.75, "supervised/loss": 2.25}
+    for number, (metric, value) in enumerate(aims.items()):
+        with RunLog(tmp_path / str(number), 2, console=Console(file=io.StringIO())) as log:
+            for step in range(2):
+                log.log_step(step, {metric: value - 0.25 * step})
+            log.log_evaluation(2, "held_out", {"loss": 2.0} if number == 2 else {"accuracy": 0.5, "loss": 0.7})
+    reached = dict(what_they_reached([read_run(tmp_path / str(number)) for number in range(3)]))
+    assert reached["train reward, first and last tenth"] == ["0.50 → 0.25", "–", "–"]
+    assert reached["train accuracy, first and last tenth"] == ["–", "75% → 50%", "–"]
+    assert reached["train loss (lower is better), first and last tenth"] == ["–", "–", "2.250 → 2.000"]
+    assert reached["held-out accuracy"] == ["50% → 50%", "50% → 50%", "–"]
+    assert reached["held-out loss (lower is better)"] == ["–", "–", "2.000 → 2.000"]
 
 
 def test_page_lays_the_curves_of_all_runs_over_one_another(tmp_path):

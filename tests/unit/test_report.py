@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_rl.telemetry.charts import Series, line_chart, short, smooth, tick_label, ticks, whole_ticks
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog, Sample, read_run
-from megatron_rl.telemetry.summary import evaluation_curves
+from megatron_rl.telemetry.summary import AIMS, aim_of, evaluation_curves
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td>'
 
@@ -213,6 +213,57 @@ def test_picture_is_written_beside_the_page(tmp_path):
     write_run(tmp_path)
     write_report(tmp_path)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "heading", "card", "evaluation"),
+    [
+        ("reward/mean", "accuracy", "Reward", "train reward0.50 → 0.75", "held-out accuracy50% → 75%"),
+        ("preference/accuracy", "accuracy", "Accuracy", "train accuracy50% → 75%", "held-out accuracy50% → 75%"),
+        (
+            "supervised/loss",
+            "loss",
+            "Loss",
+            "train loss (lower is better)0.500 → 0.750",
+            "held-out loss (lower is better)0.500 → 0.750",
+        ),
+    ],
+)
+def test_a_run_is_shown_by_what_it_works_towards(tmp_path, metric, score, heading, card, evaluation):
+    with RunLog(tmp_path, 2, console=Console(file=io.StringIO())) as log:
+        for step, value in ((0, 0.5), (1, 0.75)):
+            log.log_evaluation(step, "held_out", {"pairs": 3, score: value})
+            log.log_step(step, {metric: value, "preference/loss": 0.7 - step})
+    page, source = report(tmp_path)
+    assert card in page.text and evaluation in page.text
+    assert f"<h2>{heading}</h2>" in source and f'aria-label="{heading} by step"' in source
+    assert f'aria-label="{metric}"' not in source, "not once more among the other metrics"
+    # A loss has an axis of its own range, a reward or a share one from 0.
+    chart = source[source.index(f'aria-label="{heading} by step"') :]
+    assert ('text-anchor="end">0<' in chart[: chart.index("</svg>")]) == (heading != "Loss")
+    if (tmp_path / "report.png").exists():  # where matplotlib is installed
+        assert drawn_on_the_left(tmp_path)[:2] == [heading, card.partition("0.5")[0].partition("50%")[0]]
+
+
+def drawn_on_the_left(folder):
+    """The title of the picture's left half, and the labels of its curves."""
+    from matplotlib.figure import Figure
+
+    from megatron_rl.telemetry.picture import draw_aim
+
+    axes, run = Figure().subplots(), read_run(folder)
+    draw_aim(run, aim_of(run), axes)
+    return [axes.get_title("left"), *axes.get_legend_handles_labels()[1]]
+
+
+def test_the_aim_is_the_first_that_has_a_value_and_a_run_may_have_none(tmp_path):
+    assert [aim.metric for aim in AIMS] == ["reward/mean", "preference/accuracy", "supervised/loss"]
+    with RunLog(tmp_path, 1, console=Console(file=io.StringIO())) as log:
+        log.log_evaluation(0, "held_out", {"accuracy": 0.5})
+        page, _ = report(tmp_path)
+        assert "Evaluations" in page.text and aim_of(read_run(tmp_path)) is None
+        log.log_step(0, {"reward/mean": float("nan"), "supervised/loss": 2.0})
+    assert aim_of(read_run(tmp_path)).metric == "supervised/loss"
 
 
 def test_curve_goes_through_its_points_and_a_gap_lifts_the_pen():
