@@ -1,6 +1,6 @@
 """Reward shaping: from what a workflow reported to what an estimator compares. All of it sees the whole step's batch.
 
-In this order: minus the overlong penalty, per trained token, running normalisation, clip, minus the KL penalty.
+In this order: minus the overlong penalty, per written token, running normalisation, clip, minus the KL penalty.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.advantage import trained_tokens
 from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import group_numbers, mean_of
+from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
 from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
 from megatron_rl.types import TrajectoryBatch
@@ -54,7 +54,7 @@ class RewardShaper:
     """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
-        """longest_reply: in trained tokens, where the overlong penalty is whole."""
+        """longest_reply: in tokens, where the overlong penalty is whole."""
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
         self.last: dict[str, float] = {}
@@ -79,31 +79,39 @@ class RewardShaper:
         batch.tokens["token_rewards"] = by_token.float()
 
     def _shaped(self, raw: Tensor, batch: TrajectoryBatch) -> Tensor:
-        scores = self._by_length(raw, trained_tokens(batch))
+        scores = raw
+        if self._is_by_length:
+            total = sum_of_tokens(written_tokens(batch).long(), batch)
+            scores = self._by_length(raw, longest_replies(batch), total)
         if self.options.running != "none":
             self.moments.add(scores)
         return self._scaled(scores)
 
+    @property
+    def _is_by_length(self) -> bool:
+        return self.options.overlong_buffer > 0 or self.options.per_token
+
     def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
         """Shape `greedy_reward` as the sampled replies' rewards, by the moments of those: `[B]`."""
-        is_by_length = self.options.overlong_buffer > 0 or self.options.per_token
-        if is_by_length and "greedy_tokens" not in batch:
+        scores = batch["greedy_reward"].double()
+        if not self._is_by_length:
+            return self._scaled(scores)
+        if "greedy_tokens" not in batch:
             raise ValueError(
                 f"reward_shaping.overlong_buffer = {self.options.overlong_buffer}, per_token = "
                 f"{self.options.per_token}: the trajectories carry {sorted(batch.sequences)} and no greedy_tokens, so "
                 f"the greedy reply's reward cannot be shaped by its length; have the workflow report them, as "
                 f"megatron_rl.rollout.workflows:ReMaxWorkflow does."
             )
-        lengths = batch["greedy_tokens"] if is_by_length else torch.ones(len(batch))
-        return self._scaled(self._by_length(batch["greedy_reward"].double(), lengths))
+        return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
 
-    def _by_length(self, scores: Tensor, lengths: Tensor) -> Tensor:
-        """lengths: `[B]`, in generated tokens."""
+    def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
+        """longest: `[B]` tokens of each trajectory's longest reply; total: `[B]`, of all its replies."""
         options = self.options
         if options.overlong_buffer > 0:
-            over = (lengths - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
+            over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
             scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
-        return scores / lengths.clamp_min(1) if options.per_token else scores
+        return scores / total.clamp_min(1) if options.per_token else scores
 
     def _scaled(self, scores: Tensor) -> Tensor:
         options = self.options
@@ -160,6 +168,22 @@ def token_rewards(batch: TrajectoryBatch) -> Tensor:
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
     return at_the_end(batch["rewards"].double(), batch)
+
+
+def written_tokens(batch: TrajectoryBatch) -> Tensor:
+    """`[N]` bool: what the model wrote. Of it the loss may leave out what is too old, or trained in another trajectory.
+
+    Only what was sampled has a version; a workflow that does not know it (from_padded) gives -1 for all.
+    """
+    return batch["loss_mask"] | (batch["versions"] >= 0)
+
+
+def longest_replies(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` int64: tokens of each trajectory's longest reply; generation.max_new_tokens bounds each one by itself."""
+    turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
+    lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))
+    trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
+    return torch.zeros(len(batch), dtype=torch.int64).scatter_reduce(0, trajectory, lengths, "amax")
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:

@@ -1,4 +1,7 @@
-"""Turns of a trajectory: unbroken runs of trained tokens, between what a user, a tool or an environment said."""
+"""Turns of a trajectory: unbroken runs of tokens that are trained, or written by the model, whatever the mask says.
+
+Between them is what a user, a tool or an environment said.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 
 def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's turn, `[N]` int64, -1 where it is not trained, and the bounds of the sequences' turns.
+    """Return each token's turn, `[N]` int64, -1 outside the mask, and the bounds of the sequences' turns.
 
     mask: `[N]` bool. Turns are numbered over the whole batch; bounds are `[B + 1]` int64, prefix sums of their counts.
     """

@@ -147,9 +147,10 @@ class RewardShapingConfig:
     overlong_buffer: int = 0
     """The last tokens before generation.max_new_tokens, over which the overlong penalty grows; 0 punishes none."""
     overlong_penalty: float = 1.0
-    """What a reply of generation.max_new_tokens loses (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    """What a reply of generation.max_new_tokens loses (DAPO's soft overlong punishment, arXiv 2503.14476). A dialogue
+    loses it for its longest reply."""
     per_token: bool = False
-    """Divide a trajectory's reward by its trained tokens."""
+    """Divide a trajectory's reward by the tokens that the model wrote in it."""
     running: str = "none"
     """Divide by the standard deviation of all rewards of the run so far (std), after their mean is taken off
     (mean_std)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.algo.normalize import deviation_of, group_numbers
+from megatron_rl.algo.reward import sum_of_tokens, written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -67,9 +68,8 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         "batch/trajectories": len(batch),
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
     }
-    trained = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, batch["loss_mask"].long())
     metrics |= {
-        "histogram/reply_tokens": counts_by_doubling(trained),
+        "histogram/reply_tokens": counts_by_doubling(sum_of_tokens(written_tokens(batch).long(), batch)),
         "histogram/token_age": counts_by_number(version - trained_versions(batch)),
     }
     if "model_rewards" in batch:

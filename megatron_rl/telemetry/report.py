@@ -47,7 +47,7 @@ TITLES = {
 }
 """Charts that come first, in this order. Every other metric of the run follows under its own name."""
 HISTOGRAMS = {
-    "histogram/reply_tokens": "Trained tokens of a reply",
+    "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
     "histogram/token_age": "Age of the trained tokens (versions)",
 }
 MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}

@@ -15,7 +15,8 @@ from megatron_rl.algo.normalize import normalize
 from megatron_rl.algo.reward import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.rollout.groups import mask_older
+from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.unit.ragged import GROUPS, LENGTHS, parts_of, ragged_batch
 
 
@@ -393,13 +394,42 @@ def test_an_overlong_reply_loses_what_it_is_into_the_buffer():
     mask = torch.cat([torch.arange(n + 1) > 0 for n in lengths])
     sequences = {"rewards": torch.ones(5), "group": torch.zeros(5, dtype=torch.int64)}
     starts = torch.tensor([0, *(n + 1 for n in lengths)]).cumsum(0)
-    batch = TrajectoryBatch({"input_ids": torch.arange(len(mask)), "loss_mask": mask}, sequences, starts)
+    tokens = {"input_ids": torch.arange(len(mask)), "loss_mask": mask, "versions": mask.long() - 1}
+    batch = TrajectoryBatch(tokens, sequences, starts)
     # longest 8, buffer 4: free up to 4 tokens, then a quarter a token
     found = shaped(batch, overlong_buffer=4, overlong_penalty=2.0)
     assert found.tolist() == [1.0, 1.0 - 2 * 0.5, 1.0 - 2 * 0.75, 1.0 - 2.0, 1.0 - 2.0]
     last = batch.cu_seqlens[1:] - 1
     assert batch["token_rewards"][last].tolist() == found.tolist(), "the token's reward is the shaped one"
     assert batch["token_rewards"].count_nonzero() == found.count_nonzero()
+
+
+def dialogues(*versions):
+    """Trajectories of reward 1, all of whose tokens with a version are trained."""
+    group = []
+    for version in map(torch.tensor, versions):
+        parts = {"input_ids": version, "loss_mask": version >= 0, "logprobs": torch.zeros(len(version))}
+        group.append(Trajectory(**parts, versions=version, reward=1.0))
+    return TrajectoryBatch.from_trajectories([group])
+
+
+SAID = [-1]
+"""One token of a user, a tool or the prompt."""
+
+
+def test_a_dialogue_is_overlong_by_its_longest_reply():
+    three_short, short_and_long = [*SAID, 0, 0, 0, 0] * 3, [*SAID, 0, 0, *SAID, 1, 1, 1, 1, 1, 1, *SAID]
+    # longest 8, buffer 4: 4 tokens in a reply cost nothing, 6 half; the two versions of the last reply are one reply
+    batch = dialogues(three_short, short_and_long, [*SAID, 0, 0, 0, 1, 1, 1], SAID)
+    assert shaped(batch, overlong_buffer=4).tolist() == [1.0, 0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("options", [{"overlong_buffer": 4}, {"per_token": True}], ids=str)
+def test_tokens_that_are_too_old_to_be_trained_count_in_the_length(options):
+    versions = [*SAID, 0, 0, 0, 3, 3, 3, *SAID, 3, 3]
+    young, old = dialogues(versions), dialogues(versions)
+    assert mask_older(old, 2) == 3
+    assert shaped(old, **options).tolist() == shaped(young, **options).tolist() != [1.0]
 
 
 def test_a_reward_per_token_and_its_clip():
@@ -442,6 +472,9 @@ def remax(batch, **options):
 @pytest.mark.parametrize("options", SHAPINGS, ids=str)
 def test_a_reply_like_the_greedy_one_has_no_advantage_however_rewards_are_shaped(options):
     batch = ragged_batch()
+    first = batch.cu_seqlens[:-1]
+    batch.tokens["loss_mask"] = torch.ones(len(batch["loss_mask"]), dtype=torch.bool).index_fill(0, first, False)
+    batch.tokens["versions"] = batch["loss_mask"].long() - 1  # one reply each, as the greedy one
     likes = torch.tensor([True, False, True, False, True, True, False, True, False])
     lengths = torch.tensor([float(len(trained(batch, i))) for i in range(len(batch))])
     batch.sequences["greedy_tokens"] = torch.where(likes, lengths, lengths + 1)
@@ -452,7 +485,8 @@ def test_a_reply_like_the_greedy_one_has_no_advantage_however_rewards_are_shaped
 
 
 def test_the_greedy_reply_is_overlong_by_its_own_length():
-    tokens = {"input_ids": torch.arange(7), "loss_mask": torch.arange(7) > 0}
+    mask = torch.arange(7) > 0
+    tokens = {"input_ids": torch.arange(7), "loss_mask": mask, "versions": mask.long() - 1}
     sequences = {"rewards": torch.ones(1), "group": torch.zeros(1, dtype=torch.int64)}
     sequences |= {"greedy_reward": torch.ones(1), "greedy_tokens": torch.tensor([8.0])}
     batch = TrajectoryBatch(tokens, sequences, torch.tensor([0, 7]))

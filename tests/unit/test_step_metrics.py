@@ -11,7 +11,7 @@ from megatron_rl.experiment.metrics import (
     critic_metrics,
     policy_metrics,
 )
-from megatron_rl.rollout.groups import is_uniform
+from megatron_rl.rollout.groups import is_uniform, mask_older
 from megatron_rl.types import StepStats, Trajectory, TrajectoryBatch
 
 
@@ -29,7 +29,7 @@ def test_ages_are_counted_by_number():
     assert counts_by_number(torch.tensor([0, 2, 2])) == {"0": 1, "1": 0, "2": 2}
 
 
-def test_a_step_counts_trained_tokens_of_replies_and_their_ages():
+def test_a_step_counts_tokens_of_replies_and_the_ages_of_the_trained_ones():
     def trajectory(reply: int, version: int) -> Trajectory:
         return Trajectory(
             input_ids=torch.ones(3 + reply, dtype=torch.int64),
@@ -43,6 +43,10 @@ def test_a_step_counts_trained_tokens_of_replies_and_their_ages():
     metrics = batch_metrics(batch, version=5)
     assert metrics["histogram/reply_tokens"] == {"0 to 1": 1, "2 to 3": 0, "4 to 7": 2}
     assert metrics["histogram/token_age"] == {"0": 0, "1": 7, "2": 0, "3": 5}
+    mask_older(batch, 4)  # the third reply is as long as before
+    metrics = batch_metrics(batch, version=5)
+    assert metrics["histogram/reply_tokens"] == {"0 to 1": 1, "2 to 3": 0, "4 to 7": 2}
+    assert metrics["histogram/token_age"] == {"0": 0, "1": 7}
 
 
 def test_groups_of_equal_rewards_have_no_variance_whatever_the_rewards():
