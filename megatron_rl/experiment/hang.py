@@ -4,9 +4,10 @@ Every rank reports the phase it is in to a key-value store. When a phase outlast
 its stacks and last events to run.folder/hang, and rank 0 compares: the phases they went through, and the collectives
 that torch's flight recorder saw. Then the run ends.
 
-What stands still has had its retries by then. Requests (rollout.request_timeout_s) and rewards (reward_timeout_s) have
-deadlines, after which their episode is tried again, and a server without a sign of life (rollout.health_timeout_s) is
-restarted by its supervisor: all that long before, unless run.phase_timeout_s is the shortest of them. Then:
+What stands still has had its retries by then. Requests (rollout.request_timeout_s), rewards (reward_timeout_s), agents
+(agent_timeout_s) and environments (step_timeout_s) have deadlines, after which their episode is tried again, and a
+server without a sign of life (rollout.health_timeout_s) is restarted by its supervisor: all that long before, unless
+run.phase_timeout_s is the shortest of them. Then:
 
     all ranks answer, and wait for rollouts   they leave the step as on a notice: the checkpoint is that of its
                                               beginning, the exit code that of a run to be resumed (75)

@@ -32,8 +32,11 @@ class Environment(abc.ABC):
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
-    def opening(self) -> dict[str, Any]:
-        """Return the prompt that the dialogue begins with: `messages` (and `tools`), `prompt` or `input_ids`."""
+    def opening(self) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+        """Return the prompt that the dialogue begins with: `messages` (and `tools`), `prompt` or `input_ids`.
+
+        A world that takes its time to begin has an `async def opening`.
+        """
         return self.data
 
     @abc.abstractmethod

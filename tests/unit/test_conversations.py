@@ -26,6 +26,7 @@ from megatron_rl.rollout.workflows import (
     ToolUseWorkflow,
 )
 from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation, PlainText
+from megatron_rl.rollout.workflows.multi_turn import EnvironmentTimeout
 from megatron_rl.types import LLMResponse
 from tests.servers.tiny_model import make_tokenizer
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
@@ -167,6 +168,77 @@ def test_self_correction_rewards_the_last_try_and_less_for_each_before(tokenizer
     workflow.max_turns = 2
     (given_up,) = run(workflow, engine, **asked("12 + 30"), answer="42")
     assert (given_up.reward, given_up.sequence) == (0.0, {"turns": 2})
+
+
+class Stuck(Environment):
+    """Never returns from one of its methods."""
+
+    def __init__(self, data, where):
+        super().__init__(data)
+        self.where, self.done = where, []
+
+    async def pass_or_hang(self, where):
+        if where == self.where:
+            await asyncio.Event().wait()
+        self.done.append(where)
+
+    async def opening(self):
+        await self.pass_or_hang("opening")
+        return self.data
+
+    async def step(self, reply, score):
+        await self.pass_or_hang("step")
+        return Turn(reward=await score())
+
+    async def close(self):
+        await self.pass_or_hang("close")
+
+
+def stuck(tokenizer, environment, **options):
+    gconfig = GenerationConfig(max_new_tokens=4)
+    return MultiTurnWorkflow(lambda **_: 1.0, gconfig, tokenizer, environment, 400, **options)
+
+
+@pytest.mark.parametrize(("where", "what"), [("opening", "opening"), ("step", "step 1"), ("close", "close")])
+def test_an_environment_that_never_returns_fails_its_episode_by_its_name(tokenizer, where, what):
+    made = []
+
+    def environment(data):
+        made.append(Stuck(data, where))
+        return made[-1]
+
+    workflow = stuck(tokenizer, environment, step_timeout_s=0.1)
+    message = f"environment {__name__}:Stuck: {what} did not end within 0.1 s; raise .*step_timeout_s"
+    with pytest.raises(EnvironmentTimeout, match=message):
+        run(workflow, RecordingEngine(tokenizer), **asked("12 + 30"))
+    assert where == "close" or made[0].done[-1] == "close", "it is closed all the same"
+
+
+def test_an_opening_may_be_awaited_and_an_environments_own_timeout_is_its_own(tokenizer):
+    workflow = stuck(tokenizer, lambda data: Stuck(data, None))
+    (trajectory,) = run(workflow, RecordingEngine(tokenizer), **asked("12 + 30"))
+    assert trajectory.reward == 1.0 and workflow.step_timeout_s == 300.0
+
+    class Late(Chatter):
+        async def step(self, reply, score):
+            raise TimeoutError("the simulator is late")
+
+    with pytest.raises(TimeoutError, match="the simulator is late"):
+        run(stuck(tokenizer, Late), RecordingEngine(tokenizer), **asked("12 + 30"))
+
+
+def test_a_tool_that_never_returns_fails_its_episode(tokenizer):
+    class Endless(Calculator):
+        async def __call__(self, expression):
+            await asyncio.Event().wait()
+
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call><eos>'
+    engine = RecordingEngine(tokenizer, script=lambda _: call)
+    workflow = ToolUseWorkflow(
+        lambda **_: 0.0, GenerationConfig(max_new_tokens=200), tokenizer, {Endless: {}}, 900, step_timeout_s=0.1
+    )
+    with pytest.raises(EnvironmentTimeout, match=":ToolUse: step 1 did not end within 0.1 s"):
+        run(workflow, engine, **asked("1"))
 
 
 def test_turns_have_sampling_keys_of_their_own(tokenizer):

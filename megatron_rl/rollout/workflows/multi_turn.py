@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
@@ -19,6 +20,12 @@ from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class EnvironmentTimeout(RuntimeError):
+    """An environment took longer than it may: the episode has failed, and is tried again in another one."""
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
@@ -38,20 +45,23 @@ class MultiTurnWorkflow(RolloutWorkflow):
         max_tokens: int,
         environment_args: dict[str, Any] | None = None,
         max_turns: int = 8,
+        step_timeout_s: float = 300.0,
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
         """environment(data, **environment_args) makes the world of one dialogue.
 
         max_tokens: longest dialogue, prompt and all, at most the model's context. A dialogue that has no room for
-        another reply, or has had max_turns of them, ends with the reward that it has earned.
+        another reply, or has had max_turns of them, ends with the reward that it has earned. step_timeout_s: longest
+        opening, step (the reward function's part included) or close; EnvironmentTimeout after that. It ends what is
+        awaited: an environment that blocks the event loop holds all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
             raise ValueError(f"max_turns = {max_turns}: must be at least 1; a dialogue has one reply or more.")
         self.gconfig, self.tokenizer, self.enable_thinking = gconfig, tokenizer, enable_thinking
         self.environment, self.environment_args = environment, environment_args or {}
-        self.max_tokens, self.max_turns = max_tokens, max_turns
+        self.max_tokens, self.max_turns, self.step_timeout_s = max_tokens, max_turns, step_timeout_s
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
@@ -65,6 +75,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         environment = self.environment(data, **self.environment_args)
         try:
             opening = environment.opening()
+            if inspect.isawaitable(opening):
+                opening = await self._in_time(environment, "opening", opening)
             form = form_of(opening, self.tokenizer, enable_thinking=self.enable_thinking)
             conversation, reward = Conversation(form.opening(opening)), 0.0
             if len(conversation) >= self.max_tokens:
@@ -74,7 +86,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 )
             while True:
                 reply = await self._reply(engine, conversation, rid, key)
-                turn = await environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
+                step = environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
+                turn = await self._in_time(environment, f"step {conversation.replies}", step)
                 reward += turn.reward
                 if not turn.messages or conversation.replies == self.max_turns:
                     break
@@ -83,8 +96,21 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     break
                 conversation.add(added)
         finally:
-            await environment.close()
+            await self._in_time(environment, "close", environment.close())
         return conversation.trajectory(reward, turns=conversation.replies)
+
+    async def _in_time(self, environment: Environment, what: str, answer: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self.step_timeout_s) as limit:
+                return await answer
+        except TimeoutError as error:
+            if not limit.expired():  # it is the environment's own
+                raise
+            kind = type(environment)
+            raise EnvironmentTimeout(
+                f"environment {kind.__module__}:{kind.__qualname__}: {what} did not end within "
+                f"{self.step_timeout_s:g} s; raise rollout.workflow_args.step_timeout_s, or have it give up earlier."
+            ) from error
 
     async def _reply(
         self, engine: InferenceEngine, conversation: Conversation, rid: str, key: str | None
@@ -117,9 +143,11 @@ class ToolUseWorkflow(MultiTurnWorkflow):
         tools: dict[Callable[..., Tool], dict[str, Any]],
         max_tokens: int,
         max_turns: int = 8,
+        step_timeout_s: float = 300.0,
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
+        """step_timeout_s: of all calls of one reply together, or of the reward function where it calls none."""
         for make, args in tools.items():
             check_call(make, 0, args, key=f"rollout.workflow_args.tools: the arguments of {make.__name__}")
 
@@ -133,6 +161,7 @@ class ToolUseWorkflow(MultiTurnWorkflow):
             environment,
             max_tokens,
             max_turns=max_turns,
+            step_timeout_s=step_timeout_s,
             enable_thinking=enable_thinking,
             reward_timeout_s=reward_timeout_s,
         )
