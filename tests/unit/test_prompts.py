@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from datetime import date
 
@@ -129,6 +133,39 @@ def test_resumed_iteration_continues_with_the_next_prompt(taken):
 def test_state_of_other_prompts_is_refused(other, message):
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(PromptIterator(numbered(10), seed=7).state_dict())
+
+
+def test_other_prompts_of_the_same_number_are_refused():
+    state = PromptIterator(numbered(10), seed=7).state_dict()
+    changed = [prompt | {"answer": "x"} if number == 9 else prompt for number, prompt in enumerate(numbered(10))]
+    for prompts in (changed, numbered(10)[::-1], [prompt | {"level": 1} for prompt in numbered(10)]):
+        other = PromptIterator(prompts, seed=7)
+        message = f"data.train: its 10 prompts have the digest '{other.digest}', and those .*'{state['digest']}'.*"
+        with pytest.raises(ValueError, match=message + "Resume with the data as they were, or start a new run"):
+            other.load_state_dict(state)
+    del state["digest"]  # of a checkpoint that has none
+    with pytest.raises(ValueError, match="of the saved iterator None"):
+        PromptIterator(numbered(10), seed=7).load_state_dict(state)
+
+
+ODD = r"""
+from fractions import Fraction
+from megatron_rl.rollout.prompts import PromptIterator
+odd = {"words": {"some", "words", "in", "any", "order"}, "thing": object(), "half": Fraction(1, 2), (1, 2): 3, 4: 5}
+prompts = [{"prompt": "na\u00efve \ud800", "big": 2**200, "share": 0.1, "metadata": odd}]
+print(PromptIterator(prompts).digest)
+"""
+
+
+def test_the_digest_is_the_same_in_every_process_whatever_a_prompt_holds():
+    def digest(seed):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        return subprocess.run([sys.executable, "-c", ODD], env=environment, stdout=subprocess.PIPE, check=True).stdout
+
+    assert digest("1") == digest("2") and len(digest("1").strip()) == 32
+    # Of these bytes, whichever version of Python made them.
+    content = b'{"prompt": "0?", "answer": "0"}\n{"prompt": "1?", "answer": "1"}\n'
+    assert PromptIterator(numbered(2)).digest == hashlib.sha256(content).hexdigest()[:32]
 
 
 def test_iterator_without_prompts_is_refused():
