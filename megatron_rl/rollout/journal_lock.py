@@ -6,16 +6,13 @@ happens to either.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import time
 from pathlib import Path
 
+from megatron_rl.launch import file_lock
+from megatron_rl.launch.file_lock import PATIENCE_S
+
 SUFFIX = ".lock"
-PATIENCE_S = 5.0
-"""An owner that was killed with its trainer is gone in less."""
-POLL_S = 0.05
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
@@ -33,25 +30,11 @@ def take(folder: str | Path, head: int, patience_s: float = PATIENCE_S) -> int:
     return _lock(Path(folder) / f"{head:04}{SUFFIX}", patience_s)
 
 
-def sign(lock: int, pid: int) -> None:
-    """Write down whose it is, for the message to others."""
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {pid} on {socket.gethostname()}".encode(), 0)
-
-
 def _lock(path: Path, patience_s: float) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                owner = os.pread(lock, 1000, 0).decode() or "another process"
-                os.close(lock)
-                raise BlockingIOError(
-                    f"rollout journal {path.parent}: {owner} belongs to a run in this run.folder and still writes it; "
-                    f"wait until that run has ended, or kill it, and resume."
-                ) from None
-        time.sleep(POLL_S)
+    try:
+        return file_lock.take(path, patience_s)
+    except file_lock.LockHeld as held:
+        raise BlockingIOError(
+            f"rollout journal {path.parent}: {held.owner} belongs to a run in this run.folder and still writes it; "
+            f"wait until that run has ended, or kill it, and resume."
+        ) from None

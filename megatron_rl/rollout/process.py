@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import WeightReceiver
 from megatron_rl.config import GenerationConfig, TrainConfig
-from megatron_rl.rollout import journal_lock
+from megatron_rl.launch import file_lock
 from megatron_rl.rollout.books import Place
 from megatron_rl.rollout.channel import Caller, Wire
 
@@ -95,7 +95,7 @@ class RolloutProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         if lock is not None:
-            journal_lock.sign(lock, self.process.pid)
+            file_lock.sign(lock, self.process.pid)
             os.close(lock)
         self._begun: Future[None] | None = None
         self._caller = Caller(Wire(ours), on_told=self._hear, on_end=self._find_out)

@@ -11,6 +11,7 @@ from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.launch import file_lock
 from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.rollout import journal_lock
 
@@ -114,7 +115,7 @@ def starts_beside_another(folder):
 
 def test_no_rank_resumes_a_run_that_another_process_goes_on_with(tmp_path):
     lock = journal_lock.take(tmp_path / "journal", 1)
-    journal_lock.sign(lock, 123)
+    file_lock.sign(lock, 123)
     try:
         run_ranks(2, starts_beside_another, tmp_path)
     finally:
