@@ -17,6 +17,7 @@ from megatron_rl.config.algorithm import (
     PreferenceConfig,
     RewardModelConfig,
     RewardShapingConfig,
+    SupervisedConfig,
 )
 from megatron_rl.config.data import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
 from megatron_rl.config.experiment import TrainConfig
@@ -48,6 +49,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SECTIONS",
+    "SupervisedConfig",
     "TelemetryConfig",
     "TrainConfig",
     "WarmStartConfig",

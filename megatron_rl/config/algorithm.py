@@ -1,5 +1,5 @@
 """What is learned from trajectories: estimator and loss, reward shaping, corrections, critic and reward model; or from
-pairs of replies."""
+answers, or pairs of replies."""
 
 from __future__ import annotations
 
@@ -272,3 +272,15 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         is_known, rule = _is_known(self.loss, PAIR_LOSSES)
         check("preference", loss=(self.loss, not self.loss or is_known, rule))
+
+
+@dataclass(kw_only=True)
+class SupervisedConfig:
+    """Training on answers in place of RL, by `megatron-rl sft` or, with more ranks, `launch`.
+
+    A step is one update by batch.prompts_per_step rows.
+    """
+
+    answer: str = ""
+    """The rows' column with the text of the answer; or messages: the answer is the content of a dialogue's last one,
+    which must be an assistant's, and the prompt is what comes before. Empty: RL."""

@@ -27,7 +27,8 @@ class DataConfig:
     shuffle: bool = True
     max_prompt_tokens: int = 0
     """Leave out training prompts with more; 0 leaves out none, and one that does not fit the context is an error."""
-
+    max_tokens: int = 0
+    """The same of a prompt with its answer, or with the longer reply of a pair."""
     success_rates: str = ""
     """An eval.jsonl that `megatron-rl eval` wrote with the training prompts in one of its sets: those in success_band
     are trained, and with `shuffle: false` in the order of falling success."""
@@ -41,8 +42,9 @@ class DataConfig:
         check("data", success_band=(band, is_band, rule))
         is_file = not self.success_rates or self.success_rates.endswith(".jsonl")
         check("data", success_rates=(self.success_rates, is_file, "must be an eval.jsonl, or empty"))
-        longest = self.max_prompt_tokens
-        check("data", max_prompt_tokens=(longest, longest >= 0, "must be at least 0; 0 leaves out none"))
+        for key in ("max_prompt_tokens", "max_tokens"):
+            value = getattr(self, key)
+            check("data", **{key: (value, value >= 0, "must be at least 0; 0 leaves out none")})
         for name, part in self.train_args.items() if self.train == MIXTURE else ():
             is_known = not isinstance(part, dict) or set(part) <= {"source", "args", "weight"}
             check("data.train_args", **{name: (part, is_known, "must have source, and may have args and weight")})

@@ -16,6 +16,7 @@ from megatron_rl.config.algorithm import (
     PreferenceConfig,
     RewardModelConfig,
     RewardShapingConfig,
+    SupervisedConfig,
 )
 from megatron_rl.config.data import DataConfig, EvalConfig, WarmStartConfig
 from megatron_rl.config.model import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -37,6 +38,7 @@ class TrainConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -48,13 +50,23 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         batch, samples = self.batch, self.generation.n_samples
+        if self.supervised.answer and self.preference.loss:
+            raise ValueError(
+                f"supervised.answer = {self.supervised.answer!r}: preference.loss = {self.preference.loss!r} is set "
+                f"too, and a run learns from answers or from pairs of replies; leave one of them out."
+            )
+        if self.data.max_tokens > 0 and not self.learns_from_data:
+            raise ValueError(
+                f"data.max_tokens = {self.data.max_tokens}: counts the tokens of replies too, and the prompts of RL "
+                f"bring none; set data.max_prompt_tokens, or leave it out."
+            )
         if batch.prompts_per_step * samples < batch.updates_per_step:
             raise ValueError(
                 f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
                 f"generation.n_samples = "
                 f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
             )
-        if self.algo.advantage in COMPARE_GROUP and samples < 2 and not self.preference.loss:
+        if self.algo.advantage in COMPARE_GROUP and samples < 2 and not self.learns_from_data:
             raise ValueError(
                 f"generation.n_samples = {samples}: algo.advantage = {self.algo.advantage} compares the replies of one "
                 f"prompt and needs 2 or more; raise it, or set algo.advantage=reinforce."
@@ -118,8 +130,20 @@ class TrainConfig:
 
     @property
     def starts_servers(self) -> bool:
-        """Whether a run starts rollout servers itself; training on pairs needs none."""
-        return self.rollout.starts_servers and not self.preference.loss
+        """Whether a run starts rollout servers itself; what learns from data needs none."""
+        return self.rollout.starts_servers and not self.learns_from_data
+
+    @property
+    def learns_from_data(self) -> bool:
+        """Whether the rows of data.train bring what is learned, answers or pairs of replies; else it is RL."""
+        return bool(self.supervised.answer or self.preference.loss)
+
+    @property
+    def chosen_data(self) -> str:
+        """The setting by which a run learns from data, as messages name it."""
+        if self.supervised.answer:
+            return f"supervised.answer = {self.supervised.answer!r}"
+        return f"preference.loss = {self.preference.loss!r}"
 
     @property
     def has_critic(self) -> bool:

@@ -115,10 +115,10 @@ class FSDPEngine(ModelEngine):
             parameter.to_local().copy_(source.read(name, 0, start, min(start + rows, count)))
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
+        """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
         options = self.config.optimizer
         if lr is not None:
-            options = replace(options, lr=lr, min_lr=0.0, schedule="constant")
+            options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
         self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
         # Megatron leaves norms and biases out of weight decay.
         matrices = [p for p in self.model.parameters() if p.ndim > 1]

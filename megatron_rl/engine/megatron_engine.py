@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,11 @@ class MegatronEngine(ModelEngine):
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, as between a warm start and RL; `lr` replaces the configured one."""
+        """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
         self._activate()
         options = self.config.optimizer
         if lr is not None:
-            options = type(options)(**{**vars(options), "lr": lr, "min_lr": 0.0, "schedule": "constant"})
+            options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
         self.optimizer = build_optimizer(options, self.wrapped, self.dtype)
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)

@@ -10,6 +10,7 @@ from megatron_rl import platform
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.experiment.warm_start import warm_start_rows
 from megatron_rl.import_path import OURS
 from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.prompts import load_held_out
@@ -26,10 +27,10 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     Returns the tokenizer, the training prompts and the held-out prompts of each set.
     """
     allowed = config.run.import_from
-    if config.preference.loss:
+    if config.learns_from_data:
         raise ValueError(
-            f"preference.loss = {config.preference.loss!r}: trains on pairs of replies, and this is RL; start it by "
-            f"megatron-rl preferences, or megatron-rl launch for several ranks, or leave the section out."
+            f"{config.chosen_data}: trains on the rows' own replies, and this is RL; start it by megatron-rl launch, "
+            f"or leave the section out."
         )
     estimator = find_estimator(config.algo.advantage, config.advantage_args, import_from=allowed)
     if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
@@ -67,6 +68,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     held_out = load_held_out(config)
     for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
         prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
+    if config.warm_start.updates > 0:
+        warm_start_rows(config.warm_start, train, tokenizer, context=arch.max_positions)
     return tokenizer, train, held_out
 
 

@@ -46,10 +46,9 @@ SAMPLES_LOGGED = 8
 class Experiment(Run):
     """All parts of one run of RL on this rank."""
 
-    def __init__(self, config: TrainConfig, *, needs_servers: bool = True, resume: str = "") -> None:
+    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         super().__init__(config, resume=resume)
-        self.needs_servers = needs_servers
         self.stands_still = False
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
@@ -91,8 +90,7 @@ class Experiment(Run):
             train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
         self.books = RolloutBooks(config, self.prompts, self.groups, self.resumed)
-        if self.needs_servers:
-            self.rollouts.start()
+        self.rollouts.start()
         self._start_engines()
 
     def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:

@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algo.reward import take_out_greedy
-from megatron_rl.batch import exchange
+from megatron_rl.config import WarmStartConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.experiment.supervised_training import answer_training
 from megatron_rl.rollout.groups import reward_of_each
 from megatron_rl.rollout.prompts import PromptIterator
-from megatron_rl.rollout.tokens import reply_ids
-from megatron_rl.rollout.workflows.scoring import prompt_ids
-from megatron_rl.sft import train_on_answers
-from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.rollout.replies import AnswerRows
 
 if TYPE_CHECKING:
     from megatron_rl.experiment.experiment import Experiment
 
 SETTINGS = "warm_start.json"
+
+
+def warm_start_rows(
+    options: WarmStartConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, context: int
+) -> AnswerRows:
+    """Return the training prompts with their answers. ValueError names the first without one, or that is too long."""
+    asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
+    return AnswerRows("data.train", prompts, tokenizer, **asked, context=context)
 
 
 class WarmStart:
@@ -72,22 +79,17 @@ class WarmStart:
     def _train(self) -> None:
         x, options = self.x, self.x.config.warm_start
         x.engine.reset_optimizer(options.updates, lr=options.lr)
-        prompts = PromptIterator(x.prompts.prompts, seed=x.config.run.seed, shuffle=True)
-
-        def share(batch: TrajectoryBatch, update: int) -> TrajectoryBatch:
-            return exchange.update_shares(batch, 1, x.groups, seed=update)[0]
-
-        stats: list[StepStats] = []
-        updates = train_on_answers(
-            x.engine,
-            prompts,
-            self._encode,
-            options,
-            share,
-            on_update=lambda _, update_stats: stats.append(update_stats),
-            sampled_reward=self._sampled_reward if x.needs_servers and x.held_out else None,
-        )
-        x.say(f"warm start: {updates} supervised updates, loss {stats[0].loss:.3f} -> {stats[-1].loss:.3f}")
+        rows = warm_start_rows(options, x.prompts.prompts, x.tokenizer, context=x.engine.arch.max_positions)
+        prompts = PromptIterator(rows.rows, seed=x.config.run.seed, shuffle=True)
+        training, losses = answer_training(x.engine, x.groups), []
+        for update in range(options.updates):
+            chosen = prompts.next_batch(options.prompts_per_update)
+            batch = rows.batch(prompt["prompt_index"] for prompt in chosen)
+            losses.append(training.update(batch, update).loss)
+            is_check = bool(x.held_out) and (update + 1) % options.check_every_updates == 0
+            if is_check and self._sampled_reward() >= options.stop_at_reward:
+                break
+        x.say(f"warm start: {len(losses)} supervised updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     def _settings(self) -> str:
         """Everything a warm start's result depends on but the layout, which changes no more than rounding."""
@@ -107,14 +109,6 @@ class WarmStart:
             kept = [path.is_file() and path.read_text() == self._settings()]
         dist.broadcast_object_list(kept, src=0, group=self.x.groups.control)
         return kept[0]
-
-    def _encode(self, prompt: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Return the token ids of a prompt and of its answer with an end-of-sequence token."""
-        if "answer" not in prompt:
-            raise ValueError(
-                f"prompt {prompt}: has no answer; a warm start trains on answers, so give every prompt one."
-            )
-        return prompt_ids(self.x.tokenizer, prompt), reply_ids(self.x.tokenizer, str(prompt["answer"]))
 
     def _sampled_reward(self) -> float:
         """Mean reward of sampled replies to the held-out prompts, the same on every rank."""

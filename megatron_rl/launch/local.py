@@ -1,9 +1,9 @@
 """Starts the ranks of a run on one host, beside its servers or on the same devices: `megatron-rl launch CONFIG`.
 
 On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
-(rollout.colocated). Training on pairs (preference.loss) has no servers, and a rank for each GPU. When a rank dies the
-others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are passed on to all ranks, which save and stop
-(launch/notice.py); the exit code is theirs then.
+(rollout.colocated). Training on answers or pairs of replies has no servers, and a rank for each GPU. When a rank dies
+the others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are passed on to all ranks, which save and
+stop (launch/notice.py); the exit code is theirs then.
 """
 
 from __future__ import annotations

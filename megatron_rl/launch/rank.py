@@ -20,6 +20,8 @@ Train = Callable[..., bool]
 
 def module_of(config: TrainConfig) -> str:
     """The module that a rank of this experiment runs."""
+    if config.supervised.answer:
+        return "megatron_rl.sft"
     return "megatron_rl.preferences" if config.preference.loss else "megatron_rl.train"
 
 

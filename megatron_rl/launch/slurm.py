@@ -3,8 +3,8 @@
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
 It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs;
-training on pairs (preference.loss) has none. A notice (`--signal`, pre-emption) goes to the trainer, which saves; then
-the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
+training on answers or pairs of replies has none. A notice (`--signal`, pre-emption) goes to the trainer, which saves;
+then the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Job:
         train = ["-m", module_of(self.config), *self.train_arguments]
         if self.config.run.checkpoint_every_steps:
             train += ["--resume", "auto"]
-        if not (self.config.rollout.servers or self.config.preference.loss):
+        if not (self.config.rollout.servers or self.config.learns_from_data):
             count = len(self.servers) or self.config.rollout.server_count
             train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
         self.rank_logs.mkdir(parents=True, exist_ok=True)
@@ -304,15 +304,12 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
             "run `megatron-rl launch CONFIG`, where servers and ranks take turns on one node."
         )
     count = args.servers
-    if count and config.preference.loss:
-        raise ValueError(
-            f"--servers {count}: preference.loss = {config.preference.loss!r} trains on pairs, which needs none; leave "
-            f"it out."
-        )
+    if count and config.learns_from_data:
+        raise ValueError(f"--servers {count}: {config.chosen_data} trains on data alone and needs none; leave it out.")
     nodes = nodes_of_job(environment)
     serving, training = nodes[0], nodes[-1]
     if count is None:
-        count = 0 if config.rollout.servers or config.preference.loss else config.rollout.server_count
+        count = 0 if config.rollout.servers or config.learns_from_data else config.rollout.server_count
     gpus = config.rollout.gpus_per_server if serving.gpus else 0
     placement = place(serving, training, servers=count, ranks=args.ranks, gpus_per_server=gpus)
     if placement.ranks:

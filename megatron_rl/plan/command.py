@@ -23,8 +23,8 @@ def plan_text(
     ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
     """
     config = load_config(path, overrides)
-    if config.preference.loss:
-        raise ValueError(f"preference.loss = {config.preference.loss!r}: only RL runs are planned; leave it out.")
+    if config.learns_from_data:
+        raise ValueError(f"{config.chosen_data}: only RL runs are planned; leave it out.")
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device])
     tokens = measure_prompts(config)
     plan = best_plan(config, tokens, cluster)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -10,6 +11,8 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.rollout.curriculum import by_success
 from megatron_rl.rollout.prompts import load_prompts
 from megatron_rl.rollout.workflows.scoring import prompt_ids
+
+Entry = TypeVar("Entry")
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -27,17 +30,22 @@ def reply_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the prompts of data.train that the section's other keys leave. ValueError where these leave none."""
+    prompts, longest = training_rows(config), config.data.max_prompt_tokens
+    return at_most(longest, "data.max_prompt_tokens", prompts, lambda prompt: len(prompt_ids(tokenizer, prompt)))
+
+
+def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the prompts of data.train that data.success_rates leaves, of any length."""
     data = config.data
     prompts = load_prompts(data.train, data.train_args, key="data.train", import_from=config.run.import_from)
-    if data.success_rates:
-        prompts = by_success(prompts, data.success_rates, data.success_band)
-    if not (longest := data.max_prompt_tokens):
-        return prompts
-    kept = [prompt for prompt in prompts if len(prompt_ids(tokenizer, prompt)) <= longest]
+    return by_success(prompts, data.success_rates, data.success_band) if data.success_rates else prompts
+
+
+def at_most(longest: int, key: str, prompts: list[Entry], tokens_of: Callable[[Entry], int]) -> list[Entry]:
+    """Return those of up to `longest` tokens, which `key` sets; all where it is 0. ValueError where none is left."""
+    kept = [prompt for prompt in prompts if tokens_of(prompt) <= longest] if longest else prompts
     if not kept:
-        raise ValueError(
-            f"data.max_prompt_tokens = {longest}: all {len(prompts)} prompts of data.train have more; raise it."
-        )
+        raise ValueError(f"{key} = {longest}: all {len(prompts)} prompts of data.train have more; raise it.")
     return kept
 
 

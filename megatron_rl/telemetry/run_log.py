@@ -33,6 +33,7 @@ COLUMNS = (
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
     ("loss", "policy/loss", ".4f"),
     ("grad norm", "policy/grad_norm", ".3f"),
+    ("loss", "supervised/loss", ".4f"),
     ("loss", "preference/loss", ".4f"),
     ("accuracy", "preference/accuracy", ".0%"),
     ("margin", "preference/margin", ".2f"),

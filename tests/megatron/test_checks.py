@@ -60,6 +60,23 @@ def test_what_cannot_be_found_is_named(override, parts):
         assert part in message, message
 
 
+def test_warm_start_names_the_prompt_without_an_answer(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "01?", "answer": "1"}\n{"prompt": "11?", "solution": "2"}\n')
+    rows = (f"data.train={path}", "data.train_args={}")
+    message = refused(*rows, "warm_start.updates=3")
+    assert "data.train, row 2: answer = None: must be the text of the answer" in message
+    assert "on which warm_start.updates = 3 trains; give every row one" in message
+    assert "row 1: has 68 tokens" in refused(f"data.train={long_answer(tmp_path)}", "data.train_args={}")
+    check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *rows, "warm_start.updates=0"]))
+
+
+def long_answer(folder):
+    path = folder / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "01?", "answer": "1" * 64}))
+    return path
+
+
 def test_declared_module_that_cannot_be_found_is_named():
     message = refused("rollout.reward=absent.module:thing", "run.import_from=[absent]")
     for part in ("rollout.reward = 'absent.module:thing'", "cannot be imported", "PYTHONPATH"):
@@ -119,7 +136,7 @@ def run_cli(module, *arguments):
         ("megatron_rl.train", ["configs/count_grpo.yaml", "optimiser.lr=1"], "did you mean optimizer"),
         ("megatron_rl.train", ["configs/count_grpo.yaml", "parallel.tensor=2"], "does not divide the world size 1"),
         ("megatron_rl.train", ["configs/demo.yaml", "model.path=/none"], "no config.json"),
-        ("megatron_rl.cli", ["sft", "configs/demo.yaml"], "warm_start.updates = 0"),
+        ("megatron_rl.cli", ["sft", "configs/demo.yaml"], "supervised.answer = '': names no column"),
         ("megatron_rl.cli", ["preferences", "configs/none.yaml"], "no such file"),
         ("megatron_rl.cli", ["report", "/none"], "metrics.jsonl"),
         ("megatron_rl.cli", ["convert", "/none.gguf", "/tmp/never"], "none.gguf"),

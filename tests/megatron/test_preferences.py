@@ -21,7 +21,7 @@ from megatron_rl.config import load_config
 from megatron_rl.experiment import check
 from megatron_rl.experiment.pair_training import PairRun, PairTraining, Reference, asked_together, check_pair_training
 from megatron_rl.preferences import train
-from megatron_rl.rollout.pairs import join_pairs
+from megatron_rl.rollout.replies import join_pairs
 from megatron_rl.telemetry.run_log import read_run
 
 TOLERANCE = 1e-5
@@ -166,7 +166,7 @@ def trained(backend, folders, layout):
             engine.reset_optimizer(10)
             training = PairTraining(engine, engine.groups, entry_of(case))
             pairs = pairs_of_batch()
-            if training.loss.entry.needs_reference:
+            if training.entry.needs_reference:
                 pairs.tokens["ref_logprobs"] = training.ref_logprobs(pairs)
             results[case] = [*(training.update(pairs, step) for step in range(2)), training.evaluate(pairs)]
     return results
@@ -254,9 +254,12 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(settings, m
         check_pair_training(load_config(ROOT / "configs" / "count_dpo.yaml", [*model, *settings]))
 
 
-def test_rl_refuses_an_experiment_of_pairs():
-    with pytest.raises(ValueError, match="preference.loss = 'dpo': .* start it by megatron-rl preferences"):
-        check(load_config(ROOT / "configs" / "count_dpo.yaml"))
+@pytest.mark.parametrize(
+    ("config", "setting"), [("count_dpo", "preference.loss = 'dpo'"), ("count_sft", "supervised.answer = 'answer'")]
+)
+def test_rl_refuses_an_experiment_on_data(config, setting):
+    with pytest.raises(ValueError, match=f"{setting}: .* start it by megatron-rl launch"):
+        check(load_config(ROOT / "configs" / f"{config}.yaml"))
 
 
 def test_reference_is_asked_about_a_pair_in_the_same_company_whichever_step_a_run_goes_on_from():

@@ -120,11 +120,6 @@ def test_a_warm_start_stops_at_the_reward_of_replies_also_where_tokens_have_them
     assert run._sampled_reward() == (1.0 + 0.5) / 2
 
 
-def test_a_warm_start_trains_on_answers_that_are_numbers_as_rewards_compare_with_them():
-    encode = warm_start.WarmStart(SimpleNamespace(tokenizer=make_tokenizer()))._encode
-    assert encode({"prompt": "6 * 7 =", "answer": 42}) == encode({"prompt": "6 * 7 =", "answer": "42"})
-
-
 def test_agents_generation_goes_on_after_an_interruption_token_by_token(
     embedded_servers, connect, tiny_model, other_tiny_model
 ):

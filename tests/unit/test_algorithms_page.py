@@ -15,7 +15,14 @@ from megatron_rl import cli
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.catalogue import rows
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.config import SECTIONS, AlgorithmConfig, PreferenceConfig, RewardShapingConfig, load_config
+from megatron_rl.config import (
+    SECTIONS,
+    AlgorithmConfig,
+    PreferenceConfig,
+    RewardShapingConfig,
+    SupervisedConfig,
+    load_config,
+)
 from megatron_rl.import_path import resolve
 from megatron_rl.rollout import rewards, workflows
 from megatron_rl.rollout.configured import configured_rewards
@@ -77,6 +84,7 @@ def test_every_key_on_the_page_is_one_of_the_config_and_every_key_is_on_the_page
     for section, key in found:
         assert key in {field.name for field in dataclasses.fields(SECTIONS[section])}, f"{section}.{key}"
     whole = {"algo": AlgorithmConfig, "reward_shaping": RewardShapingConfig, "preference": PreferenceConfig}
+    whole |= {"supervised": SupervisedConfig}
     for section, config in whole.items():
         missing = {field.name for field in dataclasses.fields(config)} - {key for name, key in found if name == section}
         assert missing <= {"clip_low", "overlong_penalty"}, missing

@@ -85,6 +85,7 @@ OUR_KEYS = {
     ],
     "reward_model": ["path", "parallel", "coefficient"],
     "preference": ["loss", "loss_args"],
+    "supervised": ["answer"],
     "rollout": [
         "workflow",
         "workflow_args",
@@ -122,6 +123,7 @@ OUR_KEYS = {
         "evaluation_args",
         "shuffle",
         "max_prompt_tokens",
+        "max_tokens",
         "success_rates",
         "success_band",
     ],
@@ -342,6 +344,9 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ),
         ("rollout.recipe=[{reward: 'a:b', weight: .nan}]", "rollout.recipe = .*weight: a number"),
         ("eval.sets={a: {source: a.jsonl, arg: {}}}", "eval.sets = .*must map names to .source: ..., args: ...."),
+        ("data.max_prompt_tokens=-1", "data.max_prompt_tokens = -1: must be at least 0; 0 leaves out none"),
+        ("data.max_tokens=-1", "data.max_tokens = -1: must be at least 0; 0 leaves out none"),
+        ("data.max_tokens=9", "data.max_tokens = 9: .* the prompts of RL bring none; set data.max_prompt_tokens"),
         ("warm_start.updates=-1", "warm_start.updates = -1: must be at least 0; 0 leaves the warm start out"),
         ("warm_start.prompts_per_update=0", "warm_start.prompts_per_update = 0: must be at least 1"),
         ("warm_start.lr=0", "warm_start.lr = 0.0: must be above 0"),
@@ -433,6 +438,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             r"\(run.steps - critic.warmup_steps\) x batch.updates_per_step = 2 updates; lower it",
         ),
         (
+            ["supervised.answer=solution", "preference.loss=dpo"],
+            "supervised.answer = 'solution': preference.loss = 'dpo' is set too, .*; leave one of them out",
+        ),
+        (
             ["correction.weight=mask", "correction.proximal=behavior"],
             "correction.weight = 'mask': correction.proximal = behavior makes every weight 1; set it to off",
         ),
@@ -447,6 +456,7 @@ def test_boundaries_are_allowed(load):
     load("batch.prompts_per_step=2", "batch.updates_per_step=16")
     load("generation.n_samples=2")
     load("run.steps=4", "optimizer.warmup_updates=4")
+    load("generation.n_samples=1", "supervised.answer=solution", "data.max_tokens=9")
     load("parallel.tensor=2", "parallel.sequence=true")
     load(
         "generation.n_samples=1", "algo.advantage=remax", "rollout.workflow=megatron_rl.rollout.workflows:ReMaxWorkflow"

@@ -10,7 +10,7 @@ from megatron_rl.experiment.rollouts import devices_by_server
 from megatron_rl.launch import local
 from megatron_rl.launch.local import Places, arrange, gpus_of_host
 
-COUNT, PAIRS = "configs/count_grpo.yaml", "configs/count_dpo.yaml"
+COUNT, PAIRS, ANSWERS = "configs/count_grpo.yaml", "configs/count_dpo.yaml", "configs/count_sft.yaml"
 BY_TURNS = ("rollout.colocated=true", "rollout.publication=ipc")
 
 
@@ -40,17 +40,19 @@ def test_ranks_get_the_gpus_that_servers_leave():
     assert places(2, "rollout.servers=[http://elsewhere:1]") == Places(ranks=2, rank_gpus=["0", "1"])
 
 
-def test_training_on_pairs_has_every_gpu_for_its_ranks_and_starts_their_module(monkeypatch):
-    assert places(0, config=PAIRS) == Places(ranks=1)
-    assert places(4, "parallel.tensor=2", config=PAIRS) == Places(ranks=4, rank_gpus=list("0123"))
-    with pytest.raises(ValueError, match="--ranks 5: this host has 4 GPUs, of which each takes one; lower it"):
-        places(4, config=PAIRS, ranks=5)
+def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_their_module(monkeypatch):
+    for config in (PAIRS, ANSWERS):
+        assert places(0, config=config) == Places(ranks=1)
+        assert places(4, "parallel.tensor=2", config=config) == Places(ranks=4, rank_gpus=list("0123"))
+        with pytest.raises(ValueError, match="--ranks 5: this host has 4 GPUs, of which each takes one; lower it"):
+            places(4, config=config, ranks=5)
     started = []
     monkeypatch.setattr(local, "run", lambda places, arguments: started.append(arguments) or 0)
-    for config in (PAIRS, COUNT):
+    for config in (PAIRS, ANSWERS, COUNT):
         with pytest.raises(SystemExit):
             main(["launch", "--ranks", "1", config, "run.steps=3"])
-    assert started == [["megatron_rl.preferences", PAIRS, "run.steps=3"], ["megatron_rl.train", COUNT, "run.steps=3"]]
+    modules = ("megatron_rl.preferences", PAIRS), ("megatron_rl.sft", ANSWERS), ("megatron_rl.train", COUNT)
+    assert started == [[*module, "run.steps=3"] for module in modules]
 
 
 def test_by_turns_both_get_all():

@@ -13,7 +13,7 @@ from megatron_rl.algo.catalogue import find_pair_loss
 from megatron_rl.algo.preference import pairs_of, preference_metrics
 from megatron_rl.batch import packing
 from megatron_rl.config import PAIR_LOSSES, load_config
-from megatron_rl.rollout.pairs import join_pairs, load_pairs
+from megatron_rl.rollout.replies import join_pairs, load_replies
 from megatron_rl.rollout.tasks import count_ones_pairs
 
 TINY = "configs/models/count_tiny"
@@ -29,7 +29,7 @@ def load(tmp_path):
         config = {"model.path": TINY, "data.train": tmp_path / "pairs.jsonl", "preference.loss": "dpo"} | settings
         (tmp_path / "empty.yaml").write_text("run: {steps: 1}")
         loaded = load_config(tmp_path / "empty.yaml", [f"{key}={value}" for key, value in config.items()])
-        pairs, held_out = load_pairs(loaded, AutoTokenizer.from_pretrained(TINY), context=16)
+        pairs, held_out = load_replies(loaded, AutoTokenizer.from_pretrained(TINY), context=16)
         assert held_out == {} and [row["chosen"] for row in pairs.rows] == [row["chosen"] for row in rows]
         return pairs.batch(range(len(rows)))
 

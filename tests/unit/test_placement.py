@@ -74,9 +74,13 @@ def test_outside_a_job_the_message_names_sbatch():
         nodes_of_job({"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "3"})
 
 
-def test_servers_for_training_on_pairs_are_refused():
-    args = parser().parse_args(["configs/count_dpo.yaml", "--servers=2"])
-    with pytest.raises(ValueError, match="--servers 2: preference.loss = 'dpo' trains on pairs, which needs none"):
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [("configs/count_dpo.yaml", "preference.loss = 'dpo'"), ("configs/count_sft.yaml", "supervised.answer = 'answer'")],
+)
+def test_servers_for_training_on_data_are_refused(config, setting):
+    args = parser().parse_args([config, "--servers=2"])
+    with pytest.raises(ValueError, match=f"--servers 2: {setting} trains on data alone and needs none; leave it out"):
         job_of(args, {})
 
 

@@ -513,6 +513,9 @@ def test_missing_tokenizer_is_named(tmp_path):
         main(["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={tmp_path}"])
 
 
-def test_training_on_pairs_is_not_planned():
-    with pytest.raises(SystemExit, match="plan: preference.loss = 'dpo': only RL runs are planned"):
-        main(["plan", str(ROOT / "configs" / "count_dpo.yaml")])
+@pytest.mark.parametrize(
+    ("config", "setting"), [("count_dpo", "preference.loss = 'dpo'"), ("count_sft", "supervised.answer = 'answer'")]
+)
+def test_training_on_data_is_not_planned(config, setting):
+    with pytest.raises(SystemExit, match=f"plan: {setting}: only RL runs are planned"):
+        main(["plan", str(ROOT / "configs" / f"{config}.yaml")])
