@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     commands.add_parser(
         "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
     )
-    commands.add_parser("sft", help="a policy from the prompts' own answers: megatron-rl sft CONFIG", add_help=False)
+    commands.add_parser("sft", help="a policy from the rows' own answers: megatron-rl sft CONFIG", add_help=False)
     commands.add_parser(
         "preferences",
         help="a policy (DPO) or a reward model from pairs of replies: megatron-rl preferences CONFIG",

@@ -1,6 +1,7 @@
-"""Preferences become a policy or a reward model, and this one teaches a policy what nobody else rewards."""
+"""Answers become a policy; preferences one, or a reward model that teaches a policy what nobody else rewards."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl import preferences, sft
 from megatron_rl.experiment import Experiment
+from megatron_rl.rollout.tasks import count_ones
 from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
@@ -28,11 +30,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def warm(folder):
+def supervised(folder):
+    """A short run on answers."""
+    run(sft.main, "configs/count_sft.yaml", "batch.prompts_per_step=128", "run.steps=30", f"run.folder={folder}/sft")
+    return folder / "sft"
+
+
+@pytest.fixture(scope="module")
+def warm(supervised):
     """A policy that answers in the right form, and is right now and then."""
-    warm_start = ("warm_start.updates=30", f"warm_start.folder={folder}/warm")
-    run(sft.main, COUNT, *warm_start, f"run.folder={folder}/sft")
-    return folder / "warm"
+    return supervised / "final"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,20 @@ def reward_model(folder):
     settings = ("run.steps=120", f"run.folder={folder}/judge")
     run(preferences.main, "configs/count_reward_model.yaml", *settings)
     return folder / "judge"
+
+
+def test_policy_learns_to_answer(supervised):
+    first, *_, last = evaluations_of(supervised)
+    assert (first["step"], last["step"]) == (0, 30) and first["loss"] > 3 and last["loss"] < 0.8
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert steps_of(supervised)[-1]["supervised/loss"] < 0.8
+    policy = AutoModelForCausalLM.from_pretrained(supervised / "final")
+    tokenizer = AutoTokenizer.from_pretrained(supervised / "final")
+    rows = count_ones("held_out")
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")["input_ids"]
+    replies = tokenizer.batch_decode(policy.generate(prompts, max_new_tokens=2, do_sample=False)[:, prompts.shape[1] :])
+    right = [reply == row["answer"] + tokenizer.eos_token for reply, row in zip(replies, rows, strict=True)]
+    assert mean(right) >= 0.4, "and one of nine by chance"
 
 
 def test_reward_model_learns_which_reply_is_right(reward_model):

@@ -1,21 +1,21 @@
-"""Training on pairs is stopped, watched and resumed as RL is."""
+"""Training on answers or pairs is stopped, watched and resumed as RL is, in a folder of its own."""
 
 import os
 import signal
 import time
 
 import pytest
-from kills import exit_codes, newest_checkpoint, start_ranks
+from kills import exit_codes, has_ended, logged, newest_checkpoint, start_ranks
 from training_runs import ROOT, steps_of
 
-from megatron_rl.experiment.pair_training import PairRun
+from megatron_rl import preferences, sft
+from megatron_rl.experiment.data_run import DataRun
 from megatron_rl.launch.notice import EXIT_STOPPED
-from megatron_rl.preferences import main
 
 pytestmark = pytest.mark.slow
 
 STEPS = 16
-# 37 pairs, 6 a step: the first epoch ends with a pair that is new alone, and pairs come again after the notice.
+# 37 rows, 6 a step: the first epoch ends with a row that is new alone, and rows come again after the notice.
 SMALL = (
     *(f"model.path={ROOT}/configs/models/count_tiny", "model.init=random", "optimizer.lr=5e-3"),
     *("data.train_args.count=37", "data.evaluation_args.count=5", "batch.prompts_per_step=6"),
@@ -23,33 +23,38 @@ SMALL = (
 )
 
 
-def experiment(overrides):
+def pairs(overrides):
     os.chdir(ROOT)
-    main(["configs/count_dpo.yaml", *overrides, "--resume", "auto"])
+    preferences.main(["configs/count_dpo.yaml", *overrides, "--resume", "auto"])
 
 
-def start(folder, *more, run=experiment):
-    """Two replicas, by their pids; they write to output.txt beside their folder."""
-    return start_ranks(2, run, (f"run.folder={folder}", *SMALL, *more), folder.with_suffix(".txt"))
+def answers(overrides):
+    os.chdir(ROOT)
+    sft.main(["configs/count_sft.yaml", *overrides, "--resume", "auto"])
+
+
+def start(folder, run, *more, ranks=2):
+    """That many replicas, by their pids; they write to a file beside their folder."""
+    return start_ranks(ranks, run, (f"run.folder={folder}", *SMALL, *more), folder.with_suffix(".txt"))
 
 
 def weights(folder):
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
-def before_each_update(act):
-    """A run whose ranks call `act` with the run and the step."""
-    update = PairRun.update
+def before_each_update(run, act):
+    """The run, whose ranks call `act` with it and the step."""
+    update = DataRun.update
 
     def patched(self, step):
         act(self, step)
         update(self, step)
 
-    def run(overrides):
-        PairRun.update = patched
-        experiment(overrides)
+    def patched_run(overrides):
+        DataRun.update = patched
+        run(overrides)
 
-    return run
+    return patched_run
 
 
 def tell_one_rank(run, step):
@@ -58,16 +63,18 @@ def tell_one_rank(run, step):
         assert run.notice.came(within_s=60)
 
 
-def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(tmp_path):
+@pytest.mark.parametrize(("run", "loss"), [(pairs, "preference/loss"), (answers, "supervised/loss")])
+def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(run, loss, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert exit_codes(start(whole)) == [0, 0], whole.with_suffix(".txt").read_text()
+    assert exit_codes(start(whole, run)) == [0, 0], whole.with_suffix(".txt").read_text()
     output = parts.with_suffix(".txt")
-    assert exit_codes(start(parts, run=before_each_update(tell_one_rank))) == [EXIT_STOPPED] * 2, output.read_text()
+    stopped = exit_codes(start(parts, before_each_update(run, tell_one_rank)))
+    assert stopped == [EXIT_STOPPED] * 2, output.read_text()
     assert newest_checkpoint(parts) == len(steps_of(parts)) == 9 and not (parts / "final").exists()
     assert "stopped after step 9 on another rank's notice; --resume auto" in output.read_text()
-    assert exit_codes(start(parts)) == [0, 0], output.read_text()
+    assert exit_codes(start(parts, run)) == [0, 0], output.read_text()
     assert "resumed after step 9" in output.read_text()
-    losses = [[step["preference/loss"] for step in steps_of(folder)] for folder in (parts, whole)]
+    losses = [[step[loss] for step in steps_of(folder)] for folder in (parts, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
     assert weights(parts) == weights(whole)
 
@@ -82,7 +89,7 @@ def stand_still(run, step):
 
 def test_rank_that_stands_still_is_named_and_ends_the_run(tmp_path):
     folder = tmp_path / "run"
-    first, late = start(folder, run=before_each_update(stand_still))
+    first, late = start(folder, before_each_update(pairs, stand_still))
     try:
         assert exit_codes([first]) == [1]
     finally:
@@ -91,3 +98,22 @@ def test_rank_that_stands_still_is_named_and_ends_the_run(tmp_path):
     text = " ".join(folder.with_suffix(".txt").read_text().split())
     assert "in phase 'update' for" in text and "rank 1 did not enter collective" in text, text
     assert len(steps_of(folder)) == 2 and "in stand_still" in (folder / "hang" / "rank-1.txt").read_text()
+
+
+def test_second_run_in_a_folder_is_refused_until_the_first_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    (first,) = start(folder, answers, "run.steps=100000", ranks=1)
+    try:
+        deadline = time.monotonic() + 60
+        while not logged(folder):
+            assert not has_ended(first) and time.monotonic() < deadline, folder.with_suffix(".txt").read_text()
+            time.sleep(0.05)
+        # Two ranks: the one that has no part in the lock ends as well, and neither has touched what is there.
+        assert exit_codes(start(folder, pairs, "run.steps=1")) == [1, 1]
+        text = folder.with_suffix(".txt").read_text()
+        assert f"run.folder = '{folder}': process {first} on" in text and "or name another folder" in text, text
+        assert not has_ended(first) and not list(folder.glob("previous-*"))
+    finally:
+        os.kill(first, signal.SIGKILL)
+        exit_codes([first])
+    assert exit_codes(start(folder, answers, "run.steps=1", ranks=1)) == [0]

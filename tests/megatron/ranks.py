@@ -96,6 +96,8 @@ def fork(function: Callable[..., Any], args: tuple[Any, ...], output: Path) -> i
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+        if isinstance(stop.code, str):  # as the interpreter does
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

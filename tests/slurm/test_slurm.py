@@ -17,7 +17,8 @@ from megatron_rl.launch.slurm import port_of
 
 pytestmark = pytest.mark.slow
 
-GRPO, PPO, PREFERENCES = "scripts/train_grpo.sh", "scripts/train_ppo.sh", "scripts/train_preferences.sh"
+GRPO, PPO, SFT = "scripts/train_grpo.sh", "scripts/train_ppo.sh", "scripts/train_sft.sh"
+PREFERENCES = "scripts/train_preferences.sh"
 COUNT = "configs/count_grpo.yaml"
 SMALL = (
     *("batch.prompts_per_step=8", "generation.n_samples=4", "data.evaluation=", "warm_start.updates=0"),
