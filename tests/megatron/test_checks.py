@@ -99,6 +99,7 @@ def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     own = ("rollout.reward=my_task:short", "data.train=my_task:numbers", "data.train_args={count: 5}")
+    own += ("warm_start.updates=0",)  # its prompts have no answers
     assert "set run.import_from=[my_task]" in refused(*own)
     config = load_config(
         ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *own, "run.import_from=[my_task]"]

@@ -212,18 +212,24 @@ def test_ppo_with_a_critic_trains_by_its_own_script(cluster, tmp_path):
     assert all("critic/loss" in line for line in lines(folder) if line["kind"] == "step")
 
 
-def test_pairs_train_on_two_nodes_without_a_server_and_are_queued_again_on_a_notice(cluster, tmp_path):
-    folder = tmp_path / "pairs"
+@pytest.mark.parametrize(
+    ("name", "script", "config"),
+    [("pairs", PREFERENCES, "configs/count_reward_model.yaml"), ("answers", SFT, "configs/count_sft.yaml")],
+)
+def test_data_trains_two_nodes_without_a_server_and_the_job_is_queued_again_on_a_notice(
+    name, script, config, cluster, tmp_path
+):
+    folder = tmp_path / name
     settings = (f"run.folder={folder}", "run.steps=100000", "run.checkpoint_every_steps=100000", "data.evaluation=")
-    job = cluster.sbatch("pairs", "--nodes=2", PREFERENCES, "configs/count_reward_model.yaml", *settings)
+    job = cluster.sbatch(name, "--nodes=2", script, config, *settings)
     wait_for_step(cluster, folder, 0)
     cluster("scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: "is queued again" in cluster.told("pairs"), lambda: cluster.told("pairs"))
+    wait_until(lambda: "is queued again" in cluster.told(name), lambda: cluster.told(name))
     cluster("scancel", job)
     (stopped,) = stopped_after(folder)
     assert steps(folder) == list(range(stopped)) and (folder / "checkpoints" / f"step-{stopped}").is_dir()
     assert {path.name for path in (folder / "ranks").iterdir()} == {"rank-0.log", "rank-1.log"}
-    assert not (folder / "servers").exists() and "--resume auto" in cluster.told("pairs")
+    assert not (folder / "servers").exists() and "--resume auto" in cluster.told(name)
 
 
 def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):
