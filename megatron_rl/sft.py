@@ -7,7 +7,7 @@ megatron-rl launch configs/count_sft.yaml parallel.tensor=2        # the same on
 from __future__ import annotations
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.launch import rank
+from megatron_rl.launch import rank, watch
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
@@ -38,4 +38,4 @@ def _load() -> tuple[rank.Check, rank.Train]:
 
 
 if __name__ == "__main__":
-    main()
+    watch.run_and_end(main)
