@@ -194,7 +194,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
             raise ValueError(
                 f"data.train: its {len(self.prompts)} prompts have the digest {self.digest!r}, and those of the saved "
                 f"iterator {state.get('digest')!r}: they are others, in another order, or saved by an older version. "
-                f"Resume with the data as they were, or start a new run."
+                f"Resume with the data as they were, from a file where a function gives other prompts in each process, "
+                f"or start a new run."
             )
         self.number = int(state["number"])
 
