@@ -21,7 +21,7 @@ Sums = dict[str, Tensor]
 
 
 def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-    """-log p per trained token: the loss of a supervised warm start."""
+    """-log p per trained token: the loss of training on answers."""
     return -logprobs.sum(), {"entropy": entropy.detach().sum()}
 
 

@@ -126,20 +126,25 @@ class DataRun(Run):
         self.training = self._make_training()
 
     def _lock_folder(self) -> None:
-        """Keep other runs on data out of the run's folder until this one ends. ValueError on all ranks where one is."""
+        """Keep other runs on data out of the run's folder until this one ends. ValueError where one is in it."""
 
         def lock() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # Its own: writers of checkpoints, which are forked, may outlive a run that is killed and resumed.
-            held = file_lock.take(self.folder / LOCK, by_process=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Its own: writers of checkpoints, which are forked, may outlive a run that is killed and resumed.
+                held = file_lock.take(self.folder / LOCK, by_process=True)
+            except file_lock.LockHeld as other:
+                raise OSError(
+                    f"{other.owner} belongs to a run in this folder, and each must have one of its own; wait until "
+                    f"that run has ended, or kill it, or name another folder."
+                ) from None
+            except OSError as error:
+                raise OSError(f"cannot be written ({error}); name another one.") from error
             file_lock.sign(held, os.getpid())
             self.at_end.callback(os.close, held)
 
         if fault := self.groups.on_main(lock):
-            raise ValueError(
-                f"run.folder = {str(self.folder)!r}: {fault}; a run must have a folder of its own that it can write: "
-                f"wait until the other has ended, or end it, or name another folder."
-            )
+            raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:

@@ -139,6 +139,12 @@ def test_run_is_the_same_on_two_ranks(layout, tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
 
 
+def test_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(AssertionError, match=r"run.folder = '.*/file/run': cannot be written \(.*\); name another one"):
+        run_ranks(1, run_of, f"run.folder={tmp_path}/file/run")
+
+
 def test_run_says_how_many_rows_it_leaves_out(tmp_path, capfd):
     rows = [{"prompt": "1?", "answer": "1" * count} for count in (1, 2, 30, 4, 40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
