@@ -283,4 +283,4 @@ class SupervisedConfig:
 
     answer: str = ""
     """The rows' column with the text of the answer; or messages: the answer is the content of a dialogue's last one,
-    which must be an assistant's, and the prompt is what comes before. Empty: RL."""
+    which must be an assistant's, and the prompt is what comes before. Empty: no such run."""

@@ -76,7 +76,7 @@ class ReplyRows(ABC):
             if one.tokens > context:
                 raise ValueError(
                     f"{key}, {self.WORD} {one.number}: has {one.tokens} tokens, more than the model's context of "
-                    f"{context}; shorten it or leave it out (data.max_tokens does in data.train)."
+                    f"{context}; shorten it or leave it out{' (data.max_tokens does)' if limits is not None else ''}."
                 )
         self.rows = [one.row for one in kept]
         self.left_out = len(rows) - len(kept)
@@ -140,20 +140,22 @@ class AnswerRows(ReplyRows):
         super().__init__(key, rows, tokenizer, context=context, limits=limits)
 
     def _check(self, row: Row, where: str) -> None:
-        if self.column != DIALOGUE:
-            if not is_text(self._answer(row)):
-                raise ValueError(
-                    f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
-                    f"{self.setting} trains; give every row one."
-                )
-            return
-        messages = row.get(DIALOGUE)
-        last = messages[-1] if isinstance(messages, list) and messages else None
-        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and is_text(last.get("content"))
-        if not is_answer or len(messages) < 2:
+        if self.column == DIALOGUE:
+            self._check_dialogue(row.get(DIALOGUE), where)
+        elif not is_text(self._answer(row)):
             raise ValueError(
-                f"{where}: the last of {len(messages or [])} messages is {last!r}: must be an assistant's with text as "
-                f"its content, behind the prompt's, with {self.setting}; end the dialogue with the answer, or name the "
+                f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
+                f"{self.setting} trains; give every row one."
+            )
+
+    def _check_dialogue(self, messages: Any, where: str) -> None:
+        found = messages if isinstance(messages, list) else []
+        last = found[-1] if found else None
+        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and is_text(last.get("content"))
+        if not is_answer or len(found) < 2:
+            raise ValueError(
+                f"{where}: the last of {len(found)} messages is {last!r}: must be an assistant's with text as its "
+                f"content, behind the prompt's, with {self.setting}; end the dialogue with the answer, or name the "
                 f"column that has it."
             )
 

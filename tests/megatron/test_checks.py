@@ -67,7 +67,9 @@ def test_warm_start_names_the_prompt_without_an_answer(tmp_path):
     message = refused(*rows, "warm_start.updates=3")
     assert "data.train, row 2: answer = None: must be the text of the answer" in message
     assert "on which warm_start.updates = 3 trains; give every row one" in message
-    assert "row 1: has 68 tokens" in refused(f"data.train={long_answer(tmp_path)}", "data.train_args={}")
+    message = refused(f"data.train={long_answer(tmp_path)}", "data.train_args={}")
+    assert "data.train, row 1: has 68 tokens, more than the model's context of 64" in message
+    assert message.endswith("shorten it or leave it out."), "data.max_tokens is none of RL's"
     check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *rows, "warm_start.updates=0"]))
 
 

@@ -85,6 +85,7 @@ USER, ANSWER = {"role": "user", "content": "1?"}, {"role": "assistant", "content
         ("answer", {"prompt": "1?", "answer": ["1"]}, r"row 2: answer = \['1'\]: must be the text"),
         ("answer", {"prompt": "1?" * 7, "answer": "10"}, "row 2: has 17 tokens, more than the model's context of 16"),
         ("messages", {"prompt": "1?"}, "row 2: the last of 0 messages is None: .* name the column that has it"),
+        ("messages", {"messages": "1?"}, "row 2: the last of 0 messages is None"),
         ("messages", {"messages": [ANSWER]}, "row 2: the last of 1 messages is .* behind the prompt's"),
         ("messages", {"messages": [ANSWER, USER]}, "row 2: the last of 2 messages is {'role': 'user'.* an assistant's"),
         (
