@@ -143,7 +143,8 @@ def value_clip(
     loss = errors.square()
     sums: Sums = {}
     if clip > 0:
-        near = old_values + (values - old_values).clamp(-clip, clip)
+        # A value within its bounds stays the same to the last bit, so that it does not pass for clipped.
+        near = values.clamp(old_values - clip, old_values + clip)
         bounded = (returns - near).masked_fill(~loss_mask, 0.0).square()
         sums["clipped_values"] = (bounded > loss).sum()
         loss = torch.maximum(loss, bounded)

@@ -109,6 +109,17 @@ def test_value_clip_stops_a_value_that_has_moved_far_enough():
     assert sums["clipped_values"] == 1
 
 
+def test_value_within_its_bounds_is_not_counted_as_clipped():
+    generator = torch.Generator().manual_seed(0)
+    old, values, returns = (0.2 * torch.randn(2_000, generator=generator) for _ in range(3))
+    _, sums = loss.value_clip(values, old, returns, torch.ones(2_000, dtype=torch.bool), clip=0.2)
+    moved, error = values.double() - old.double(), returns.double() - values.double()
+    assert ((moved.abs() - 0.2).abs() > 1e-6).all(), "none is clipped or not by rounding alone"
+    # Past its bound on the way to the return, a value has left the bound's greater error behind.
+    was_farther = (error + moved - 0.2 * moved.sign()).abs() > error.abs()
+    assert sums["clipped_values"] == ((moved.abs() > 0.2) & was_farther).sum() > 100
+
+
 def test_value_loss_without_a_bound_is_half_the_squared_error():
     values = torch.tensor([1.0, 3.0])
     total, sums = loss.value_clip(values, torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool), clip=0.0)
