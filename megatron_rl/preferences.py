@@ -15,16 +15,7 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
     from megatron_rl.experiment.pair_training import PairRun
 
     with PairRun(config, resume=resume) as x:
-        if not x.begin():
-            return False
-        for step in range(x.first_step, config.run.steps):
-            x.update(step)
-            x.evaluate(step=step + 1)
-            x.save(step=step + 1)
-            if x.checkpoint(step=step + 1):
-                return False
-        x.finish()
-        return True
+        return x.train()
 
 
 def main(argv: list[str] | None = None) -> None:

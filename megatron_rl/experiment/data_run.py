@@ -1,4 +1,4 @@
-"""Runs that learn from the rows of a data set and need no rollouts: what sft.py and preferences.py have in common."""
+"""Runs that learn from rows of data and need no rollouts: what supervised and pair training share, loop and all."""
 
 from __future__ import annotations
 
@@ -152,6 +152,19 @@ class DataRun(Run):
 
     def _state(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state_dict()}
+
+    def train(self) -> bool:
+        """Train from the run's start, or from its checkpoint, to its last step. False if a notice stopped it."""
+        if not self.begin():
+            return False
+        for step in range(self.first_step, self.config.run.steps):
+            self.update(step)
+            self.evaluate(step=step + 1)
+            self.save(step=step + 1)
+            if self.checkpoint(step=step + 1):
+                return False
+        self.finish()
+        return True
 
     def begin(self) -> bool:
         """Bring the model to where the first step starts. False if a notice stopped the run before that."""

@@ -1,4 +1,4 @@
-"""Training on pairs of replies: what is checked before it, and what its loop in preferences.py is made of."""
+"""Training on pairs of replies: what is checked before it, and what a step of its loop (data_run.py) does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on answers: what is checked before it, and what its loop in sft.py and a warm start are made of."""
+"""Training on answers: what is checked before it, and what it and a warm start are made of."""
 
 from __future__ import annotations
 
