@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,6 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.experiment.run import Run
-from megatron_rl.launch import file_lock
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.replies import ReplyRows, load_replies
 from megatron_rl.rollout.tokens import load_tokenizer
@@ -24,7 +22,6 @@ from megatron_rl.weights.mapping import weight_source
 if TYPE_CHECKING:
     from megatron_rl.api import LossWeightFn
 
-LOCK = "run.lock"
 Data = tuple[PromptIterator, ReplyRows, dict[str, TrajectoryBatch]]
 """The order of the training rows, these rows, and the held-out ones of each set."""
 
@@ -115,7 +112,6 @@ class DataRun(Run):
         config = self.config
         self.prompts, self.rows, self.held_out = self._check()
         self._join()
-        self._lock_folder()
         self._open()
         if self.rows.left_out:
             self.say(f"data.train: {self.rows.left_out} rows are too long and left out, {len(self.prompts)} are left")
@@ -124,27 +120,6 @@ class DataRun(Run):
         self.engine = MegatronEngine(config.actor, groups=self.groups, head=self.head, megatron=config.megatron)
         self.engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))
         self.training = self._make_training()
-
-    def _lock_folder(self) -> None:
-        """Keep other runs on data out of the run's folder until this one ends. ValueError where one is in it."""
-
-        def lock() -> None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # Its own: writers of checkpoints, which are forked, may outlive a run that is killed and resumed.
-                held = file_lock.take(self.folder / LOCK, by_process=True)
-            except file_lock.LockHeld as other:
-                raise OSError(
-                    f"{other.owner} belongs to a run in this folder, and each must have one of its own; wait until "
-                    f"that run has ended, or kill it, or name another folder."
-                ) from None
-            except OSError as error:
-                raise OSError(f"cannot be written ({error}); name another one.") from error
-            file_lock.sign(held, os.getpid())
-            self.at_end.callback(os.close, held)
-
-        if fault := self.groups.on_main(lock):
-            raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.experiment.evaluation import SetScores, score_sets
+from megatron_rl.launch import file_lock
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout.configured import make_workflow, serve_rewards
 from megatron_rl.rollout.curriculum import digest_of
@@ -18,7 +19,7 @@ from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.weights.architecture import read_architecture
 
-RESULTS = "eval.jsonl"
+RESULTS, LOCK = "eval.jsonl", "eval.lock"
 
 
 def evaluate(path: Path, overrides: list[str]) -> str:
@@ -42,6 +43,10 @@ def evaluate(path: Path, overrides: list[str]) -> str:
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     together = [prompt for members in prompts.values() for prompt in members]
     servers, folder = servers_of(config), Path(config.run.folder)
+    try:
+        lock = file_lock.keep_folder(folder, LOCK, "an evaluation")
+    except OSError as error:
+        raise ValueError(f"run.folder = {str(folder)!r}: {error}") from error
     engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
     supervisor = None if servers.servers else start_servers(config, folder, engine)
     try:
@@ -54,6 +59,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
             supervisor.stop()
     scored = score_sets(tokenizer, batch, prompts)
     write_results(folder / RESULTS, scored, prompts)
+    os.close(lock)
     return "\n".join([*table(scored, prompts), str(folder / RESULTS)])
 
 

@@ -22,13 +22,16 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.experiment.hang import HangWatch
-from megatron_rl.launch import watch
+from megatron_rl.launch import file_lock, watch
 from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.sinks import Sinks
 from megatron_rl.telemetry.timers import PhaseTimers
+
+LOCK = "run.lock"
+"""In run.folder: keeps other runs out of it."""
 
 
 class Run(ABC):
@@ -88,11 +91,18 @@ class Run(ABC):
         can_leave: str = "",
         on_leave: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Choose what to continue from, open the run's folder, and begin to hear notices and to watch for standstills.
+        """Take the run's folder and open it, choose what to continue from, and begin to hear notices and to watch for
+        standstills. Nothing may have been written or started before. ValueError where another run is in the folder.
 
         on_half_time is StopNotice's, the others are HangWatch's.
         """
         options, groups = self.config.run, self.groups
+
+        def keep_folder() -> None:
+            self.at_end.callback(os.close, file_lock.keep_folder(self.folder, LOCK, "a run"))
+
+        if fault := groups.on_main(keep_folder):
+            raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
         wait_for_earlier_processes(self.folder, groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
         with self.timers("resume"):

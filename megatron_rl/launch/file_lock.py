@@ -41,6 +41,27 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
 
 def sign(lock: int, pid: int) -> None:
-    """Write down whose it is."""
+    """Write down whose it is, and since when."""
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {pid} on {socket.gethostname()}".encode(), 0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(lock, f"process {pid} on {socket.gethostname()} (since {since})".encode(), 0)
+
+
+def keep_folder(folder: Path, name: str, what: str) -> int:
+    """Keep every other `what` out of a folder until the file that is returned is closed, or this process ends.
+
+    OSError says who is in it, or why it cannot be written. The lock is a file `name` there, and the process's own: what
+    it forks, such as a checkpoint's writer, may outlive it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = take(folder / name, by_process=True)
+    except LockHeld as other:
+        raise OSError(
+            f"{other.owner} belongs to {what} in this folder, and each must have one of its own; wait until that one "
+            f"has ended, or kill it, or name another folder."
+        ) from None
+    except OSError as error:
+        raise OSError(f"cannot be written ({error}); name another one.") from error
+    sign(lock, os.getpid())
+    return lock

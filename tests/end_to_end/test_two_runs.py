@@ -1,0 +1,70 @@
+"""Two runs, or two evaluations, in one folder: the second one is refused before it has written or started anything."""
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from training_runs import COUNT, ROOT
+
+from megatron_rl.config import load_config
+from megatron_rl.experiment.evaluate_command import evaluate
+from megatron_rl.launch import file_lock
+from megatron_rl.train import train
+
+MODEL = f"model.path={ROOT}/configs/models/count_tiny"
+
+
+@pytest.fixture
+def owner_of(monkeypatch):
+    """Has another process keep a folder by a lock of that name, and returns its pid."""
+    monkeypatch.setattr(file_lock, "take", functools.partial(file_lock.take, patience_s=0.1))
+    started = []
+
+    def start(folder, name):
+        has_it, tells = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            file_lock.keep_folder(folder, name, "a run")
+            os.write(tells, b".")
+            signal.pause()
+        started.append(pid)
+        assert os.read(has_it, 1) == b"."
+        return pid
+
+    yield start
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def starts(folder):
+    os.chdir(ROOT)
+    with pytest.raises(ValueError) as refusal:
+        train(load_config(COUNT, [f"run.folder={folder}"]))
+    return str(refusal.value)
+
+
+def names(folder: Path):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_run_of_rl_without_checkpoints_is_refused_by_all_its_ranks_with_the_first_ones_name(
+    tmp_path, owner_of
+):
+    pid = owner_of(tmp_path, "run.lock")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    for refusal in run_ranks(2, starts, tmp_path):
+        assert refusal.startswith(f"run.folder = '{tmp_path}': process {pid} on "), refusal
+        assert "(since 20" in refusal and "wait until that one has ended, or kill it, or name another" in refusal
+    assert names(tmp_path) == ["metrics.jsonl", "run.lock"], "nothing was written, renamed or started"
+
+
+def test_a_second_evaluation_in_a_folder_is_refused_with_the_first_ones_name(tmp_path, owner_of):
+    pid = owner_of(tmp_path, "eval.lock")
+    overrides = [MODEL, f"run.folder={tmp_path}", "model.init=hf"]
+    with pytest.raises(ValueError, match=rf"run.folder = .*: process {pid} on .* belongs to an evaluation"):
+        evaluate(ROOT / COUNT, overrides)
+    assert names(tmp_path) == ["eval.lock"]
