@@ -8,7 +8,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "EngineConfig": "config",
     "GenerationConfig": "config",
+    "ModelConfig": "config",
+    "OptimizerConfig": "config",
+    "ParallelConfig": "config",
+    "RolloutConfig": "config",
     "TrainConfig": "config",
     "load_config": "config",
     "FinetuneSpec": "types",
@@ -25,6 +30,7 @@ _HOME = {
     "MegatronEngine": "engine.megatron_engine",
     "RemoteSGLangEngine": "rollout.sglang",
     "gather_logprobs": "ops",
+    "start_servers": "serving.supervisor",
 }
 __all__ = sorted(_HOME)
 

@@ -117,6 +117,22 @@ class TrajectoryBatch:
     def __getitem__(self, key: str) -> Tensor:
         return self.tokens[key] if key in self.tokens else self.sequences[key]
 
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        """Set a column: `[N]` is one per token, `[B]` one per trajectory. One that is there stays what it is of.
+
+        ValueError for another shape, and where N = B leaves open which is meant.
+        """
+        n, b = int(self.cu_seqlens[-1]), len(self)
+        fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
+        chosen = [columns for columns in fitting if key in columns or key not in self]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"batch[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens takes "
+                f"({n},) for tokens or ({b},) for sequences; where that is the same, set batch.tokens[{key!r}] or "
+                f"batch.sequences[{key!r}]."
+            )
+        chosen[0][key] = value
+
     def __contains__(self, key: str) -> bool:
         return key in self.tokens or key in self.sequences
 

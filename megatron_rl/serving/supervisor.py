@@ -6,6 +6,7 @@ it, however that ends.
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import logging
 import subprocess
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
@@ -306,6 +308,24 @@ class Supervisor:
             self.on_death(message)
         else:
             logger.error(message)
+
+
+@contextmanager
+def start_servers(
+    model_path: str | Path, folder: str | Path, config: RolloutConfig | None = None, **options: Any
+) -> Iterator[RolloutConfig]:
+    """Start rollout servers of a model for a `with` block, and yield the config of a client of theirs.
+
+        with start_servers("models/smollm2-135m-instruct", "runs/mine/servers") as rollout:
+            engine = RemoteSGLangEngine(rollout)
+            engine.initialize()
+
+    They answer once it begins, are started again where they die, and are gone after it. folder: for logs and, without
+    config.token_file, their token. options: Supervisor's, such as dtype. Raises as `Supervisor.start` does.
+    """
+    config = config or RolloutConfig()
+    with Supervisor(config, model_path, folder, **options) as supervisor:
+        yield dataclasses.replace(config, servers=supervisor.urls, token_file=str(supervisor.token_file))
 
 
 def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:

@@ -12,7 +12,7 @@ from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, Paral
 from megatron_rl.rollout.rewards import exact_match
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.tasks import count_ones
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.serving.supervisor import start_servers
 from megatron_rl.types import FinetuneSpec, GenerationConfig
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
@@ -20,7 +20,7 @@ MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
 
 def composed_loop(model: Path, folder: Path):
     """The guide's third step: compose rollout, actor and workflow; returns the batch, the stats and the new weights."""
-    config = RolloutConfig(backend="embedded", token_file=str(folder / "token"))
+    config = RolloutConfig(backend="embedded")
     ft_spec = FinetuneSpec(total_updates=1)
     actor = MegatronReinforceActor(
         config=EngineConfig(
@@ -28,9 +28,9 @@ def composed_loop(model: Path, folder: Path):
         )
     )
     actor.initialize(None, ft_spec)
-    with Supervisor(config, model, folder) as servers:
-        rollout = RemoteSGLangEngine(config, seed=1)
-        rollout.initialize(servers.urls, ft_spec)
+    with start_servers(model, folder, config) as served:
+        rollout = RemoteSGLangEngine(served, seed=1)
+        rollout.initialize(ft_spec=ft_spec)
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = "{{ messages[0]['content'] }}"
         workflow = ReMaxRLVRWorkflow(
@@ -41,7 +41,7 @@ def composed_loop(model: Path, folder: Path):
         ]
         batch = rollout.rollout_batch(prompts[:8], workflow=workflow).to(actor.device)
         # A random model is hardly ever right; the formula is what is tested, so give the differences by hand.
-        batch.tokens["rewards"] = torch.linspace(-1, 1, 8)[batch.sequence_ids]
+        batch["rewards"] = torch.linspace(-1, 1, 8)[batch.sequence_ids]
         stats = actor.train_reinforce(batch)
         actor.step_lr_scheduler()
         actor.update_weights(rollout, actor.get_version())

@@ -45,6 +45,23 @@ def test_reply_becomes_a_trajectory_whose_entry_t_describes_token_t():
     ]
 
 
+def test_a_column_is_set_for_tokens_or_for_trajectories_by_its_length(batch):
+    batch["advantages"], batch["scores"] = torch.arange(9.0), torch.arange(3.0)
+    assert "advantages" in batch.tokens and "scores" in batch.sequences
+    with pytest.raises(ValueError, match=r"batch\['rewards'\] has shape \(9,\)"):
+        batch["rewards"] = torch.arange(9.0)  # there is one for each trajectory
+    with pytest.raises(ValueError, match=r"takes \(9,\) for tokens or \(3,\) for sequences"):
+        batch["weights"] = torch.arange(4.0)
+
+
+def test_a_column_is_not_guessed_where_every_trajectory_has_one_token():
+    batch = TrajectoryBatch({"input_ids": torch.ones(2).long()}, {"rewards": torch.zeros(2)}, torch.arange(3))
+    batch["rewards"] = torch.ones(2)
+    assert batch.sequences["rewards"].tolist() == [1.0, 1.0] and "rewards" not in batch.tokens
+    with pytest.raises(ValueError, match=r"set batch.tokens\['advantages'\] or batch.sequences"):
+        batch["advantages"] = torch.ones(2)
+
+
 def test_groups_are_joined_without_padding_and_numbered(batch):
     assert len(batch) == 3
     assert batch["input_ids"].tolist() == [1, 2, 3, 1, 4, 5, 6, 7, 8]
