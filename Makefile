@@ -1,4 +1,4 @@
-# make demo | demo-tiny | test | test-fast | soak | readme-tables | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-fast | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -28,6 +28,8 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How many times `make soak` kills a run.
 POINTS ?= 50
+# How long `make soak-chaos` goes on.
+MINUTES ?= 30
 
 # Where there is one GPU, the demo's server and trainer take turns on it.
 TURNS := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l || true)),rollout.colocated=true rollout.publication=ipc)
@@ -35,7 +37,7 @@ SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 SLURM_TEST := $(if $(filter 0,$(SLURM)),,.venv/.slurm)
 
-.PHONY: help demo demo-tiny test test-fast soak readme-tables bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-fast soak soak-chaos readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
@@ -43,6 +45,7 @@ help:
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, two minutes"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
+	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
@@ -66,6 +69,9 @@ test-fast: operators
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
+
+soak-chaos: operators
+	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/chaos.py --minutes $(MINUTES)
 
 readme-tables: .venv/.installed
 	@$(PYTEST) tests/megatron --write-readme-tables
