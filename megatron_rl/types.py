@@ -146,6 +146,27 @@ class TrajectoryBatch:
         """`[N]` int64: the trajectory that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
+    @property
+    def samples(self) -> Tensor:
+        """`[B]` int64: each trajectory's sample, numbered from 0 without gaps.
+
+        Trajectories of one group with the same `sample`, such as the dialogues of one agent, are one. Without that
+        column each is a sample of its own.
+        """
+        if "sample" not in self.sequences:
+            return torch.arange(len(self))
+        named = torch.stack([self.sequences["group"].double(), self.sequences["sample"].double()], dim=1)
+        numbers: Tensor = torch.unique(named, dim=0, return_inverse=True)[1]
+        return numbers
+
+    def means_of_samples(self, values: Tensor) -> Tensor:
+        """`[B]` numbers of trajectories -> `[S]`, each sample's mean."""
+        if "sample" not in self.sequences:
+            return values
+        samples = self.samples
+        totals = torch.zeros(int(samples.max()) + 1, dtype=torch.float64).index_add_(0, samples, values.double())
+        return totals / torch.bincount(samples)
+
     def spread(self, values: Tensor) -> Tensor:
         """`[B]` numbers of trajectories -> `[N]`, for each of their tokens."""
         return values[self.sequence_ids]

@@ -2,6 +2,9 @@
 
 `scores` are `[B]`, one per trajectory, `token_rewards` `[N]`; `reward.RewardShaper` sets both. What an estimator
 returns is then normalised as its entry or `algo.advantage_mean` and `algo.advantage_std` say.
+
+A group is compared by samples: those that led several dialogues have the mean of their scores, count once, and all of
+their trajectories have one advantage.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.normalize import EPS, count_of, deviation_of, group_numbers, mean_of, normalize
+from megatron_rl.algo.normalize import (
+    EPS,
+    count_of,
+    deviation_of,
+    group_numbers,
+    mean_of,
+    normalize,
+    shares_of,
+)
 from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
@@ -47,9 +58,9 @@ def rloo(batch: TrajectoryBatch) -> Tensor:
     A group of one compares with nobody and gives 0.
     Source: arXiv 2402.14740
     """
-    group = members(batch)
-    count = count_of(group)
-    return (batch["scores"].double() - mean_of(batch["scores"], group)) * count / (count - 1).clamp_min(1.0)
+    scores, shares, group = sample_scores(batch), sample_shares(batch), members(batch)
+    count = count_of(group, shares)
+    return (scores - mean_of(scores, group, shares)) * count / (count - 1).clamp_min(1.0)
 
 
 DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
@@ -91,7 +102,7 @@ def reinforce_plus_plus_baseline(batch: TrajectoryBatch) -> Tensor:
 
     Source: arXiv 2501.03262
     """
-    baseline = mean_of(batch["scores"], members(batch))
+    baseline = mean_of(batch["scores"], members(batch), sample_shares(batch))
     return returns(batch, 1.0) - batch.spread(baseline)
 
 
@@ -117,7 +128,9 @@ def opo(batch: TrajectoryBatch) -> Tensor:
     The baseline of least variance where the gradient's square grows with the length.
     Source: arXiv 2505.23585
     """
-    return batch["scores"].double() - mean_of(batch["scores"], members(batch), trained_tokens(batch))
+    scores, group, tokens = sample_scores(batch), members(batch), trained_tokens(batch).double()
+    weights = torch.where(mean_of(tokens, group) > 0, tokens, sample_shares(batch))
+    return scores - mean_of(scores, group, weights)
 
 
 @estimator("cpgd", compares_group=True, rules=CPGD)
@@ -128,12 +141,12 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
     prompts count for the others, as where those are resampled.
     Source: arXiv 2505.12504
     """
+    scores, shares, group = sample_scores(batch), sample_shares(batch), members(batch)
     if weight != "clip_filter":
-        return normalize(batch["scores"], batch["group"], mean="group", std="group" if weight == "std" else "none")
-    group = members(batch)
-    differs = deviation_of(batch["scores"], group, correction=1) > 0
+        return normalize(scores, group, mean="group", std="group" if weight == "std" else "none", shares=shares)
+    differs = deviation_of(scores, group, correction=1, shares=shares) > 0
     informative = torch.bincount(group, differs.double()).count_nonzero()
-    centered = batch["scores"].double() - mean_of(batch["scores"], group)
+    centered = scores - mean_of(scores, group, shares)
     return centered * min((int(group.max()) + 1) / max(int(informative), 1), most)
 
 
@@ -145,8 +158,9 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
     without any gives 0.
     Source: arXiv 2602.02710
     """
-    mean = mean_of(batch["scores"], members(batch))
-    return torch.where(mean > EPS, (batch["scores"].double() - mean) / mean.clamp_min(EPS), 0.0)
+    scores = sample_scores(batch)
+    mean = mean_of(scores, members(batch), sample_shares(batch))
+    return torch.where(mean > EPS, (scores - mean) / mean.clamp_min(EPS), 0.0)
 
 
 @estimator("pass@k", compares_group=True, rules=PASS_AT_K)
@@ -156,11 +170,14 @@ def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset.
     Source: arXiv 2508.10751
     """
-    result, group = torch.zeros(len(batch), dtype=torch.float64), members(batch)
+    samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()
+    group = torch.zeros(len(scores), dtype=torch.int64)
+    group[samples] = members(batch)
+    result = torch.zeros_like(scores)
     for number in range(int(group.max()) + 1):
         place = (group == number).nonzero()[:, 0]
-        result[place] = _best_of_subsets(batch["scores"][place].double(), min(k, len(place)))
-    return result
+        result[place] = _best_of_subsets(scores[place], min(k, len(place)))
+    return result[samples]
 
 
 def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
@@ -216,6 +233,16 @@ def members(batch: TrajectoryBatch) -> Tensor:
     return group_numbers(batch["group"])
 
 
+def sample_scores(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` float64: the mean score of each trajectory's sample."""
+    return mean_of(batch["scores"], batch.samples)
+
+
+def sample_shares(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` float64: each trajectory's share of its sample, as weights of a mean over samples."""
+    return shares_of(batch.samples)
+
+
 def trained_tokens(batch: TrajectoryBatch) -> Tensor:
     """`[B]` int64: each trajectory's trained tokens."""
     zeros = torch.zeros(len(batch), dtype=torch.int64)
@@ -231,14 +258,16 @@ def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
 def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, args: dict[str, Any]) -> None:
     """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's, on every rank.
 
-    A result for each trajectory is normalised over trajectories, one for each token over trained tokens.
+    A result for each trajectory is averaged over its sample and normalised over samples, one for each token over
+    trained tokens.
     """
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
-    how = {"mean": options.advantage_mean or entry.mean, "std": options.advantage_std or entry.std}
+    mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std
     if found.shape == (len(batch),):
-        found = batch.spread(normalize(found, batch["group"], **how))
+        found = mean_of(found, batch.samples)
+        found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
-        trained = normalize(found[mask], batch.spread(batch["group"])[mask], **how)
+        trained = normalize(found[mask], batch.spread(batch["group"])[mask], mean=mean, std=std)
         found = torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, trained)
     else:
         raise ValueError(

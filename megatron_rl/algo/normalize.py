@@ -30,28 +30,35 @@ def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Te
     return (torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights * values) / total)[member]
 
 
-def count_of(member: Tensor) -> Tensor:
-    """Return for each entry the size of its group, `[K]` float64."""
-    return torch.bincount(member).double()[member]
+def shares_of(sample: Tensor) -> Tensor:
+    """Return 1 / entries of the same sample, `[K]` float64: as weights they count every sample once."""
+    return 1.0 / torch.bincount(sample).double()[sample]
 
 
-def deviation_of(values: Tensor, member: Tensor, *, correction: int) -> Tensor:
+def count_of(member: Tensor, shares: Tensor | None = None) -> Tensor:
+    """Return for each entry how many entries, or with `shares` samples, its group has, `[K]` float64."""
+    return torch.bincount(member, shares).double().round()[member]
+
+
+def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Tensor | None = None) -> Tensor:
     """Return for each entry its group's standard deviation, `[K]` float64: 0 where the values differ by rounding only.
 
-    correction: 1 divides by n - 1, 0 by n. A group of one has none.
+    correction: 1 divides by n - 1, 0 by n. A group of one has none. shares: `shares_of` samples, where n counts them.
     """
     values = values.double()
-    squares = (values - mean_of(values, member)).square()
-    count = count_of(member)
-    variance = mean_of(squares, member) * count / (count - correction).clamp_min(1.0)
+    squares = (values - mean_of(values, member, shares)).square()
+    count = count_of(member, shares)
+    variance = mean_of(squares, member, shares) * count / (count - correction).clamp_min(1.0)
     largest = torch.zeros(int(member.max()) + 1 if len(member) else 0, dtype=torch.float64)
     largest.scatter_reduce_(0, member, values.abs(), "amax")
     deviation = variance.sqrt()
     return deviation.masked_fill(deviation <= EPS * largest[member], 0.0)
 
 
-def normalize(values: Tensor, group: Tensor, *, mean: str, std: str) -> Tensor:
+def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Tensor | None = None) -> Tensor:
     """(v - mean) / (std + eps), each over the entry's group, over the batch, or left out: `[K]` -> `[K]` float64.
+
+    shares: `shares_of` the samples that the entries are of, each of which counts once then.
 
     A group's deviation is the sample's (n - 1), a batch's the population's; both are about their own level's mean,
     whatever is subtracted. Values without deviation become 0 where a deviation divides them.
@@ -59,8 +66,8 @@ def normalize(values: Tensor, group: Tensor, *, mean: str, std: str) -> Tensor:
     result, everything = values.double(), torch.zeros_like(group)
     places = {"group": group_numbers(group), "batch": everything}
     if mean != "none":
-        result = result - mean_of(values, places[mean])
+        result = result - mean_of(values, places[mean], shares)
     if std != "none":
-        deviation = deviation_of(values, places[std], correction=1 if std == "group" else 0)
+        deviation = deviation_of(values, places[std], correction=1 if std == "group" else 0, shares=shares)
         result = torch.where(deviation > 0, result / (deviation + EPS), 0.0)
     return result

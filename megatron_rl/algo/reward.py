@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algo.control import KLController
-from megatron_rl.algo.normalize import group_numbers, mean_of
+from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
 from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
 from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
@@ -69,7 +69,7 @@ class RewardShaper:
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
         by_token = by_token + at_the_end(scores - raw, batch)
-        self.last = {"reward/shaped": float(scores.mean())}
+        self.last = {"reward/shaped": float(batch.means_of_samples(scores).mean())}
         if self.algo.penalizes_reward:
             penalty, kl = self._kl_penalty(batch)
             by_token, scores = by_token - penalty, scores - sum_of_tokens(penalty, batch)
@@ -84,7 +84,7 @@ class RewardShaper:
             total = sum_of_tokens(written_tokens(batch).long(), batch)
             scores = self._by_length(raw, longest_replies(batch), total)
         if self.options.running != "none":
-            self.moments.add(scores)
+            self.moments.add(batch.means_of_samples(scores))
         return self._scaled(scores)
 
     @property
@@ -156,7 +156,7 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
-    baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy)
+    baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy * shares_of(batch.samples))
     sampled = batch.select((is_greedy == 0).nonzero()[:, 0].tolist())
     sampled.sequences["greedy_reward"] = baseline[is_greedy == 0]
     del sampled.sequences["is_greedy"]

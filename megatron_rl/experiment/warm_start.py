@@ -120,6 +120,7 @@ class WarmStart:
         for found in sampled:
             # Cut short, it says nothing: the warm start goes on, and the run stops behind it.
             if found.exception() is None or not x.is_ending:
-                reward = [float(reward_of_each(take_out_greedy(found.result())).mean())]
+                replies = take_out_greedy(found.result())
+                reward = [float(replies.means_of_samples(reward_of_each(replies)).mean())]
         dist.broadcast_object_list(reward, src=0, group=x.groups.control)
         return reward[0]

@@ -15,7 +15,8 @@ from megatron_rl.algo.normalize import normalize
 from megatron_rl.algo.reward import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
-from megatron_rl.rollout.groups import mask_older
+from megatron_rl.experiment.metrics import batch_metrics
+from megatron_rl.rollout.groups import is_uniform, mask_older
 from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.unit.ragged import GROUPS, LENGTHS, parts_of, ragged_batch
 
@@ -241,6 +242,90 @@ def test_pass_at_k_of_a_group_of_six_is_that_of_its_listed_subsets(k):
     sequences = {"rewards": torch.tensor(rewards), "group": torch.zeros(6, dtype=torch.int64)}
     found = advantages(TrajectoryBatch(tokens, sequences, torch.arange(7)), "pass@k", args={"k": k})
     torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-5, atol=1e-5)
+
+
+def of_samples(*samples):
+    """A batch of two-token trajectories from (group, sample, reward)."""
+    group, sample, rewards = (torch.tensor(column) for column in zip(*samples, strict=True))
+    tokens = {"input_ids": torch.arange(2 * len(samples)), "loss_mask": torch.tensor([False, True] * len(samples))}
+    tokens |= {"versions": torch.zeros(2 * len(samples), dtype=torch.int64)}
+    sequences = {"rewards": rewards.float(), "group": group, "sample": sample.float()}
+    return TrajectoryBatch(tokens, sequences, torch.arange(0, 2 * len(samples) + 1, 2))
+
+
+IN_THREE_DIALOGUES = of_samples((0, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0), (0, 0, 1.0))
+# one sample with reward 1 in three dialogues against one failure
+BY_HAND = {"rloo": 1.0, "dr_grpo": 0.5, "group_norm": 0.5**0.5, "maxrl": 1.0, "cpgd": 0.5**0.5, "pass@k": 1.0}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_sample_that_led_three_dialogues_counts_once_in_the_baseline(name):
+    found = advantages(IN_THREE_DIALOGUES, name, args={"k": 1} if name == "pass@k" else {})
+    wanted = torch.tensor([0.0, 1.0] * 2 + [0.0, -1.0] + [0.0, 1.0]).double() * BY_HAND[name]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def one_trajectory_for_each_sample(batch):
+    """The same samples as replies: their mean rewards. Returns them and each trajectory's place among them."""
+    pairs = list(zip(batch["group"].tolist(), batch["sample"].tolist(), strict=True))
+    names = sorted(set(pairs))
+    rewards = [mean(r for r, pair in zip(batch["rewards"].tolist(), pairs, strict=True) if pair == n) for n in names]
+    replies = of_samples(*((g, 0, r) for (g, _), r in zip(names, rewards, strict=True)))
+    del replies.sequences["sample"]
+    return replies, [names.index(pair) for pair in pairs]
+
+
+# reinforce++-baseline gives back what a token's own dialogue earned, opo weighs by length
+@pytest.mark.parametrize("name", ["group_norm", "dr_grpo", "rloo", "cpgd", "maxrl", "pass@k"])
+@pytest.mark.parametrize("seed", range(3))
+def test_dialogues_of_samples_have_the_advantages_of_as_many_replies(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 4, (3, 40), generator=generator).tolist()
+    batch = of_samples(*((g, 5 * s - 3, 0.25 * r) for g, s, r in zip(*drawn, strict=True)))
+    replies, place = one_trajectory_for_each_sample(batch)
+    for options in ({}, {"advantage_mean": "batch", "advantage_std": "batch"}):
+        single = advantages(replies, name, **options).reshape(-1, 2)
+        torch.testing.assert_close(
+            advantages(batch, name, **options).reshape(-1, 2), single[place], rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("name", "args"), ARGS, ids=lambda value: str(value))
+def test_samples_of_one_dialogue_each_change_no_bit(name, args):
+    batch = ragged_batch()
+    before = advantages(batch, name, args=args)
+    batch.sequences["sample"] = torch.arange(len(batch)).flip(0).float()
+    if name != "pass@k":  # sums in another order
+        assert torch.equal(advantages(batch, name, args=args), before)
+    torch.testing.assert_close(advantages(batch, name, args=args), before)
+
+
+def test_the_lengths_of_a_samples_dialogues_add_up_in_opos_baseline():
+    batch = of_samples((0, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0))
+    found = advantages(batch, "opo").reshape(-1, 2)[:, 1]
+    torch.testing.assert_close(found, torch.tensor([1 / 3, 1 / 3, -2 / 3]).double())
+    batch.tokens["loss_mask"] = torch.zeros(6, dtype=torch.bool)  # nothing is trained, and nothing divides by 0
+    assert not advantages(batch, "opo").any()
+
+
+def test_reinforce_plus_plus_takes_off_the_mean_of_samples():
+    found = advantages(IN_THREE_DIALOGUES, "reinforce++-baseline", advantage_mean="none", advantage_std="none")
+    torch.testing.assert_close(found.reshape(-1, 2)[:, 1], torch.tensor([0.5, 0.5, -0.5, 0.5]).double())
+
+
+def test_a_users_own_estimator_compares_samples_too():
+    found = advantages(IN_THREE_DIALOGUES, f"{__name__}:compares_best")
+    torch.testing.assert_close(found.reshape(-1, 2)[:, 1], torch.tensor([0.5, 0.5, -0.5, 0.5]).double())
+
+
+def test_rewards_of_samples_are_the_runs_rewards_however_many_dialogues_they_had():
+    batch = of_samples((0, 0, 1.0), (0, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0), (1, 0, 2.0), (1, 1, 2.0))
+    metrics = batch_metrics(batch, version=0)
+    assert metrics["reward/mean"] == (1 + 0 + 2 + 2) / 4 and metrics["reward/groups_without_variance"] == 0.5
+    shaper = RewardShaper(RewardShapingConfig(running="mean_std"), AlgorithmConfig(), longest_reply=8)
+    shaper(batch)
+    assert (shaper.moments.count, shaper.moments.mean) == (4, 1.25)
+    assert is_uniform(of_samples((0, 0, 1.0), (0, 0, 0.0), (0, 1, 0.5))) and not is_uniform(IN_THREE_DIALOGUES)
 
 
 def test_turns_are_runs_of_trained_tokens_and_end_with_their_sequence():
