@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.faults import shortened
 from megatron_rl.rollout.rewards.recipe import Ingredient, Recipe, ingredients
-from megatron_rl.rollout.rewards.service import RewardService
+from megatron_rl.rollout.rewards.service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
 from megatron_rl.rollout.rewards.worker import with_args
+from megatron_rl.rollout.workflows.scoring import OWN_ARGUMENTS, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +47,36 @@ def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
         stacks=stacks,
     )
     return Recipe(found, service)
+
+
+def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> float | None:
+    """Compute the configured reward once, in a worker as the run does, for a prompt's row; the reply is its answer.
+
+    Return what the parts that are computed in workers give together; None where all are awaited, as they wait for
+    servers that need not be there yet. ValueError says in one line what the reward did, and where.
+    """
+    found = [ingredient for ingredient in configured_rewards(config) if not ingredient.is_awaited]
+    if not found:
+        return None
+    ids, reply = prompt_ids(tokenizer, row), str(row.get("answer", ""))
+    arguments = {name: value for name, value in row.items() if name not in OWN_ARGUMENTS}
+    arguments |= {"prompt": "" if tokenizer is None else tokenizer.decode(ids), "completions": reply}
+    reply_ids = [] if tokenizer is None else list(tokenizer(reply, add_special_tokens=False)["input_ids"])
+    arguments |= {"prompt_ids": ids, "completion_ids": reply_ids}
+    recipe = Recipe(found, RewardService([it.task for it in found], workers=1, import_from=config.run.import_from))
+    timeout_s = float(config.rollout.workflow_args.get("reward_timeout_s", SYNCHRONOUS_S))
+    try:
+        return recipe.added(recipe.service.call_now(arguments, timeout_s)).value
+    except (RewardFailed, RewardTimeout) as failure:
+        failed = failure.reward if isinstance(failure, RewardFailed) else ""
+        paths = [ingredient.path for ingredient in found if ingredient.name == failed] or [recipe.name]
+        key, said = "recipe" if config.rollout.recipe else "reward", " ".join(str(failure).split()).rstrip(".")
+        raise ValueError(
+            f"rollout.{key} = {paths[0]!r}: {said}; so it was for a prompt with the fields {', '.join(map(str, row))} "
+            f"and the reply {shortened(reply)}. Mend that line, or the prompts."
+        ) from failure
+    finally:
+        recipe.service.close()
 
 
 def make_workflow(

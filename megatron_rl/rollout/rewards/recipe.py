@@ -9,13 +9,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.faults import as_reward, place_of, words_of
 from megatron_rl.rollout.rewards.service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout, Score
 from megatron_rl.rollout.rewards.worker import with_args
 
@@ -106,13 +106,13 @@ class Recipe:
             raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
         own = {"prompt": prompt, "completions": completions}
         own |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        return self._sum(self.service.call_now(own | data, SYNCHRONOUS_S)).value
+        return self.added(self.service.call_now(own | data, SYNCHRONOUS_S)).value
 
     async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
         """Compute all parts, each within `timeout_s` of its begin. RewardFailed and RewardTimeout name what failed."""
         awaited = [ingredient for ingredient in self.ingredients if ingredient.is_awaited]
         if not awaited:
-            return self._sum(await self.service.call(arguments, timeout_s))
+            return self.added(await self.service.call(arguments, timeout_s))
         plain = [ingredient for ingredient in self.ingredients if not ingredient.is_awaited]
         tasks = [asyncio.ensure_future(wait_for(ingredient, arguments, timeout_s)) for ingredient in awaited]
         if plain:
@@ -123,7 +123,7 @@ class Recipe:
             for task in tasks:
                 task.cancel()
         by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
-        return self._sum([by_name[ingredient.name] for ingredient in self.ingredients])
+        return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 
     async def close(self) -> None:
         """End what computes the parts. In the event loop in which they were awaited; may be called twice."""
@@ -140,7 +140,8 @@ class Recipe:
         functions = [ingredient.function for ingredient in self.ingredients]
         return [function for function in functions if isinstance(function, AwaitedReward)]
 
-    def _sum(self, scores: list[Score]) -> Scored:
+    def added(self, scores: list[Score]) -> Scored:
+        """Return the weighted sum of the parts' scores, which are in the order of the ingredients."""
         pairs = list(zip(self.ingredients, scores, strict=True))
         value = sum(ingredient.weight * score.value for ingredient, score in pairs)
         return Scored(value, {ingredient.name: score for ingredient, score in pairs})
@@ -150,12 +151,10 @@ async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s:
     begin = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
-            value = float(await ingredient.function(**arguments))
-        if not math.isfinite(value):
-            raise ValueError(f"it gave {value}; must be a finite number.")
+            value = as_reward(await ingredient.function(**arguments))
     except TimeoutError as error:
         raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
     except Exception as error:  # users' code may raise anything
-        words = f"{type(error).__name__}: {error} (reward {ingredient.name})"
-        raise RewardFailed(words, ingredient.name) from error
+        place = place_of(error, ingredient.function)
+        raise RewardFailed.by(words_of(error), ingredient.name, place) from error
     return [Score(value, time.monotonic() - begin)]

@@ -52,9 +52,15 @@ class RewardTimeout(RuntimeError):
 class RewardFailed(RuntimeError):
     """A reward raised, or its process died. Never a reward of 0."""
 
-    def __init__(self, message: str, reward: str = "") -> None:
+    def __init__(self, message: str, reward: str = "", place: str = "") -> None:
+        """place: file:line of the reward's own code."""
         super().__init__(message)
-        self.reward = reward
+        self.reward, self.place = reward, place
+
+    @classmethod
+    def by(cls, error: str, reward: str, place: str) -> RewardFailed:
+        """Say what a reward raised, and where."""
+        return cls(f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place)
 
 
 class WorkersTraceback(Exception):
@@ -312,7 +318,7 @@ class RewardService:
         who = "a worker" if code is None else f"the service's process (exit code {code})"
         return (
             f"reward {', '.join(self.names)}: {who} died. Its words are in the rollout process's log; of a worker that "
-            f"the kernel killed it has none: look for a lack of memory."
+            f"the kernel killed it has none: look for a lack of memory, or a call of os._exit."
         )
 
     def _scores(self, content: bytes) -> list[Score]:
@@ -320,8 +326,8 @@ class RewardService:
         try:
             answer = orjson.loads(content)
             if "error" in answer:
-                name, kind, words, where = map(str, answer["error"])
-                raise RewardFailed(f"{kind}: {words} (reward {name})", name) from WorkersTraceback(where)
+                name, words, where, place = map(str, answer["error"])
+                raise RewardFailed.by(words, name, place) from WorkersTraceback(where)
             scores = [Score(float(value), float(seconds)) for value, seconds in answer["values"]]
             if len(scores) == len(self.names):
                 return scores

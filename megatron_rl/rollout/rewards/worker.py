@@ -5,7 +5,7 @@ is replaced within milliseconds. It ends, with all its workers, as soon as the o
 
 A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
 JSON, as what a worker says may be what a model wrote: `{"values": [[value, seconds], ..]}`, one for each reward, or
-`{"error": [reward, type, words, traceback]}`.
+`{"error": [reward, words, traceback, file:line]}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import faulthandler
 import functools
 import inspect
 import json
-import math
 import os
 import pickle
 import resource
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.faults import as_reward, place_of, words_of
 from megatron_rl.rollout.rewards.locked import PR_SET_PDEATHSIG, address_space, limit
 
 LENGTH = struct.Struct("<I")
@@ -160,12 +160,9 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
     for name, reward in rewards.items():
         begin = time.monotonic()
         try:
-            given = reward(**arguments)
-            value = float(given)
-            if not math.isfinite(value):
-                raise ValueError(f"reward {name} returned {given!r}; must be a finite number.")
+            value = as_reward(reward(**arguments))
         except (Exception, SystemExit) as error:  # users' code may raise anything
-            words = [name, type(error).__name__, str(error)[:2000], traceback.format_exc()[-8000:]]
+            words = [name, words_of(error)[:2000], traceback.format_exc()[-8000:], place_of(error, reward)]
             return {"error": [word.encode("utf-8", "replace").decode() for word in words]}
         values.append([value, time.monotonic() - begin])
     return {"values": values}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.rewards.faults import as_reward
 from megatron_rl.rollout.rewards.recipe import Recipe
 from megatron_rl.rollout.rewards.service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
@@ -16,6 +17,8 @@ from megatron_rl.types import LLMResponse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 RewardFn = Callable[..., float]
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
@@ -71,6 +74,7 @@ class RewardCall:
             raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
         self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
         self._under_way: set[object] = set()
+        self._warned: set[tuple[str, str]] = set()
         is_plain = isinstance(self.function, FunctionType)
         self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
         if isinstance(self.function, Recipe):
@@ -96,10 +100,10 @@ class RewardCall:
             value: Any = await self._served(self.function, arguments)
         else:
             value = await self._in_a_thread(arguments)
-        reward = float(value)
-        if not math.isfinite(reward):
-            raise ValueError(f"{self.key} {self.function!r}: returned {value!r}; must be a finite number.")
-        return reward
+        try:
+            return as_reward(value)
+        except ValueError as error:
+            raise ValueError(f"{self.key} {self.name}: {error}") from error
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
         """Note in the span what each part gave and how long it took, as metrics."""
@@ -107,6 +111,7 @@ class RewardCall:
             try:
                 scored = await recipe.score(arguments, self.timeout_s)
             except RewardFailed as failure:
+                self._warn_once(failure)
                 if span is not None and failure.reward:
                     span.args["metrics"] = {f"rollout/reward_failed/{failure.reward}": 1.0}
                 raise
@@ -115,6 +120,16 @@ class RewardCall:
                 metrics |= {f"rollout/reward_s/{name}": score.seconds for name, score in scored.parts.items()}
                 span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.parts}
         return scored.value
+
+    def _warn_once(self, failure: RewardFailed) -> None:
+        """Of each place: an episode that succeeds at another attempt would not be heard of."""
+        if failure.reward and (failure.reward, failure.place) not in self._warned:
+            self._warned.add((failure.reward, failure.place))
+            logger.warning(
+                "%s; the reply has no reward and its episode is tried again. Counted as rollout/reward_failed/%s.",
+                failure,
+                failure.reward,
+            )
 
     async def _in_a_thread(self, arguments: dict[str, Any]) -> float:
         try:

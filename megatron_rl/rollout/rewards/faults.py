@@ -1,0 +1,69 @@
+"""What a reward function did wrong, said so that its author finds the line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+CONTRACT = (
+    "it is called for one reply at a time, as reward(prompt, completions, prompt_ids, completion_ids, **data) with the "
+    "fields of the prompt's row, and returns one number (TRL's rewards take and return lists: write one for one reply)"
+)
+
+
+def as_reward(given: Any) -> float:
+    """Return a reward as the number that it is. ValueError for anything else, also for text that spells a number."""
+    try:
+        value = math.nan if isinstance(given, str | bytes | bytearray) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        rule = "must be a finite number" + ("" if isinstance(given, float) else f": {CONTRACT}")
+        raise ValueError(f"returned {shortened(given)}, of type {type(given).__name__}; {rule}.")
+    return value
+
+
+def words_of(error: BaseException) -> str:
+    """Return `type: words` of what a call raised; with the contract where the call itself did not fit."""
+    words = f"{type(error).__name__}: {error}"
+    is_of_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    return f"{words}; {CONTRACT}" if isinstance(error, TypeError) and is_of_the_call else words
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}.."
+
+
+def place_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return `file:line` where `function` went wrong: the last of its own package's lines that the error came through.
+
+    Called where the error was caught that the function raised, or that was raised about what it returned: then it is
+    the function's own line.
+    """
+    code = code_of(function)
+    if code is None:
+        return ""
+    home, line = Path(code.co_filename).parent, f"{code.co_filename}:{code.co_firstlineno}"
+    trace: TracebackType | None = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while trace is not None:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if file.is_relative_to(home) and "site-packages" not in file.relative_to(home).parts and file != Path(__file__):
+            line = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code that a call of `function` runs; None where it is not Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
+    if inspect.ismethod(called):
+        called = called.__func__
+    return called.__code__ if inspect.isfunction(called) else None
