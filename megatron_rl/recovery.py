@@ -106,6 +106,12 @@ class RunCheckpoints:
         self.newest = self.step
         return True
 
+    def close(self) -> None:
+        """The run ends; what it leaves in work, because it failed, is given up, and its writers do not outlive it."""
+        if self.aside is not None:
+            for engine in self.engines.values():
+                engine.drop_saves()
+
     def _abandon(self) -> None:
         """One engine could not be written: wait for the writers of the others, whose part is of no use."""
         self.aside = None

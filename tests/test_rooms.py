@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
         "batch",
         "config",
+        "launch",
         "ops",
         "parallel",
         "platform",

@@ -7,11 +7,13 @@ its name only when it is whole, and loading refuses one that has changed since.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,8 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl import platform
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
+from megatron_rl.launch import watch
+from megatron_rl.launch.notice import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
@@ -102,7 +106,8 @@ class CheckpointWriter:
         self._on_main(add_model_files)
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
-            write = functools.partial(_write_and_sum, request.async_fn, aside, self.groups.rank, niceness)
+            place = aside, self.groups.rank, niceness, os.getpid()
+            write = functools.partial(_write_and_sum, request.async_fn, *place)
             request = request._replace(async_fn=write)
         if request.preload_fn is not None and not platform.has_cuda():  # on a GPU this makes copies on the host
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
@@ -131,11 +136,18 @@ class CheckpointWriter:
         try:
             self.calls.maybe_finalize_async_calls(blocking=wait)
         except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in sorted(error.failures.items()))
+            reasons = "; ".join(f"rank {rank}: {_in_words(why)}" for rank, (why, _) in sorted(error.failures.items()))
             raise self._failure(f"a writer failed ({reasons or 'rank 0 says which'})") from error
         if self.calls.get_num_unfinalized_calls() == 0:
             self.path = None
         return self.path is None
+
+    def drop(self) -> None:
+        """End this rank's writer, if one is at work: nobody is going to publish what it writes."""
+        for call in self.calls.async_calls:
+            call.async_caller.close(abort=True)
+        self.calls.async_calls.clear()
+        self.path = None
 
     def _publish(self, aside: Path, path: Path) -> None:
         def publish() -> None:
@@ -161,13 +173,43 @@ class CheckpointWriter:
         )
 
 
+def _in_words(reason: BaseException) -> str:
+    """Upstream's name for a writer that has left no result says nothing of what became of it."""
+    return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
+
+
 def _write_and_sum(
-    write: Callable[..., None], aside: Path, rank: int, niceness: int, *args: Any, **kwargs: Any
+    write: Callable[..., None], aside: Path, rank: int, niceness: int, trainer: int, *args: Any, **kwargs: Any
 ) -> None:
-    """Run upstream's writer, then checksum this rank's files while the kernel still holds them."""
+    """Run upstream's writer, then checksum this rank's files while the kernel still holds them.
+
+    It forks a process for each file and waits until every one has told of its end, for ever where one was killed.
+    """
+    watch.die_with(trainer)
+    watch.let_go_of_sockets()
+    for number in (signal.SIGINT, *SIGNALS):
+        signal.signal(number, signal.SIG_IGN)  # whoever sends them means the trainer, which waits for this process
+    os.register_at_fork(after_in_child=functools.partial(_join_writer, os.getpid()))
+    signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))
     os.nice(niceness)
     write(*args, **kwargs)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
+
+
+def _join_writer(writer: int) -> None:
+    watch.die_with(writer)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _fail_with_children(results: Any) -> None:
+    """Leave as the writer's result that a child of it did not end well, and end it and with it all others."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if code := os.waitstatus_to_exitcode(ended[1]):
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                results.put(RuntimeError(f"process {ended[0]}, which wrote a file of it, {how}"))
+                os._exit(1)
 
 
 # -- what a checkpoint holds -------------------------------------------------------------------------------------------

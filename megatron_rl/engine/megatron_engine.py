@@ -400,6 +400,11 @@ class MegatronEngine(ModelEngine):
         self.groups.activate()
         return self.checkpoints.finish(wait=wait)
 
+    def drop_saves(self) -> None:
+        """Give up a checkpoint in work: its writer on this rank ends at once."""
+        if self.checkpoints is not None:
+            self.checkpoints.drop()
+
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
         """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint.
 

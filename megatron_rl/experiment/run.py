@@ -105,6 +105,7 @@ class Run(ABC):
             raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
         wait_for_earlier_processes(self.folder, groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
+        self.at_end.callback(self.checkpoints.close)
         with self.timers("resume"):
             self.resumed_from = self.checkpoints.choose(self.resume)
         # The state of that checkpoint; empty where the run had none yet, None for a new run.

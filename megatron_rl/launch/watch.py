@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
 
 
 def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> None:
@@ -20,6 +25,30 @@ def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> Non
         stop(f"process {pid}, which started this run, died; stopping." if says_so else "")
 
     threading.Thread(target=watch, name=f"exit-with-{pid}", daemon=True).start()
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process as soon as its parent's thread that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def let_go_of_sockets() -> None:
+    """In a forked process: keep none of its parent's connections open, and none of its ports taken.
+
+    Their numbers stay in use, so that an object of the parent's that closes its own closes nothing else.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            is_socket = number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode)
+        except OSError:  # the listing's own
+            continue
+        if is_socket:
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 def is_alive(pid: int) -> bool:

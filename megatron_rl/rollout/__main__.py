@@ -6,15 +6,13 @@ It serves its trainer's calls and dies with it. Notices and Ctrl-C are the train
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
-import sys
 
 from megatron_rl.launch import start_up
+from megatron_rl.launch.watch import die_with
 
-PR_SET_PDEATHSIG = 1
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -37,14 +35,6 @@ def main() -> None:
         from megatron_rl.rollout.head import serve_trainer
 
     serve_trainer(socket.socket(fileno=args.socket))
-
-
-def die_with(trainer: int) -> None:
-    """Let the kernel kill this process as soon as the trainer is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != trainer:
-            os._exit(1)
 
 
 if __name__ == "__main__":

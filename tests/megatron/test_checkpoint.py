@@ -4,9 +4,11 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -206,6 +208,52 @@ def test_a_killed_writer_is_reported_and_leaves_the_earlier_checkpoint(tmp_path)
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], third[name]) for name in first)
     assert os.listdir(tmp_path / "checkpoint" / "hf") == ["config.json", "generation_config.json"]
+
+
+def sockets_of(process):
+    links = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir() if int(path.name) > 2]
+    return [link for link in links if link.startswith("socket:")]
+
+
+def lose_one_of_the_writers(folder, target):
+    """Rank 1 loses what its writer has forked, then rank 0 its writer; what each save raised, and what it left."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    engine = make_engine(folder, LAYOUTS["dp2"][1])
+    write_item, raised = filesystem_async._write_item, []
+    for loser, child_is_lost in ((1, True), (0, False)):
+        filesystem_async._write_item = lambda *_, **__: time.sleep(60)
+        engine.save_async(target)
+        (writer,) = psutil.Process().children()
+        while not (children := writer.children()):
+            time.sleep(0.01)
+        assert not any(map(sockets_of, (writer, *children)))
+        if engine.groups.rank == loser:
+            (children[0] if child_is_lost else writer).kill()
+        else:
+            writer.kill()  # so that no rank writes for a minute
+        with pytest.raises(CheckpointError) as error:
+            engine.finish_saves()
+        raised.append(str(error.value))
+        assert not psutil.wait_procs([writer, *children], timeout=5)[1], "nothing outlives it"
+        filesystem_async._write_item = write_item
+        engine.save(target, with_optimizer=True)
+    filesystem_async._write_item = lambda *_, **__: time.sleep(60)
+    engine.save_async(target)
+    left = psutil.Process().children(recursive=True)
+    engine.drop_saves()  # as where a run fails
+    assert left and not psutil.wait_procs(left, timeout=5)[1] and engine.finish_saves()
+    return raised
+
+
+def test_a_lost_process_of_a_writer_fails_that_checkpoint_on_all_ranks_at_once_and_leaves_no_orphan(tmp_path):
+    make_model("llama", tmp_path / "model")
+    began = time.monotonic()
+    (first, second), other = run_ranks(2, lose_one_of_the_writers, tmp_path / "model", tmp_path / "checkpoint")
+    assert all("a writer failed (rank 0 says which)" in raised for raised in other)
+    assert re.search(r"rank 1: Worker failure: process \d+, which wrote a file of it, was killed by SIGKILL", first)
+    assert "rank 0: its process was killed" in second
+    assert time.monotonic() - began < 40, "they sleep for a minute"
 
 
 def save_weights_to_a_full_disk(folder, target):
