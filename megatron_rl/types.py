@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,32 @@ class LLMRequest:
     input_ids: list[int]
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.input_ids = token_list(self.input_ids)
+
+
+def token_list(ids: Any) -> list[int]:
+    """Return the token ids of one prompt in whatever form a tokenizer gave them: a mapping, a tensor, a batch of one.
+
+    ValueError for what is not one prompt's whole numbers.
+    """
+    found = ids["input_ids"] if isinstance(ids, Mapping) and "input_ids" in ids else ids
+    found = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
+    if isinstance(found, list | tuple) and len(found) == 1 and isinstance(found[0], list | tuple | Tensor | np.ndarray):
+        return token_list(found[0])
+    kinds = set(map(type, found)) if isinstance(found, list | tuple) else None
+    if kinds is None or not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+        what = type(ids).__name__ if kinds is None else f"{type(ids).__name__} of {_named(kinds)}"
+        raise ValueError(
+            f"LLMRequest.input_ids is a {what}: must be the token ids of one prompt, a list of int; a tokenizer "
+            f"makes them with tokenize=True, in the entry 'input_ids' of what it returns."
+        )
+    return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
+
+
+def _named(kinds: set[type]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 @dataclass(kw_only=True)

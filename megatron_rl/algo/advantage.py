@@ -261,6 +261,7 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
     A result for each trajectory is averaged over its sample and normalised over samples, one for each token over
     trained tokens.
     """
+    _check_finite(batch["scores"], "the shaped reward: scores")
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std
     if found.shape == (len(batch),):
@@ -276,4 +277,16 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
         )
     if options.advantage_clip > 0:
         found = found.clamp(-options.advantage_clip, options.advantage_clip)
-    batch.tokens["advantages"] = found.masked_fill(~mask, 0.0).float()
+    found = found.masked_fill(~mask, 0.0).float()
+    _check_finite(found, f"algo.advantage = {options.advantage!r}: advantages")
+    batch.tokens["advantages"] = found
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    """ValueError instead of advantages that are 0 or no number for all that a wrong one is compared with."""
+    wrong = (~values.isfinite()).nonzero()[:, 0]
+    if len(wrong):
+        raise ValueError(
+            f"{what}[{int(wrong[0])}] = {float(values[wrong[0]])}, and {len(wrong)} of {len(values)} are not "
+            f"finite; look at the rewards of the workflow and of the reward model, and at the estimator."
+        )

@@ -83,8 +83,16 @@ class AlgorithmConfig:
             advantage_std=(self.advantage_std, self.advantage_std in levels, "must be none, group, batch or empty"),
             advantage_clip=(self.advantage_clip, self.advantage_clip >= 0, "must be at least 0; 0 sets no bound"),
             loss=(self.loss, *_is_known(self.loss, LOSSES)),
-            clip_low=(self.clip_low, 0 < self.clip_low < 1, "must be in (0, 1); PPO's is 0.2"),
-            clip_high=(self.clip_high, self.clip_high >= self.clip_low, f"must be at least clip_low = {self.clip_low}"),
+            clip_low=(
+                self.clip_low,
+                0 < self.clip_low <= 1,
+                "must be in (0, 1]; PPO's is 0.2, and 1 sets no lower bound, as in CISPO's paper",
+            ),
+            clip_high=(
+                self.clip_high,
+                self.clip_high >= self.clip_low or (self.clip_low == 1 and self.clip_high > 0),
+                f"must be at least clip_low = {self.clip_low}, or above 0 with clip_low = 1",
+            ),
             dual_clip=(
                 self.dual_clip,
                 self.dual_clip == 0 or (self.dual_clip > 1 and self.loss in ("ppo_clip", "gspo")),

@@ -24,6 +24,8 @@ from megatron_rl.config.rollout import GenerationConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run import RunConfig, TelemetryConfig
 
+REMAX = "megatron_rl.rollout.workflows:ReMaxWorkflow"
+
 
 @dataclass(kw_only=True)
 class TrainConfig:
@@ -91,13 +93,8 @@ class TrainConfig:
                 "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
                 "journal; set that, or leave the key out."
             )
-        if self.algo.advantage == "remax" and "ReMax" not in self.rollout.workflow:
-            raise ValueError(
-                f"rollout.workflow = {self.rollout.workflow!r}: algo.advantage = remax needs a workflow that reports "
-                f"greedy_reward; use megatron_rl.rollout.workflows:ReMaxWorkflow."
-            )
-        scores_greedy = self.rollout.workflow_args.get("keep_greedy", False)
-        if self.algo.advantage == "remax" and self.reward_model.path and not scores_greedy:
+        hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
+        if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
             raise ValueError(
                 f"reward_model.path = {self.reward_model.path!r}: scores trajectories, and the greedy reply that "
                 f"algo.advantage = remax compares them with is not one of them; set "

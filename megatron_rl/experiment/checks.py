@@ -9,12 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl import platform
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
+from megatron_rl.config.experiment import REMAX
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.experiment.warm_start import warm_start_rows
 from megatron_rl.import_path import OURS
 from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.prompts import load_held_out
 from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths, training_prompts
+from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.mapping import weight_source
 
@@ -85,3 +87,18 @@ def check_value_model(key: str, engine: EngineConfig, policy: Architecture, mega
             f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
             f"the policy's tokens, so give a model with the same tokenizer."
         )
+
+
+def check_greedy(config: TrainConfig, batch: TrajectoryBatch) -> None:
+    """ValueError where ReMax would find no greedy reply in what the workflow returned, `batch` with whole groups."""
+    reported = ["is_greedy"] if config.reward_model.path else ["is_greedy", "greedy_reward"]
+    if config.algo.advantage != "remax" or any(name in batch for name in reported):
+        return
+    scored = (
+        f" and reward_model.path = {config.reward_model.path!r}, which scores it," if config.reward_model.path else ""
+    )
+    raise ValueError(
+        f"rollout.workflow = {config.rollout.workflow!r}: returned trajectories with {sorted(batch.sequences)}, and "
+        f"algo.advantage = remax{scored} needs {' or '.join(reported)} of the greedy reply; report it in "
+        f"Trajectory.sequence, or use {REMAX}."
+    )

@@ -20,7 +20,7 @@ from megatron_rl.algo.reward import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.experiment.checks import check
+from megatron_rl.experiment.checks import check, check_greedy
 from megatron_rl.experiment.evaluation import Evaluations, decode_samples
 from megatron_rl.experiment.metrics import (
     batch_metrics,
@@ -216,6 +216,7 @@ class Experiment(Run):
 
     def score(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
+        check_greedy(self.config, batch)
         if self.reward_model is not None:
             engine, shared = self.reward_model, self.config.batch.share_prompts
             with self.timers("score"):

@@ -412,7 +412,8 @@ class RolloutExecutor:
         for attempt in range(1, self._config.episode_attempts + 1):
             version = self._engine.get_version()
             try:
-                group = as_group(await episode.workflow.arun_episode(self._engine, dict(episode.data)))
+                result = await episode.workflow.arun_episode(self._engine, dict(episode.data))
+                group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
                 refuse_older(group, version, self._config.max_staleness)
                 return Outcome(group=group)
             except RequestRefused as refusal:
@@ -431,6 +432,10 @@ class RolloutExecutor:
                     logger.info("episode %d: attempt %d failed (%s)", episode.number, attempt, what)
                     await asyncio.sleep(delay_s)
         return Outcome(error=error)
+
+
+def name_of(workflow: RolloutWorkflow) -> str:
+    return f"{type(workflow).__module__}:{type(workflow).__qualname__}"
 
 
 def _is_cancelled() -> bool:

@@ -9,46 +9,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.types import Trajectory, TrajectoryBatch
+from megatron_rl.types import TOKEN_KEYS, Trajectory, TrajectoryBatch
 
+NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample")
+"""Columns of numbers that something is computed from."""
 ROUNDING = 1e-6
 """Of a reward in float32, or a sum of them, as a share of it."""
 
 
-def as_group(result: Any) -> TrajectoryBatch | None:
+def as_group(result: Any, *, source: str = "") -> TrajectoryBatch | None:
     """Turn what a workflow returned into a batch of one group; None for a rejected prompt.
 
-    ValueError where a reward is missing or no finite number, which would be in all advantages compared with it.
+    TypeError or ValueError for what could not be trained, or would spoil what it is compared with: wrong types, shapes
+    and lengths, numbers that are not finite, nothing to train. source: the workflow and its prompt, for the message.
     """
-    group = _joined(result)
-    if group is not None and "rewards" not in group:
-        found = sorted([*group.tokens, *group.sequences])
-        raise ValueError(
-            f"arun_episode returned {', '.join(found)} and no rewards; give one for each trajectory or token."
-        )
-    for name in ("rewards", "greedy_reward"):
-        if group is not None and name in group and not bool(group[name].isfinite().all()):
-            raise ValueError(
-                f"arun_episode returned {name} = {group[name].tolist()}: must be finite numbers of float32."
-            )
+    try:
+        group = _joined(result)
+        if group is None or not len(group):
+            return None
+        _check_group(group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} ({source})" if source else str(error)) from error
     return group
 
 
 def _joined(result: Any) -> TrajectoryBatch | None:
-    if result is None or isinstance(result, TrajectoryBatch):
-        return result
+    if result is None:
+        return None
+    if isinstance(result, TrajectoryBatch):
+        _check_tensors(result.tokens | result.sequences)
+        _check_tokens(result.tokens)
+        missing = [name for name in TOKEN_KEYS if name not in result.tokens]
+        if missing:
+            raise ValueError(
+                f"arun_episode returned a TrajectoryBatch without {', '.join(missing)}; its tokens need "
+                f"{', '.join(TOKEN_KEYS)}."
+            )
+        tokens = result.tokens | {name: result.tokens[name].to(dtype) for name, dtype in TOKEN_KEYS.items()}
+        one_group = torch.zeros(len(result), dtype=torch.int64)
+        return TrajectoryBatch(tokens, result.sequences | {"group": one_group}, result.cu_seqlens)
     if isinstance(result, list):
-        strangers = [type(entry).__name__ for entry in result if not isinstance(entry, Trajectory)]
-        if strangers:
-            raise TypeError(f"arun_episode returned a list with {strangers[0]}; every entry must be a Trajectory.")
+        _check_trajectories(result)
         return TrajectoryBatch.from_trajectories([result]) if result else None
     if isinstance(result, Mapping) or is_tensordict(result):
+        _check_tensors(result)
         batch = TrajectoryBatch.from_padded(result)
+        mask = result["attention_mask"].bool()
+        _check_tokens({name: value[mask] for name, value in result.items() if value.shape == mask.shape})
         batch.sequences["group"].zero_()
         return batch
     raise TypeError(
         f"arun_episode returned {type(result).__name__}; must return a list of Trajectory, a padded TensorDict or None."
     )
+
+
+def _check_trajectories(result: list[Any]) -> None:
+    """Refuse what `from_trajectories` would not take, or would make something else of."""
+    for number, entry in enumerate(result):
+        if not isinstance(entry, Trajectory):
+            raise TypeError(
+                f"arun_episode returned a list with {type(entry).__name__}; every entry must be a Trajectory."
+            )
+        whose = f"trajectory {number} with "
+        tokens = {name: getattr(entry, name) for name in TOKEN_KEYS} | entry.tokens
+        _check_tensors(tokens, whose)
+        for name, value in tokens.items():
+            if value.shape != entry.input_ids.shape or value.dim() != 1:
+                raise ValueError(
+                    f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "
+                    f"{tuple(entry.input_ids.shape)}: must have one entry for each token."
+                )
+        _check_tokens(tokens, whose)
+        first = result[0]
+        if entry.tokens.keys() != first.tokens.keys() or entry.sequence.keys() != first.sequence.keys():
+            raise ValueError(
+                f"arun_episode returned {whose}{sorted([*entry.tokens, *entry.sequence])} and trajectory 0 with "
+                f"{sorted([*first.tokens, *first.sequence])}; give all of them the same further fields."
+            )
+        for name, number_of in {"reward": entry.reward, **entry.sequence}.items():
+            try:
+                float(number_of)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"arun_episode returned {whose}{name} = {number_of!r}: must be a number.") from error
+
+
+def _check_tensors(columns: Any, whose: str = "") -> None:
+    for name, value in columns.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"arun_episode returned {whose}{name} as {type(value).__name__}; must be a torch.Tensor.")
+        if value.device.type != "cpu":
+            raise ValueError(f"arun_episode returned {whose}{name} on {value.device}; must be on the CPU.")
+
+
+def _check_tokens(columns: Mapping[str, Tensor], whose: str = "") -> None:
+    """Look at `[N]` columns before they get their dtypes: a conversion would hide what is wrong."""
+    for name, value in columns.items():
+        what = f"arun_episode returned {whose}{name}"
+        if name in ("input_ids", "versions") and bool((value != value.to(TOKEN_KEYS[name])).any()):
+            found = value[value != value.to(TOKEN_KEYS[name])][0].item()
+            raise ValueError(f"{what} that hold {found}: must be whole numbers, {TOKEN_KEYS[name]}.")
+        if name == "input_ids" and bool((value < 0).any()):
+            raise ValueError(f"{what} that hold {int(value.min())}: must be ids of the vocabulary, from 0.")
+        if name == "loss_mask" and bool(((value != 0) & (value != 1)).any()):
+            found = value[(value != 0) & (value != 1)][0].item()
+            raise ValueError(f"{what} that holds {found}: must be True where a token is trained and False elsewhere.")
+        if name == "logprobs" and not bool(value.isfinite().all()):
+            place = int((~value.isfinite()).nonzero()[0, 0])
+            raise ValueError(
+                f"{what} that hold {value[place].item()} at token {place}: must be finite, and 0 for tokens that the "
+                f"policy did not write."
+            )
+
+
+def _check_group(group: TrajectoryBatch) -> None:
+    if "rewards" not in group:
+        found = sorted([*group.tokens, *group.sequences])
+        raise ValueError(
+            f"arun_episode returned {', '.join(found)} and no rewards; give one for each trajectory or token."
+        )
+    for name in NUMBERS:
+        columns = group.tokens if name == "rewards" and name in group.tokens else group.sequences
+        if name in group and name not in columns:
+            raise ValueError(f"arun_episode returned {name} for each token; give one number for each trajectory.")
+        if name not in columns:
+            continue
+        columns[name] = columns[name].float()
+        if not bool(columns[name].isfinite().all()):
+            raise ValueError(
+                f"arun_episode returned {name} = {columns[name].tolist()}: must be finite numbers of float32; have it "
+                f"raise an error where it has none, or return None to leave the prompt out."
+            )
+    if int(group.lengths.min()) < 1:
+        raise ValueError(f"arun_episode returned trajectories of {group.lengths.tolist()} tokens: each needs one.")
+    if not bool(group["loss_mask"].any()):
+        raise ValueError(
+            f"arun_episode returned {len(group)} trajectories with a loss_mask that is False for all "
+            f"{len(group['loss_mask'])} tokens: nothing would be trained; set it where the policy wrote, or return "
+            f"None to leave the prompt out."
+        )
 
 
 def is_tensordict(result: Any) -> bool:

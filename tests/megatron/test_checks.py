@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl import platform
 
 platform.prepare()
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.experiment import check  # noqa: E402
+from megatron_rl.experiment.checks import check_greedy  # noqa: E402
+from megatron_rl.types import TrajectoryBatch  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "count_tiny"
@@ -155,3 +158,21 @@ def test_command_line_errors_are_one_line(module, arguments, words):
 def test_dry_run_prints_the_whole_config_and_starts_nothing():
     done = run_cli("megatron_rl.train", "configs/count_grpo.yaml", "--dry-run")
     assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr
+
+
+def test_remax_asks_for_the_greedy_reward_in_what_comes_back():
+    """Not for a name in the workflow's path: what it returns is known at the first batch."""
+    batch = TrajectoryBatch({"input_ids": torch.zeros(2)}, {"rewards": torch.zeros(2)}, torch.arange(3))
+    options = ["algo.advantage=remax", "rollout.workflow=mine:Greedy", f"model.path={MODEL}"]
+    config = load_config(ROOT / "configs" / "count_grpo.yaml", options)
+    with pytest.raises(ValueError, match=r"rollout.workflow = 'mine:Greedy': .* \['rewards'\], .* or greedy_reward of"):
+        check_greedy(config, batch)
+    batch.sequences["greedy_reward"] = torch.zeros(2)
+    check_greedy(config, batch)
+    scored = load_config(ROOT / "configs" / "count_grpo.yaml", [*options, "reward_model.path=judge"])
+    with pytest.raises(
+        ValueError, match=r"reward_model.path = 'judge', which scores it, needs is_greedy of the greedy"
+    ):
+        check_greedy(scored, batch)
+    batch.sequences["is_greedy"] = torch.zeros(2)
+    check_greedy(scored, batch)

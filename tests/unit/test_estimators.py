@@ -328,6 +328,20 @@ def test_rewards_of_samples_are_the_runs_rewards_however_many_dialogues_they_had
     assert is_uniform(of_samples((0, 0, 1.0), (0, 0, 0.0), (0, 1, 0.5))) and not is_uniform(IN_THREE_DIALOGUES)
 
 
+def infinite(batch):
+    return batch["scores"] / 0
+
+
+@pytest.mark.parametrize("name", ["group_norm", "reinforce++"])
+def test_a_reward_that_is_no_number_is_not_an_advantage_of_0(name):
+    batch = ragged_batch()
+    batch.sequences["rewards"][2] = float("nan")
+    with pytest.raises(ValueError, match=r"the shaped reward: scores\[2\] = nan, and 1 of 9 are not finite"):
+        advantages(batch, name)
+    with pytest.raises(ValueError, match=r":infinite': advantages\[\d+\] = -?inf"):
+        advantages(ragged_batch(), f"{__name__}:infinite")
+
+
 def test_turns_are_runs_of_trained_tokens_and_end_with_their_sequence():
     mask = torch.tensor([False, True, True, True, False, True, True, False, False])
     turn, bounds = turns_of(mask, torch.tensor([0, 3, 6, 6, 7, 9]))

@@ -147,6 +147,75 @@ def test_trajectories_without_rewards_fail_their_episode(make):
         make(max_uniform_resamples=1).prepare_batch(iter(prompts(0)), Scripted(lambda *_: padded.clone()), 1)
 
 
+def padded(**columns):
+    ones = torch.ones(1, 3, dtype=torch.int64)
+    return {"input_ids": ones, "attention_mask": ones, "loss_mask": ones, "rewards": torch.ones(1)} | columns
+
+
+def changed(**fields):
+    return [trajectory(1), dataclasses.replace(trajectory(1), **fields)]
+
+
+def as_batch(**columns):
+    batch = TrajectoryBatch.from_trajectories([[trajectory(1), trajectory(2)]])
+    batch.tokens |= {name: value for name, value in columns.items() if len(value) == 4}
+    batch.sequences |= {name: value for name, value in columns.items() if len(value) == 2}
+    return batch
+
+
+NAN, UNTRAINED = float("nan"), torch.zeros(2, dtype=torch.bool)
+UNFIT = {
+    "a reward that is none": (changed(reward=None), "trajectory 1 with reward = None: must be a number"),
+    "rewards by token": (
+        padded(rewards=torch.tensor([[0.0, 0.0, NAN]])),
+        r"rewards = \[0.0, 0.0, nan\]: must be finite",
+    ),
+    "a greedy reward": (padded(greedy_reward=torch.tensor([NAN])), r"greedy_reward = \[nan\]: must be finite"),
+    "a sample": (changed(sequence={"sample": NAN}), "same further fields"),
+    "a sample by token": (
+        padded(sample=torch.ones(1, 3)),
+        "sample for each token; give one number for each trajectory",
+    ),
+    "a log-prob": (changed(logprobs=torch.tensor([0.0, NAN])), "trajectory 1 with logprobs that hold nan at token 1"),
+    "a log-prob of 0": (padded(logprobs=torch.tensor([[0.0, -torch.inf, 0.0]])), "logprobs that hold -inf at token 1"),
+    "a length": (changed(logprobs=torch.zeros(3)), r"logprobs of shape \(3,\) for input_ids of \(2,\)"),
+    "a list": (changed(versions=[0, 0]), "TypeError: .* trajectory 1 with versions as list; must be a torch.Tensor"),
+    "an array": (padded(rewards=torch.ones(1).numpy()), "TypeError: .* rewards as ndarray"),
+    "a device": (padded(loss_mask=torch.ones(1, 3, device="meta")), "loss_mask on meta; must be on the CPU"),
+    "ids that are floats": (padded(input_ids=torch.full((1, 3), 0.5)), "input_ids that hold 0.5: must be whole"),
+    "ids below 0": (changed(input_ids=torch.tensor([-100, 3])), "input_ids that hold -100: must be ids"),
+    "a mask of weights": (changed(loss_mask=torch.tensor([0.0, 0.5])), "loss_mask that holds 0.5: must be True where"),
+    "a mask of labels": (as_batch(loss_mask=torch.tensor([-100, 1, -100, 1])), "loss_mask that holds -100"),
+    "nothing to train": ([dataclasses.replace(trajectory(1), loss_mask=UNTRAINED)], "False for all 2 tokens: nothing"),
+    "no tokens": (padded(attention_mask=torch.zeros(1, 3)), r"trajectories of \[0\] tokens: each needs one"),
+    "other fields": ([*changed(tokens={"mine": torch.ones(2)})], "give all of them the same further fields"),
+    "a batch's numbers": (as_batch(rewards=torch.tensor([NAN, 1.0])), r"rewards = \[nan, 1.0\]"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_a_workflow_returns_is_looked_at_before_it_is_trained(make, what):
+    result, message = UNFIT[what]
+    executor = make(episode_attempts=1)
+    batch = executor.rollout_batch(prompts(0, 1), Scripted(lambda data, _: result if data["n"] == 0 else one(data, 1)))
+    assert batch["rewards"].tolist() == [1.0] and executor.tally.take()["rollout/episodes_failed"] == 1
+    with pytest.raises(RuntimeError, match=message) as error:
+        executor.prepare_batch(iter(prompts(0) * 3), Scripted(lambda *_: result), 1)
+    assert "1 episodes failed 1 times each and none succeeded" in str(error.value)
+    assert f"({__name__}:Scripted, episode 0)" in str(error.value)
+
+
+def test_a_group_of_whatever_form_has_the_dtypes_of_a_trajectory(make):
+    integers = as_batch(rewards=torch.tensor([1, 2]), loss_mask=torch.tensor([0, 1, 0, 1]))
+    del integers.sequences["group"]
+    for result in (integers, padded(rewards=torch.tensor([1])), padded(rewards=torch.ones(1).double())):
+        batch = make().rollout_batch(prompts(0), Scripted(lambda *_, result=result: result))
+        assert batch["rewards"].dtype == torch.float32 and batch["loss_mask"].dtype == torch.bool
+    empty = TrajectoryBatch.from_trajectories([[trajectory(1)]]).select([])
+    with pytest.raises(RuntimeError, match="1 were rejected"):
+        make().rollout_batch(prompts(0), Scripted(lambda *_: empty))
+
+
 def test_an_episode_that_something_cancels_has_failed_and_gives_its_place_back(make):
     class Cancelled(RolloutWorkflow):
         async def arun_episode(self, engine, data):

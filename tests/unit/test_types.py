@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from transformers import BatchEncoding
 
-from megatron_rl.types import LLMResponse, StepStats, Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, StepStats, Trajectory, TrajectoryBatch
 
 
 def trajectory(prompt: list[int], output: list[int], reward: float, version: int = 3, **sequence: float) -> Trajectory:
@@ -163,3 +165,41 @@ def test_mean_of_a_statistic_survives_an_update_without_weight():
     assert stats.mean("clipped_tokens") == 0.0
     stats = StepStats(loss=0.0, weight=4.0, grad_norm=0.0, applied=True, lr=1e-6, sums={"clipped_tokens": 1.0})
     assert stats.mean("clipped_tokens") == 0.25
+
+
+PROMPTS = {
+    "list": [1, 2],
+    "tuple": (1, 2),
+    "numpy's numbers": [np.int64(1), np.int64(2)],
+    "tensor": torch.tensor([1, 2]),
+    "array": np.array([[1, 2]]),
+    "batch of one": [[1, 2]],
+    "batch encoding": BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]}),
+    "of tensors": BatchEncoding({"input_ids": torch.tensor([[1, 2]])}),
+    "of arrays": {"input_ids": [np.array([1, 2])]},
+}
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_request_takes_the_prompt_as_a_tokenizer_gives_it(form):
+    taken = LLMRequest(rid="a", input_ids=PROMPTS[form]).input_ids
+    assert taken == [1, 2] and set(map(type, taken)) == {int}
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ("1 2", "a str"),
+        (None, "a NoneType"),
+        ({"ids": [1]}, "a dict"),
+        ([[1], [2]], "a list of list"),
+        ([1.0, 2.0], "a list of float"),
+        (["1"], "a list of str"),
+        ([True], "a list of bool"),
+        (torch.tensor([0.5]), "a Tensor of float"),
+        (torch.tensor(3), "a Tensor"),
+    ],
+)
+def test_a_prompt_that_is_no_list_of_ids_is_named(ids, found):
+    with pytest.raises(ValueError, match=f"LLMRequest.input_ids is {found}: must be the token ids of one prompt"):
+        LLMRequest(rid="a", input_ids=ids)
