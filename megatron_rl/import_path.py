@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 OURS = "megatron_rl"
+OFFERED: dict[str, dict[str, str]] = {
+    "data": {
+        "megatron_rl.rollout.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters reasoning_gym",
+        "megatron_rl.rollout.recipes": "gsm8k math countdown code",
+    },
+    "workflow": {
+        "megatron_rl.rollout.workflows": "AgentWorkflow BestOfNWorkflow DebateWorkflow JudgedWorkflow "
+        "MultiTurnWorkflow RLVRWorkflow ReMaxWorkflow ToolUseWorkflow",
+    },
+    "reward": {
+        "megatron_rl.rollout.rewards": "exact_match last_number tagged_answer right_positions matches length",
+        "megatron_rl.rollout.rewards.code": "program_output assertions passes share_passed",
+        "megatron_rl.rollout.rewards.judge": "Judge",
+        "megatron_rl.rollout.rewards.mathematics": "math_answer",
+        "megatron_rl.rollout.rewards.procedural": "reasoning_gym countdown",
+        "megatron_rl.rollout.rewards.remote": "RemoteReward",
+        "megatron_rl.rollout.recipes": "countdown_reward",
+    },
+    "environment": {"megatron_rl.rollout.environments": "SelfCorrection"},
+    "tool": {
+        "megatron_rl.rollout.tools": "Calculator Search",
+        "megatron_rl.rollout.python_tool": "Python",
+    },
+    "agent": {},
+    "estimator": {},
+    "loss": {},
+}
+"""Of this package, by kind: the modules and names that a config may call. Estimators and losses have names without a
+path. Whatever else the package has, such as what deletes a journal, no config can call."""
 
 
-def resolve(path: str, *, key: str, import_from: Sequence[str] | None = ()) -> Any:
+def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
     """Return the object that `path` names. ValueError names `key` (where the path was configured), the path and why.
 
-    It must come from this package or from those in `import_from`, the config's run.import_from: to import a module is
-    to run it, and a config may be somebody else's. None, for a path that code names, allows all.
+    It must be one that this package offers as that `kind` (one of OFFERED, or empty for any of them), or come from the
+    modules in `import_from`, the config's run.import_from: to import a module is to run it, and a config may be
+    somebody else's. import_from None, for a path that code names, allows all.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
@@ -23,6 +56,9 @@ def resolve(path: str, *, key: str, import_from: Sequence[str] | None = ()) -> A
             "e.g. megatron_rl.rollout.rewards:exact_match."
         )
     _check_home(module_name, f"{key} = {path!r}: module {module_name}", import_from)
+    is_ours = import_from is not None and is_in(OURS, module_name)
+    if is_ours and path not in offered(kind):
+        raise ValueError(f"{key} = {path!r}: {_not_offered(path, kind)}")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -35,9 +71,41 @@ def resolve(path: str, *, key: str, import_from: Sequence[str] | None = ()) -> A
     if name not in names:
         raise ValueError(f"{key} = {path!r}: module {module_name} has no {name!r}; check the name after the colon.")
     found = names[name]
-    if inspect.isclass(found) or inspect.isroutine(found):  # one that the module has only imported is not its own
-        _check_home(str(found.__module__), f"{key} = {path!r}: is defined in {found.__module__}, which", import_from)
+    if import_from is None or is_ours:
+        return found
+    if inspect.ismodule(found) or name.startswith("__"):
+        raise ValueError(f"{key} = {path!r}: is no object of {module_name}'s own; name a function or class of it.")
+    # One that the module has only imported is not its own. A class stands for what it makes.
+    origin = found.func if isinstance(found, functools.partial) else found
+    if inspect.isclass(origin) or inspect.isroutine(origin):
+        _check_home(str(origin.__module__), f"{key} = {path!r}: is defined in {origin.__module__}, which", import_from)
+        if is_in(OURS, str(origin.__module__)) and not any(origin is ours for ours in _imported(kind)):
+            raise ValueError(f"{key} = {path!r}: {_not_offered(f'{origin.__module__}:{origin.__qualname__}', kind)}")
     return found
+
+
+def offered(kind: str) -> list[str]:
+    """The import paths of this package that a config may give as this kind; of all kinds where it is empty."""
+    kinds = [OFFERED[kind]] if kind else OFFERED.values()
+    return [f"{module}:{name}" for modules in kinds for module, names in modules.items() for name in names.split()]
+
+
+def is_in(package: str, module: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _imported(kind: str) -> list[Any]:
+    """The offered objects whose modules have been imported: a module that names one has done so."""
+    pairs = [path.split(":") for path in offered(kind)]
+    return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
+
+
+def _not_offered(path: str, kind: str) -> str:
+    choices = offered(kind)
+    near = difflib.get_close_matches(path, choices, n=1)
+    hint = f"did you mean {near[0]}" if near else f"they are {', '.join(choices)}" if choices else "it has none"
+    what = f"no {kind}" if kind else "nothing"
+    return f"{path} is {what} that {OURS} offers to configs; {hint}. One of your own goes into run.import_from."
 
 
 def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:
@@ -50,7 +118,7 @@ def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any]
 
 def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> None:
     """Raise ValueError that begins with `what` unless the module is this package's or in `import_from`."""
-    if import_from is None or any(module == home or module.startswith(f"{home}.") for home in (OURS, *import_from)):
+    if import_from is None or any(is_in(home, module) for home in (OURS, *import_from)):
         return
     declared = ",".join([*import_from, module.partition(".")[0]])
     raise ValueError(

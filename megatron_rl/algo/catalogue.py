@@ -22,7 +22,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 
     ValueError where there is none, or where its function does not take `args` or one of their values.
     """
-    entry = _find(name, ESTIMATORS, import_from, key="algo.advantage")
+    entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
     entry = entry if isinstance(entry, Estimator) else Estimator(entry)
     _check_arguments(entry.function, 1, args, key="algo.advantage", rules=entry.rules)
     return entry
@@ -30,7 +30,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 
 def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Loss:
     """The same for a loss; a plain function at the end of a path looks at rows one by one."""
-    entry = _find(name, LOSSES, import_from, key="algo.loss")
+    entry = _find(name, LOSSES, import_from, key="algo.loss", kind="loss")
     entry = entry if isinstance(entry, Loss) else Loss(entry)
     _check_arguments(entry.function, 1 if entry.fused else 2, args, key="algo.loss", rules=entry.rules)
     return entry
@@ -38,7 +38,7 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
     """The same for a loss of pairs, with its arguments, which are tried on one pair."""
-    entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss")
+    entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")
     ones = torch.ones(1, 2)
@@ -51,7 +51,7 @@ def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str
     return PreferenceLoss(entry, args)
 
 
-def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | None, *, key: str) -> Any:
+def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | None, *, key: str, kind: str) -> Any:
     if ":" not in name:
         if name not in catalogue:
             raise ValueError(
@@ -59,7 +59,7 @@ def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | Non
                 f"your own."
             )
         return catalogue[name]
-    found = resolve(name, key=key, import_from=import_from)
+    found = resolve(name, key=key, kind=kind, import_from=import_from)
     if not (callable(found) or isinstance(found, Estimator | Loss | PairLoss)):
         raise ValueError(f"{key} = {name!r}: is a {type(found).__name__}; must be a function.")
     return found

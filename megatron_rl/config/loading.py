@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.experiment import TrainConfig
 from megatron_rl.config.rules import as_part_of
 
+MOST_NODES = 100_000
+"""Values that an experiment file may write out to, with what its aliases repeat."""
+KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
     """Read an experiment file, apply `key=value` overrides and check everything. Raises ValueError."""
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"config = {str(path)!r}: no such file; give an experiment file such as configs/demo.yaml.")
-    loaded = OmegaConf.load(path)
-    if not isinstance(loaded, DictConfig):
-        raise ValueError(f"config = {str(path)!r}: must hold sections such as model:, batch: and run:, not a list.")
-    merged = loaded
+    merged = read_sections(path)
     try:
         for override in overrides or []:
             key, equals, text = override.partition("=")
-            if not equals:
+            if not (equals and all(key.split("."))):
                 raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
             # Set and not merged, so that data.train_args={} empties it.
-            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key) if text else ""
-            OmegaConf.update(merged, key, value, merge=False, force_add=True)
+            OmegaConf.update(merged, key, value_of(text, override) if text else "", merge=False, force_add=True)
+        refuse_computed_values(merged)
         refuse_unknown_keys(TrainConfig, merged, "")
+        wrap_single_values(TrainConfig, merged)
         config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
@@ -46,9 +50,100 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         return checked
     except OmegaConfBaseException as error:
         key = str(error.full_key or error.key)
-        found = OmegaConf.select(merged, key)
+        found = member(OmegaConf.to_container(merged, resolve=False), key)
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
+
+
+def read_sections(path: Path) -> DictConfig:
+    """Read an experiment file as it is written. ValueError says what is wrong in it, and in which line."""
+    if not path.is_file():
+        raise ValueError(f"config = {str(path)!r}: no such file; give an experiment file such as configs/demo.yaml.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        written = nodes_written(yaml.compose(text, Loader=yaml.SafeLoader), {})
+        if written > MOST_NODES:
+            raise ValueError(f"its aliases write out to {written:,} values, and {MOST_NODES:,} is the most")
+        loaded = OmegaConf.load(io.StringIO(text))
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"config = {str(path)!r}{place}: not YAML ({problem}); correct that line.") from error
+    except RecursionError as error:
+        raise ValueError(f"config = {str(path)!r}: is nested too deeply to be read; make it flatter.") from error
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config = {str(path)!r}: cannot be read ({reason}); give a YAML file.") from error
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"config = {str(path)!r}: must hold sections such as model:, batch: and run:, not a list.")
+    return loaded
+
+
+def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a node stands for with every alias written out; too many, where one holds itself."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MOST_NODES + 1
+        below = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(nodes_written(part, known) for part in below)
+    return known[id(node)]
+
+
+def value_of(text: str, override: str) -> Any:
+    """Return the value of an override, as YAML has it."""
+    try:
+        return member(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False), "value")
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"override {override!r}: its value is not YAML ({reason}); quote it or correct it.") from error
+
+
+def refuse_computed_values(given: DictConfig) -> None:
+    """Raise ValueError for a value that is made of more than other keys' values as they are written.
+
+    OmegaConf would put environment variables, which may be secret, into a config that is printed and kept, and call
+    whatever resolver is registered.
+    """
+    written = OmegaConf.to_container(given, resolve=False)
+    for key, text in leaves(written):
+        if not (isinstance(text, str) and "${" in text):
+            continue
+        if "${" in KEY_OF_CONFIG.sub("", text):
+            raise ValueError(
+                f"{key} = {text!r}: only another key of the config can stand in braces, as in ${{run.folder}}, and no "
+                f"environment variable or function; write the value, or pass it as {key}=... on the command line."
+            )
+        for name in KEY_OF_CONFIG.findall(text):
+            if any("${" in str(below) for _, below in leaves(member(written, name))):
+                raise ValueError(f"{key} = {text!r}: {name} is itself made of another key; write its value there.")
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no dict or list, by its dotted key."""
+    if not isinstance(value, dict | list):
+        yield prefix, value
+        return
+    for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(part, f"{prefix}.{name}" if prefix else str(name))
+
+
+def member(written: Any, key: str) -> Any:
+    """The value at a dotted key, None where there is none."""
+    for name in key.split("."):
+        written = written.get(name) if isinstance(written, dict) else None
+    return written
+
+
+def wrap_single_values(schema: type, given: DictConfig) -> None:
+    """Make a list of one of a single value where the key wants a list: run.import_from=my_rewards."""
+    for name, kind in get_type_hints(schema).items():
+        if name not in given:
+            continue
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            wrap_single_values(kind, given[name])
+        elif get_origin(kind) is list and type(given[name]) in get_args(kind):
+            given[name] = [given[name]]
 
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:

@@ -40,10 +40,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         wrong = [name for name in self.import_from if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name)]
-        check(
-            "run",
-            import_from=(self.import_from, not wrong, "each must be a module's name, e.g. my_project or my.rewards"),
-        )
+        ours = [name for name in self.import_from if name.partition(".")[0] == "megatron_rl"]
+        rule = "each must be a module's name, e.g. my_project or my.rewards"
+        check("run", import_from=(self.import_from, not wrong, rule))
+        rule = "what megatron_rl offers to configs needs no entry, and nothing else of it can be named; leave it out"
+        check("run", import_from=(self.import_from, not ours, rule))
         for key in ("grace_s", "phase_timeout_s"):
             value = getattr(self, key)
             check("run", **{key: (value, value > 0, "must be above 0 seconds")})

@@ -18,13 +18,16 @@ from megatron_rl.rollout.workflows.scoring import OWN_ARGUMENTS, prompt_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
+"""Of what the workflows' arguments name by import path; one of another name, of your own workflow, may be any."""
+
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:
     """Resolve rollout.reward, or the parts of rollout.recipe in its place."""
     options, allowed = config.rollout, config.run.import_from
     if options.recipe:
         return ingredients("rollout.recipe", options.recipe, allowed)
-    function = resolve(options.reward, key="rollout.reward", import_from=allowed)
+    function = resolve(options.reward, key="rollout.reward", kind="reward", import_from=allowed)
     try:
         function = with_args(function, {})
     except TypeError as error:
@@ -93,7 +96,7 @@ def make_workflow(
     evaluates: it is to answer held-out prompts.
     """
     options, allowed = config.rollout, config.run.import_from
-    factory = resolve(options.workflow, key="rollout.workflow", import_from=allowed)
+    factory = resolve(options.workflow, key="rollout.workflow", kind="workflow", import_from=allowed)
     if reward_fn is None:
         reward_fn = configured_rewards(config)[0].function
     arguments = {"reward_fn": reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
@@ -102,7 +105,7 @@ def make_workflow(
     if isinstance(factory, type) and issubclass(factory, RolloutWorkflow):
         make = factory.evaluating if evaluates else factory
         named = [name for name in factory.IMPORT_PATHS if name in own]
-        own |= {name: _resolved(own[name], f"rollout.workflow_args.{name}", allowed) for name in named}
+        own |= {name: _resolved(own[name], name, allowed) for name in named}
     try:
         inspect.signature(factory).bind(**arguments, **own)
     except TypeError as error:
@@ -114,8 +117,9 @@ def make_workflow(
     return make(**arguments, **own)
 
 
-def _resolved(value: Any, key: str, allowed: Sequence[str]) -> Any:
-    """The object that an import path names; in a mapping, those that its keys name."""
+def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:
+    """The object that the import path names in a workflow's argument `name`; in a mapping, those that its keys name."""
+    options: dict[str, Any] = {"key": f"rollout.workflow_args.{name}", "kind": KINDS.get(name, "")}
     if isinstance(value, Mapping):
-        return {resolve(str(path), key=key, import_from=allowed): rest for path, rest in value.items()}
-    return resolve(str(value), key=key, import_from=allowed)
+        return {resolve(str(path), **options, import_from=allowed): rest for path, rest in value.items()}
+    return resolve(str(value), **options, import_from=allowed)

@@ -79,7 +79,7 @@ def load_mixture(parts: dict[str, Any], *, key: str, import_from: Sequence[str])
 
 
 def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequence[str]) -> list[dict[str, Any]]:
-    function = resolve(source, key=key, import_from=import_from)
+    function = resolve(source, key=key, kind="data", import_from=import_from)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

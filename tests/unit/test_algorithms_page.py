@@ -67,12 +67,14 @@ def test_every_workflow_and_no_other_has_its_line_with_its_own_arguments():
 
 def test_every_reward_tool_and_recipe_is_where_its_line_says():
     paths = [f"{rewards.__name__}.{name}" if ":" in name else f"{rewards.__name__}:{name}" for name in named("reward")]
-    assert len(paths) >= 14 and all(callable(resolve(path, key="reward")) for path in paths)
+    assert len(paths) >= 14 and all(callable(resolve(path, key="reward", kind="reward")) for path in paths)
     listed = {path.partition(":")[2] for path in paths}
     assert {name for name, found in vars(rewards).items() if takes_a_reply(found)} <= listed
-    assert len(named("tool")) == 3 and all(callable(resolve(path, key="tool")) for path in named("tool"))
-    assert [resolve(path, key="environment") for path in named("environment")] == [SelfCorrection]
-    assert len(named("recipe")) == 5 and all(callable(resolve(path, key="recipe")) for path in named("recipe"))
+    assert len(named("tool")) == 3 and all(callable(resolve(path, key="tool", kind="tool")) for path in named("tool"))
+    assert [resolve(path, key="environment", kind="environment") for path in named("environment")] == [SelfCorrection]
+    assert len(named("recipe")) == 5 and all(
+        callable(resolve(path, key="recipe", kind="data")) for path in named("recipe")
+    )
 
 
 def takes_a_reply(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -525,3 +526,83 @@ def test_overrides_set_a_value_and_can_empty_it(tmp_path):
     )
     config = load_config(path, ["data.train_args={}", "data.evaluation=", "generation.stop=[a,b]"])
     assert (config.data.train_args, config.data.evaluation, config.generation.stop) == ({}, "", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"run: {steps: 1", "x.yaml', line 1, column 15: not YAML"),
+        (b"run:\n\tsteps: 1", "x.yaml', line 2, column 1: not YAML .*cannot start any token.*correct that line"),
+        (b"run:\n  steps: 1\n  steps: 2", "x.yaml', line 3, column 3: not YAML .found duplicate key steps"),
+        (b"run: !!python/object/apply:os.getcwd []", "x.yaml', line 1, column 6: not YAML"),
+        (b"[" * 5000, "x.yaml': is nested too deeply"),
+        (b"run: &a [*a]", "x.yaml': cannot be read .its aliases write out to"),
+        (b"run: {seed: %s}" % (b"9" * 6000), "x.yaml': cannot be read .Exceeds the limit"),
+        (b"run: {folder: \xff}", "x.yaml': cannot be read .'utf-8'"),
+    ],
+)
+def test_broken_file_is_one_line_with_its_place(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        load_config(tmp_path / "x.yaml")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "x.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="its aliases write out to 1,234,567,"):
+        load_config(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:SECRET_KEY}",
+        "x-${oc.env:SECRET_KEY,none}",
+        "${oc.decode:'1'}",
+        "${${run.steps}:SECRET_KEY}",
+        "\\${oc.env:SECRET_KEY}",
+        "${ oc.env : SECRET_KEY }",
+        "${oc.env:\n  SECRET_KEY}",
+        "${.steps}",
+    ],
+)
+def test_environment_does_not_get_into_a_config(load, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    (tmp_path / "x.yaml").write_text(json.dumps({"run": {"folder": value}, "model": {"path": "m"}}))
+    with pytest.raises(ValueError, match="only another key of the config can stand in braces"):
+        load_config(tmp_path / "x.yaml")
+    with pytest.raises(ValueError, match="run.folder") as refused:
+        load(f"run.folder={value}")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_key_may_repeat_what_another_says_but_not_be_built_of_keys_that_are_built(load):
+    assert load("run.seed=7", "run.folder=runs/seed-${run.seed}").run.folder == "runs/seed-7"
+    with pytest.raises(ValueError, match="run.folder = '.*': telemetry.project is itself made of another key"):
+        load("telemetry.project=${run.seed}", "run.folder=${telemetry.project}${telemetry.project}")
+    with pytest.raises(ValueError, match="run.folder = '.*': Interpolation key 'run.nothing' not found"):
+        load("run.folder=${run.nothing}")
+
+
+def test_single_value_is_a_list_of_one(load):
+    assert load("run.import_from=my_rewards").run.import_from == ["my_rewards"]
+    assert load("telemetry.trace_steps=3").telemetry.trace_steps == [3]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.folder=[a", "override 'run.folder=.a': its value is not YAML"),
+        ("..=3", "override '..=3': must be key=value"),
+        ("=3", "override '=3': must be key=value"),
+        ("run.import_from=megatron_rl.recovery", "what megatron_rl offers to configs needs no entry"),
+        ("run.import_from=[mine,megatron_rl]", "what megatron_rl offers to configs needs no entry"),
+    ],
+)
+def test_broken_override_is_one_line(load, override, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        load(override)
+    assert "\n" not in str(refused.value)

@@ -65,15 +65,16 @@ def test_bad_file_is_refused_with_the_way_out(tmp_path, text, message):
         ("absent.jsonl", {}, "data.train = 'absent.jsonl': cannot be read .*give a UTF-8 file"),
         ("absent.jsonl", {"seed": 1}, "data.train_args = .*is a file, which takes no arguments; remove them"),
         ("no_colon", {}, "data.train = 'no_colon': must be .*import path package.module:"),
-        ("megatron_rl.no_such:f", {}, "data.train = 'megatron_rl.no_such:f': .*No module named"),
-        ("megatron_rl.rollout.tasks:nothing", {}, "has no 'nothing'; check the name after the colon"),
+        ("megatron_rl.no_such:f", {}, "data.train = 'megatron_rl.no_such:f': .*is no data that megatron_rl offers"),
+        ("megatron_rl.rollout.tasks:addion", {}, "did you mean megatron_rl.rollout.tasks:addition. One of your own"),
+        ("megatron_rl.import_path:resolve", {"path": "os:getcwd", "key": "k", "import_from": None}, "is no data that"),
         (
             COUNT,
             {"digit": 8},
             r"data.train_args = .*unexpected keyword argument 'digit'; the signature is .*count_ones\(",
         ),
         ("json:dumps", {"obj": 1}, "data.train = 'json:dumps': module json is not in megatron_rl or run.import_from"),
-        ("megatron_rl.rollout.tasks:SPLITS", {}, "is not a callable object; name a Python function"),
+        ("megatron_rl.rollout.tasks:SPLITS", {}, "is no data that megatron_rl offers"),
     ],
 )
 def test_bad_source_is_refused_with_the_way_out(source, args, message):

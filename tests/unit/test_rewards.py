@@ -1,14 +1,17 @@
 import builtins
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import sys
 import time
 from decimal import Decimal
 
 import pytest
 
-from megatron_rl.import_path import resolve
-from megatron_rl.rollout import tasks
+from megatron_rl.import_path import OFFERED, offered, resolve
+from megatron_rl.rollout import recipes, rewards, tasks, workflows
 from megatron_rl.rollout.rewards import (
     code,
     exact_match,
@@ -106,14 +109,15 @@ def test_prompt_without_a_usable_answer_is_an_error_not_a_reward():
 
 
 def test_import_path_errors_name_key_value_and_cause():
-    assert resolve("megatron_rl.rollout.rewards:exact_match", key="rollout.reward") is exact_match
+    ours = "megatron_rl.rollout.rewards:exact_match"
+    assert resolve(ours, key="rollout.reward", kind="reward") is exact_match
     for path, cause in [
         ("exact_match", "package.module:name"),
-        ("megatron_rl.no_such:f", "No module named 'megatron_rl.no_such'"),
-        ("megatron_rl.rollout.rewards:exact", "has no 'exact'"),
+        ("megatron_rl.no_such:f", "is no reward that megatron_rl offers to configs; they are .*:exact_match"),
+        ("megatron_rl.rollout.rewards:exact", "did you mean megatron_rl.rollout.rewards:exact_match"),
     ]:
         with pytest.raises(ValueError, match=f"rollout.reward = '{path}'.*{cause}"):
-            resolve(path, key="rollout.reward")
+            resolve(path, key="rollout.reward", kind="reward")
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def own_module(tmp_path, monkeypatch):
 
 def test_module_that_nobody_declared_is_not_even_imported(own_module):
     with pytest.raises(ValueError) as refused:
-        resolve("my_rewards:length", key="rollout.reward", import_from=["my_project"])
+        resolve("my_rewards:length", key="rollout.reward", kind="reward", import_from=["my_project"])
     for part in (
         "rollout.reward = 'my_rewards:length': module my_rewards is not in megatron_rl or run.import_from",
         "= ['my_project']",
@@ -143,18 +147,79 @@ def test_module_that_nobody_declared_is_not_even_imported(own_module):
 
 
 def test_declared_module_is_imported_and_so_are_those_below_it(own_module):
-    assert resolve("my_rewards:length", key="k", import_from=["my_rewards"])(completions="abc") == 3.0
-    assert resolve("my_rewards:last_number", key="k", import_from=["my_rewards"]) is last_number
-    assert resolve("os.path:join", key="k", import_from=["os", "posixpath"]) is os.path.join
+    assert resolve("my_rewards:length", key="k", kind="reward", import_from=["my_rewards"])(completions="abc") == 3.0
+    assert resolve("my_rewards:last_number", key="k", kind="reward", import_from=["my_rewards"]) is last_number
+    assert resolve("os.path:join", key="k", kind="data", import_from=["os", "posixpath"]) is os.path.join
     for near in ("my", "my_rewards.sub", "my_rewards_too"):
         with pytest.raises(ValueError, match="is not in megatron_rl or run.import_from"):
-            resolve("my_rewards:length", key="k", import_from=[near])
-    assert resolve("json:dumps", key="k", import_from=None) is json.dumps, "code may name what it likes"
+            resolve("my_rewards:length", key="k", kind="reward", import_from=[near])
+    assert resolve("json:dumps", key="k", kind="", import_from=None) is json.dumps, "code may name what it likes"
 
 
 def test_what_a_declared_module_has_only_imported_is_refused(own_module):
     with pytest.raises(ValueError, match="is defined in shutil, which is not in .*run.import_from=.my_rewards,shutil."):
-        resolve("my_rewards:rmtree", key="data.train", import_from=["my_rewards"])
+        resolve("my_rewards:rmtree", key="data.train", kind="data", import_from=["my_rewards"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("data", "megatron_rl.import_path:resolve"),  # which would import anything
+        ("data", "megatron_rl.rollout.rows:read_rows"),
+        ("data", "megatron_rl.rollout.journal:os"),
+        ("data", "megatron_rl.rollout.tasks:choose"),
+        ("data", "megatron_rl.rollout.rewards:exact_match"),
+        ("workflow", "megatron_rl.weights.hf_files:write_hf_folder"),
+        ("workflow", "megatron_rl.rollout.workflows:RLVRWorkflow.evaluating"),
+        ("reward", "megatron_rl.rollout.rewards.locked:evaluate"),
+        ("reward", "megatron_rl.rollout.rewards:__builtins__"),
+        ("reward", "megatron_rl.rollout.workflows:RLVRWorkflow"),
+        ("environment", "megatron_rl.rollout.python_tool:Python"),
+        ("tool", "megatron_rl.rollout.environments:SelfCorrection"),
+        ("agent", "megatron_rl.launch.watch:stop"),
+        ("estimator", "megatron_rl.launch.watch:stop"),
+        ("loss", "megatron_rl.algo.loss:find_loss"),
+        ("", "megatron_rl.recovery:AUTO"),
+    ],
+)
+def test_key_names_no_other_function_of_the_package_than_those_of_its_kind(kind, path):
+    with pytest.raises(ValueError, match=f"k = '{path}': .* megatron_rl offers to configs"):
+        resolve(path, key="k", kind=kind)
+
+
+def test_declared_module_is_no_way_around_to_the_rest_of_the_package(tmp_path, monkeypatch):
+    lines = ["import os", "from functools import partial", "from megatron_rl.import_path import resolve"]
+    lines += ["from megatron_rl.rollout.rewards import exact_match", "delete = partial(os.rmdir)"]
+    (tmp_path / "way_around.py").write_text("\n".join([*lines, "strict = partial(lambda x, **_: x)"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"key": "k", "import_from": ["way_around"]}
+    for name, fault in (
+        ("resolve", "megatron_rl.import_path:resolve is no data that megatron_rl offers"),
+        ("exact_match", "is no data that megatron_rl offers"),
+        ("os", "is no object of way_around's own"),
+        ("__loader__", "is no object of way_around's own"),
+        ("delete", "is defined in posix, which is not in megatron_rl or run.import_from"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            resolve(f"way_around:{name}", kind="data", **options)
+    assert resolve("way_around:exact_match", kind="", **options) is exact_match
+    assert resolve("way_around:strict", kind="data", **options)(3) == 3
+    sys.modules.pop("way_around")
+
+
+def test_everything_that_is_offered_is_there_and_every_reward_is_offered():
+    for kind in OFFERED:
+        assert all(callable(resolve(path, key="k", kind=kind)) for path in offered(kind))
+    modules = [
+        importlib.import_module(f"{rewards.__name__}.{it.name}") for it in pkgutil.iter_modules(rewards.__path__)
+    ]
+    for module in (rewards, tasks, recipes, *(it for it in modules if not it.__name__.endswith("__main__"))):
+        for name, found in vars(module).items():
+            if inspect.isfunction(found) and found.__module__ == module.__name__:
+                names = inspect.signature(found).parameters
+                if {"completions", "completion_ids"} <= set(names) and "data" in names:
+                    assert f"{module.__name__}:{name}" in offered("reward")
+    assert offered("workflow") == [f"{workflows.__name__}:{name}" for name in workflows.__all__]
 
 
 SUM = [{"input": "1 2\n", "output": "3\n"}, {"input": "10 20", "output": "30"}]

@@ -66,7 +66,7 @@ def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) 
     found = []
     for number, part in enumerate(parts):
         path = part["reward"]
-        function = resolve(path, key=f"{key}[{number}].reward", import_from=import_from)
+        function = resolve(path, key=f"{key}[{number}].reward", kind="reward", import_from=import_from)
         args = part.get("args", {})
         try:
             inspect.signature(function).bind_partial(**args)

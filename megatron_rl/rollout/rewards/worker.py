@@ -67,7 +67,7 @@ def main() -> None:
     setup: Setup = pickle.load(sys.stdin.buffer)
     sys.path[:] = setup.sys_path
     rewards = {
-        name: with_args(resolve(path, key="reward", import_from=setup.import_from), arguments)
+        name: with_args(resolve(path, key="reward", kind="reward", import_from=setup.import_from), arguments)
         for name, path, arguments in setup.rewards
     }
     # What a model wrote may run in a child of a worker; it cannot read a worker's memory then, where the answers are.

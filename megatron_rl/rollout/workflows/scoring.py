@@ -68,7 +68,7 @@ class RewardCall:
         key: str = "reward_fn",
     ) -> None:
         self.function: RewardFn = (
-            resolve(reward_fn, key=key, import_from=None) if isinstance(reward_fn, str) else reward_fn
+            resolve(reward_fn, key=key, kind="reward", import_from=None) if isinstance(reward_fn, str) else reward_fn
         )
         if not callable(self.function):
             raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
