@@ -11,7 +11,7 @@ using Sums = double[PPO_SUMS];
 // One piece of tokens, or one sequence.
 template <class X>
 void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums) {
-  double log_ratio = 0, behavior = 0, by_ratio = 0, count = 0;
+  double log_ratio = 0, behavior = 0, count = 0;
   const bool by_sequence = tokens.bounds != nullptr;
   for (int64_t i = begin; i < end && by_sequence; i++) {
     if (!tokens.mask[i]) continue;
@@ -19,22 +19,11 @@ void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums
     log_ratio += token.log_ratio, behavior += finite_or_zero(token.behavior_log_ratio), count += 1;
   }
   log_ratio /= count > 0 ? count : 1, behavior /= count > 0 ? count : 1;
-  auto write = [&](int64_t i, double gradient) {
-    tokens.grad_logprobs[i] = X(gradient);
-    sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
-  };
-  const bool shared = tokens.options.sequence_ratio != 0;
   for (int64_t i = begin; i < end; i++) {
-    tokens.grad_logprobs[i] = X(0);
-    tokens.grad_entropy[i] = tokens.mask[i] ? X(tokens.template entropy_slope<double>(i)) : X(0);
-    if (!tokens.mask[i]) continue;
-    auto slopes = ppo_token(tokens.options, tokens.template token<double>(i), log_ratio, behavior, sums);
-    by_ratio += slopes.by_ratio;
-    if (shared) tokens.grad_logprobs[i] = X(slopes.direct);
-    else write(i, slopes.by_ratio + slopes.direct);
-  }
-  for (int64_t i = begin; i < end && shared; i++) {
-    if (tokens.mask[i]) write(i, double(tokens.grad_logprobs[i]) + by_ratio / count);
+    const bool trained = tokens.mask[i];
+    tokens.grad_entropy[i] = trained ? X(tokens.template entropy_slope<double>(i)) : X(0);
+    tokens.grad_logprobs[i] =
+        trained ? X(ppo_token<X>(tokens.options, tokens.template token<double>(i), log_ratio, behavior, sums)) : X(0);
   }
 }
 

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
     begin = tokens.bounds ? tokens.bounds[piece] : piece * PPO_PIECE;
     end = tokens.bounds ? tokens.bounds[piece + 1] : min(begin + PPO_PIECE, tokens.count);
   }
-  float log_ratio = 0.0f, behavior = 0.0f, count = 0.0f, by_ratio = 0.0f;
+  float log_ratio = 0.0f, behavior = 0.0f, count = 0.0f;
   if (tokens.bounds) {
     for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
       if (!tokens.mask[i]) continue;
@@ -93,27 +93,11 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
     behavior = sum_over_block(behavior, scratch) / divisor;
   }
   float sums[PPO_SUMS] = {};
-  const bool shared = tokens.options.sequence_ratio != 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
     const bool trained = tokens.mask[i];
-    float gradient = 0.0f;
-    if (trained) {
-      const PpoSlopes<float> slopes = ppo_token(tokens.options, tokens.token<float>(i), log_ratio, behavior, sums);
-      by_ratio += slopes.by_ratio;
-      gradient = shared ? slopes.direct : slopes.by_ratio + slopes.direct;
-      if (!shared) sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
-    }
-    tokens.grad_logprobs[i] = gradient;
     tokens.grad_entropy[i] = trained ? tokens.entropy_slope<float>(i) : 0.0f;
-  }
-  if (shared) {  // the sequence's ratio has every trained token's slope, and each token an equal part in it
-    const float part = sum_over_block(by_ratio, scratch) / count;
-    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {  // the places this thread wrote
-      if (!tokens.mask[i]) continue;
-      const float gradient = tokens.grad_logprobs[i] + part;
-      tokens.grad_logprobs[i] = gradient;
-      sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
-    }
+    tokens.grad_logprobs[i] =
+        trained ? ppo_token<float>(tokens.options, tokens.token<float>(i), log_ratio, behavior, sums) : 0.0f;
   }
 #pragma unroll
   for (int k = 0; k < PPO_SUMS; k++) {

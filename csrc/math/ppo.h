@@ -17,18 +17,16 @@ constexpr int PPO_OPTIONS = sizeof(PpoOptions) / sizeof(double);
 enum PpoSum {
   SUM_LOSS, SUM_TOKENS, SUM_CLIPPED, SUM_DUAL_CLIPPED, SUM_DROPPED, SUM_RATIO, SUM_RATIO_DEVIATION, SUM_KL_K1,
   SUM_KL_K2, SUM_KL_K3, SUM_BEHAVIOR_WEIGHT, SUM_BEHAVIOR_MISMATCH, SUM_BEHAVIOR_LOG_RATIO, SUM_REFERENCE_KL,
-  SUM_ENTROPY, SUM_LOGPROBS, SUM_CLIPPED_LOGPROBS, SUM_NOT_FINITE, SUM_SQUARED_GRADIENT, PPO_SUMS
+  SUM_ENTROPY, SUM_LOGPROBS, SUM_CLIPPED_LOGPROBS, SUM_BOUNDED, SUM_NOT_FINITE, SUM_SQUARED_GRADIENT, PPO_SUMS
 };
+
+// A log ratio is moved to this distance from 0 before it is exponentiated, and has no slope beyond it: LOG_RATIO_BOUND
+// in megatron_rl/ops/reference.py.
+constexpr double LOG_RATIO_BOUND = 20;
 
 template <class T>
 struct PpoToken {
   T logprob, log_ratio, behavior_log_ratio, advantage, ref_logprob, entropy, row_weight;
-};
-
-template <class T>
-struct PpoSlopes {
-  T by_ratio;  // d loss / d log ratio: of the token, or of its sequence with sequence_ratio
-  T direct;    // the rest of d loss / d logprob
 };
 
 // e^-d - 1 + d and its slope, d = log p - log q. By series near 0, where the three terms cancel.
@@ -43,16 +41,34 @@ HD void k3(T d, T& value, T& slope) {
   }
 }
 
+template <class T>
+HD bool is_finite(T x) {
+  return x - x == T(0);
+}
+
 // log p(proximal) - log p(behaviour), 0 where one of them is missing: counted, and no weight
 template <class T>
 HD T finite_or_zero(T x) {
-  return x - x == T(0) ? x : T(0);
+  return is_finite(x) ? x : T(0);
 }
 
+// x within LOG_RATIO_BOUND; is_beyond becomes true where it is not, and stays where it is. NaN stays NaN.
 template <class T>
-HD PpoSlopes<T> ppo_token(
+HD T bound(T x, bool& is_beyond) {
+  const T most = T(LOG_RATIO_BOUND), kept = x > most ? most : x < -most ? -most : x;
+  is_beyond |= kept != x && x == x;
+  return kept;
+}
+
+// Returns d loss / d logprob, to be stored as X. With sequence_ratio the ratio's value is the sequence's and its slope
+// the token's own (GSPO-token, arXiv 2507.18071): a token's advantage and weight move that token only.
+template <class X, class T>
+HD T ppo_token(
     const PpoOptions& o, const PpoToken<T>& t, T sequence_log_ratio, T sequence_behavior, T (&sums)[PPO_SUMS]) {
-  const T log_ratio = o.sequence_ratio ? sequence_log_ratio : t.log_ratio;
+  bool ratio_is_bounded = false, own_is_bounded = false, other_is_bounded = false;
+  const T own_log_ratio = bound(t.log_ratio, own_is_bounded);
+  const T log_ratio = o.sequence_ratio ? bound(sequence_log_ratio, ratio_is_bounded) : own_log_ratio;
+  if (!o.sequence_ratio) ratio_is_bounded = own_is_bounded;
   const T ratio = exp(log_ratio), low = T(1 - o.clip_low), high = T(1 + o.clip_high);
   const T bounded = ratio < low ? low : ratio > high ? high : ratio;
   T loss = 0, by_ratio = 0, direct = 0;
@@ -76,11 +92,12 @@ HD PpoSlopes<T> ppo_token(
   } else {
     loss = -t.advantage * t.logprob, direct = -t.advantage;
   }
+  if (ratio_is_bounded) by_ratio = T(0);
 
   T weight = 1;
   const T behavior = finite_or_zero(t.behavior_log_ratio);
   if (o.behavior != BEHAVIOR_OFF) {
-    weight = exp(o.behavior_by_sequence ? sequence_behavior : behavior);
+    weight = exp(bound(o.behavior_by_sequence ? sequence_behavior : behavior, other_is_bounded));
     const bool outside = weight < T(o.behavior_low) || weight > T(o.behavior_high);
     if (outside) sums[SUM_DROPPED] += T(1);
     if (outside && o.behavior == BEHAVIOR_MASK) weight = T(0);
@@ -95,27 +112,31 @@ HD PpoSlopes<T> ppo_token(
     const T d = t.logprob - t.ref_logprob;
     T kl = d, slope = 1;
     if (o.kl_estimator == 2) kl = d * d / T(2), slope = d;
-    if (o.kl_estimator == 3) k3(d, kl, slope);
+    if (o.kl_estimator == 3) {
+      const bool is_beyond = d < T(-LOG_RATIO_BOUND);  // above, e^-d has no need of it
+      k3(is_beyond ? T(-LOG_RATIO_BOUND) : d, kl, slope);
+      if (is_beyond) other_is_bounded = true, slope = T(0);
+    }
     if (o.kl_weighted) {  // ratio * kl: unbiased under the proximal policy's samples
-      const T own = exp(t.log_ratio);
-      slope = own * (slope + kl), kl = own * kl;
+      const T own = exp(own_log_ratio);
+      slope = own * (own_is_bounded ? slope : slope + kl), kl = own * kl;
     }
     loss += T(o.kl_coefficient) * kl, direct += T(o.kl_coefficient) * slope;
     sums[SUM_REFERENCE_KL] += kl;
   }
   loss -= T(o.entropy_coefficient) * t.entropy;
-  const T scale = T(o.scale) * t.row_weight;
+  const T scale = T(o.scale) * t.row_weight, gradient = by_ratio * scale + direct * scale;
 
   T divergence, unused;
-  k3(-t.log_ratio, divergence, unused);  // of (proximal || policy), whose tokens these are
+  k3(-own_log_ratio, divergence, unused);  // of (proximal || policy), whose tokens these are
   sums[SUM_LOSS] += loss * scale;
   sums[SUM_TOKENS] += T(1);
   sums[SUM_CLIPPED] += T(clipped);
   sums[SUM_DUAL_CLIPPED] += T(dual_clipped);
   sums[SUM_RATIO] += ratio;
   sums[SUM_RATIO_DEVIATION] += ratio > T(1) ? ratio - T(1) : T(1) - ratio;
-  sums[SUM_KL_K1] -= t.log_ratio;
-  sums[SUM_KL_K2] += t.log_ratio * t.log_ratio / T(2);
+  sums[SUM_KL_K1] -= own_log_ratio;
+  sums[SUM_KL_K2] += own_log_ratio * own_log_ratio / T(2);
   sums[SUM_KL_K3] += divergence;
   sums[SUM_BEHAVIOR_WEIGHT] += weight;
   sums[SUM_BEHAVIOR_MISMATCH] += behavior < T(0) ? -behavior : behavior;
@@ -123,8 +144,12 @@ HD PpoSlopes<T> ppo_token(
   sums[SUM_ENTROPY] += t.entropy;
   sums[SUM_LOGPROBS] += t.logprob;
   if (clipped) sums[SUM_CLIPPED_LOGPROBS] += t.logprob;
-  if (behavior != t.behavior_log_ratio || loss - loss != T(0)) sums[SUM_NOT_FINITE] += T(1);
-  return {by_ratio * scale, direct * scale};
+  if (ratio_is_bounded || own_is_bounded || other_is_bounded) sums[SUM_BOUNDED] += T(1);
+  // What is stored counts: X may overflow where T does not.
+  const bool is_stored = is_finite(X(loss * scale)) && is_finite(X(gradient));
+  if (behavior != t.behavior_log_ratio || !is_stored) sums[SUM_NOT_FINITE] += T(1);
+  sums[SUM_SQUARED_GRADIENT] += gradient * gradient;
+  return gradient;
 }
 
 // Where a token's numbers are. proximal null: the policy itself, ratio 1. behavior null: no mismatch. row_weights null:

@@ -38,19 +38,19 @@ class PolicyLoss:
 
     @cached_property
     def terms(self) -> PpoOptions:
-        """What the fused operator computes: all of a fused loss, and the KL and entropy terms of another."""
+        """What the fused operator computes: all of a fused loss. Of another, whose advantages it sees as 0, the KL and
+        entropy terms and the statistics."""
         options, correction = self.options, self.correction
         own: dict[str, Any] = {"mode": "reinforce"}
         if self.entry.fused:
-            own = self.entry.function(options, **options.loss_args) | {
-                "behavior": correction.weight,
-                "behavior_by_sequence": correction.weight != "off" and correction.level == "sequence",
-                "behavior_low": correction.low,
-                "behavior_high": correction.high,
-            }
+            own = self.entry.function(options, **options.loss_args)
         is_unbiased = options.kl_estimator == "unbiased"
         return PpoOptions(
             **own,
+            behavior=correction.weight,
+            behavior_by_sequence=correction.weight != "off" and correction.level == "sequence",
+            behavior_low=correction.low,
+            behavior_high=correction.high,
             kl_estimator="k3" if is_unbiased else options.kl_estimator,
             kl_weighted=is_unbiased,
             kl_coefficient=options.kl_coefficient if options.kl_in == "loss" else 0.0,
@@ -60,8 +60,7 @@ class PolicyLoss:
     @property
     def by_sequence(self) -> bool:
         """Whether a row's loss depends on its neighbours."""
-        weighs = self.correction.weight != "off" and self.correction.level == "sequence"
-        return self.terms.by_sequence or self.entry.by_sequence or weighs
+        return self.terms.by_sequence or self.entry.by_sequence
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for what
@@ -105,25 +104,24 @@ class PolicyLoss:
                 trained=trained,
                 cu_seqlens=bounds,
             )
-            own, counted = self._in_torch(seen, row_weights)
-            loss, sums = loss + own, sums | counted
+            own = self._in_torch(seen, row_weights)
+            loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
         return loss, {name: sums[name] for name in self._reported}
 
-    def _in_torch(self, rows: LossRows, row_weights: Tensor | None) -> tuple[Tensor, Sums]:
-        """The policy's term of a loss that is not fused, with what the operator would count."""
-        loss = self.entry.function(rows, self.options, **self.options.loss_args)
-        weight, outside = behavior_weight(rows, self.correction)
-        weight = weight.masked_fill(~rows.trained, 0.0)
+    def _in_torch(self, rows: LossRows, row_weights: Tensor | None) -> Tensor:
+        """The policy's term of a loss that is not fused, `[T]`."""
+        loss: Tensor = self.entry.function(rows, self.options, **self.options.loss_args)
+        weight = behavior_weight(rows, self.correction).masked_fill(~rows.trained, 0.0)
         # A dropped row adds nothing, even where its loss is not finite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight
         if row_weights is not None:
             loss = loss * row_weights.masked_fill(~rows.trained, 0.0)
-        return loss.sum(), {"dropped_tokens": outside.sum(), "behavior_weight": weight.sum()}
+        return loss
 
     @property
     def _reported(self) -> list[str]:
         """The statistics that say something with these options."""
-        names = ["entropy", "tokens"]
+        names = ["entropy", "tokens", "bounded_tokens", "not_finite"]
         names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
         names += ["clipped_tokens"] if self.entry.fused and self.terms.mode in ("clip", "cispo") else []
         names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []

@@ -1,15 +1,17 @@
 """How far the trainer's log-probabilities lie from those the servers reported, over all tokens of a step.
 
-d = log p(trainer) - log q(server) of a token that q sampled, and w = p / q. Sums and maxima of every rank's tokens are
-added and compared over the ranks; `metrics` then divides. By age (versions between sampling and training) an old
-policy's drift is told apart from a server that computes differently, which shows at age 0; by position in the reply,
-errors that grow along a sequence.
+d = log p(trainer) - log q(server) of a token that q sampled, and w = p / q, whose d is bounded as the loss bounds it.
+Sums and maxima of every rank's tokens are added and compared over the ranks; `metrics` then divides. By age (versions
+between sampling and training) an old policy's drift is told apart from a server that computes differently, which shows
+at age 0; by position in the reply, errors that grow along a sequence.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from megatron_rl.ops.reference import bounded
 
 AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
 """Lowest age of each class."""
@@ -34,8 +36,9 @@ def tally(
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = before - before[first.clamp_max(max(len(before) - 1, 0))][sequence]
     d = (logprobs - behavior_logprobs)[kept].double()
-    w = d.exp()
-    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(d) - d, w, w * w], 1)
+    near = bounded(d)
+    w = near.exp()
+    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w], 1)
     sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
     places = (
         torch.zeros(len(d), dtype=torch.int64),

@@ -54,13 +54,16 @@ def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> tup
 
 
 @pair_loss("ipo", needs_reference=True)
-def ipo(pairs: Pairs, *, beta: float = 0.1) -> tuple[Tensor, Tensor]:
-    """(d - 1 / (2 beta))^2, r = log(p / p_reference).
+def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> tuple[Tensor, Tensor]:
+    """(d - 1 / (2 beta))^2, r = log(p / p_reference), with per_token divided by the reply's tokens.
 
+    The paper's formula has the whole reply's; TRL and AReaL divide, which its authors have confirmed to be meant.
     Source: arXiv 2310.12036
     """
     _check("beta", beta, beta > 0, "above 0")
-    return (margins(pairs.log_ratios) - 1 / (2 * beta)).square(), pairs.log_ratios
+    _check("per_token", per_token, isinstance(per_token, bool), "true or false")
+    rewards = pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios
+    return (margins(rewards) - 1 / (2 * beta)).square(), rewards
 
 
 @pair_loss("simpo")
@@ -83,7 +86,7 @@ def bradley_terry(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return -logsigmoid(margins(pairs.values)), pairs.values
 
 
-def _check(name: str, value: float, holds: bool, rule: str) -> None:
+def _check(name: str, value: float | bool, holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(f"preference.loss_args: {name} = {value!r}: must be {rule}.")
 

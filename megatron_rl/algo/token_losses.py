@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.algo.registry import loss
 from megatron_rl.algo.selection import second_moment
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.ops.reference import bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class LossRows:
         """log u."""
         return self.logprobs - self.proximal_logprobs
 
+    @property
+    def ratio(self) -> Tensor:
+        """u, with log u at most LOG_RATIO_BOUND from 0: beyond it has no gradient."""
+        return bounded(self.log_ratio).exp()
+
 
 @loss("ppo_clip", fused=True)
 def ppo_clip(options: AlgorithmConfig) -> dict[str, Any]:
@@ -57,7 +63,9 @@ def ppo_clip(options: AlgorithmConfig) -> dict[str, Any]:
 def gspo(options: AlgorithmConfig) -> dict[str, Any]:
     """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s the geometric mean of u over the sequence.
 
-    The paper clips at 3e-4 and 4e-4, and takes algo.aggregation = sequence_mean.
+    The slope of s in a token's log p is s, as if it were the token's own ratio: the paper's GSPO-token. It is GSPO
+    where A and the behaviour weight are the same for all tokens of a sequence; elsewhere each token is moved by its
+    own, and one that is left out is not. The paper clips at 3e-4 and 4e-4, and takes algo.aggregation = sequence_mean.
     Source: arXiv 2507.18071
     """
     ratio = {"sequence_ratio": True, "clip_low": options.clip_low, "clip_high": options.clip_high}
@@ -143,27 +151,26 @@ def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: 
     """
     moved = rows.logprobs.detach().exp() - rows.proximal_logprobs.exp()
     has_moved = torch.where(rows.advantages > 0, moved, -moved) > bound
-    ratio = rows.log_ratio.detach().exp().clamp_max(most)
+    ratio = rows.ratio.detach().clamp_max(most)
     return (-rows.advantages * ratio * rows.logprobs).masked_fill(has_moved, 0.0)
 
 
-def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says, and where it lay outside: `[T]`.
+def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
+    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says: `[T]`.
 
     The operator has its own for fused losses.
     """
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     log_weight = log_weight.masked_fill(~log_weight.isfinite(), 0.0)
     if correction.weight == "off":
-        return torch.ones_like(log_weight), torch.zeros_like(rows.trained)
+        return torch.ones_like(log_weight)
     if correction.level == "sequence":
         assert rows.cu_seqlens is not None
         log_weight = mean_of_sequence(log_weight, rows.trained, rows.cu_seqlens)
-    weight = log_weight.exp()
-    outside = (weight < correction.low) | (weight > correction.high)
+    weight = bounded(log_weight).exp()
     if correction.weight == "mask":
-        return weight.masked_fill(outside, 0.0), outside & rows.trained
-    return weight.clamp(correction.low, correction.high), outside & rows.trained
+        return weight.masked_fill((weight < correction.low) | (weight > correction.high), 0.0)
+    return weight.clamp(correction.low, correction.high)
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:

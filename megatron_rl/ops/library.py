@@ -50,7 +50,7 @@ def built_from(library: Path) -> dict[str, object]:
     return json.loads(record.read_text()) if record.exists() else {}
 
 
-PPO_SUMS = 19
+PPO_SUMS = 20
 """Statistics of ppo_loss; csrc/math/ppo.h counts them too."""
 
 load()

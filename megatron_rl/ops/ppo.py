@@ -20,25 +20,32 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 PPO_SUMS = (
     *("loss", "tokens", "clipped_tokens", "dual_clipped_tokens", "dropped_tokens", "ratio", "ratio_deviation"),
     *("approx_kl", "approx_kl_k2", "approx_kl_k3", "behavior_weight", "behavior_mismatch", "behavior_log_ratio"),
-    *("reference_kl", "entropy", "logprobs", "clipped_logprobs", "not_finite", "squared_gradient"),
+    *("reference_kl", "entropy", "logprobs", "clipped_logprobs", "bounded_tokens", "not_finite"),
+    "squared_gradient",
 )
 """Names of `ppo_loss`'s statistics: sums and counts over trained rows, in the order of csrc/math/ppo.h.
 
 ratio_deviation is |ratio - 1|; approx_kl, _k2, _k3 estimate KL(proximal || policy); behavior_* speak of
-log p(proximal) - log p(behaviour); dropped_tokens lie outside behavior_low and behavior_high; not_finite counts rows
-whose loss or behaviour ratio is no number.
+log p(proximal) - log p(behaviour); dropped_tokens lie outside behavior_low and behavior_high; bounded_tokens counts
+rows with a log ratio beyond LOG_RATIO_BOUND; not_finite rows whose loss or gradient, as it is stored, or behaviour
+ratio is no number.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoOptions:
-    """What `ppo_loss` computes. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight."""
+    """What `ppo_loss` computes. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight.
+
+    A log ratio is moved to within LOG_RATIO_BOUND = 20 of 0 before it is exponentiated, as verl does, and has no slope
+    beyond it: of u, of w, and of k3 where q / p is larger.
+    """
 
     mode: str = "clip"
     """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347); cispo: -w clip(u) A log p with clip(u) held constant
     (arXiv 2506.13585); sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347); reinforce: -w A log p."""
     sequence_ratio: bool = False
-    """u is the geometric mean over the sequence's trained rows: GSPO (arXiv 2507.18071). Needs cu_seqlens."""
+    """u is the geometric mean over the sequence's trained rows, and its slope in a row's log p is u, as if it were the
+    row's own: GSPO-token (arXiv 2507.18071), which is GSPO where A and w are a sequence's. Needs cu_seqlens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0

@@ -33,9 +33,18 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).square() / 2
 
 
+LOG_RATIO_BOUND = 20.0
+"""A log ratio is moved to this distance from 0 before it is exponentiated; csrc/math/ppo.h has the same."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Move log ratios to within LOG_RATIO_BOUND of 0; beyond it they have no gradient. NaN stays NaN."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased, never negative."""
-    log_ratio = ref_logprobs - logprobs
+    """q/p - 1 - log(q/p), q/p at most exp(LOG_RATIO_BOUND): unbiased, never negative."""
+    log_ratio = (ref_logprobs - logprobs).clamp_max(LOG_RATIO_BOUND)
     return log_ratio.exp() - 1 - log_ratio
 
 
@@ -56,18 +65,19 @@ def ppo_loss(
     """`ops.ppo_loss` without its statistics."""
     proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
     log_ratio = (logprobs - proximal).masked_fill(~mask, 0.0)
-    token_ratio = log_ratio.exp()
+    token_ratio = bounded(log_ratio).exp()
     if options.sequence_ratio:
         assert cu_seqlens is not None
-        log_ratio = mean_of_sequence(log_ratio, mask, cu_seqlens)
-    ratio, own = log_ratio.exp(), logprobs.masked_fill(~mask, 0.0)
-    bounded = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+        mean = mean_of_sequence(log_ratio, mask, cu_seqlens)
+        log_ratio = log_ratio + (mean - log_ratio).detach()  # the sequence's value, each row's own slope
+    ratio, own = bounded(log_ratio).exp(), logprobs.masked_fill(~mask, 0.0)
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.mode == "clip":
-        loss = torch.maximum(-advantages * ratio, -advantages * bounded)
+        loss = torch.maximum(-advantages * ratio, -advantages * clipped)
         if options.dual_clip > 0:
             loss = torch.where(advantages < 0, torch.minimum(loss, -options.dual_clip * advantages), loss)
     elif options.mode == "cispo":
-        loss = -bounded.detach() * advantages * own
+        loss = -clipped.detach() * advantages * own
     elif options.mode == "sapo":
         steepness = torch.where(advantages > 0, options.sapo_positive, options.sapo_negative)
         loss = -advantages * 4 / steepness * torch.sigmoid(steepness * (ratio - 1))
@@ -79,7 +89,7 @@ def ppo_loss(
         if options.behavior_by_sequence:
             assert cu_seqlens is not None
             log_weight = mean_of_sequence(log_weight, mask, cu_seqlens)
-        weight = log_weight.exp()
+        weight = bounded(log_weight).exp()
         outside = (weight < options.behavior_low) | (weight > options.behavior_high)
         clamped = weight.clamp(options.behavior_low, options.behavior_high)
         loss = loss * (weight.masked_fill(outside, 0.0) if options.behavior == "mask" else clamped)

@@ -47,11 +47,13 @@ def defined_loss(options, correction, batch, own, h):
         if not places:
             continue
         tokens += len(places)
-        sequence = (own[places] - proximal[places]).mean().exp()
+        sequence = (own[places] - proximal[places]).mean().exp().detach()
         losses = []
         for t in places:
             u = (own[t] - proximal[t]).exp()
-            loss = one_token(options.loss, u, advantages[t], own[t], proximal[t], options, args, sequence=sequence)
+            loss = one_token(
+                options.loss, u, advantages[t], own[t], proximal[t], options, args, sequence=sequence * u / u.detach()
+            )
             if correction.weight != "off":
                 distance = proximal[places] - behavior[places]
                 w = (distance.mean() if correction.level == "sequence" else proximal[t] - behavior[t]).exp()

@@ -116,6 +116,8 @@ def test_losses_of_a_pair_worked_out_by_hand():
     assert [gradient[row] for row in (1, 2, 4)] == pytest.approx([-slope, -slope, slope])
     assert (float(sums["preferred"]), float(sums["chosen_reward"]), float(sums["rejected_reward"])) == (1, 0.5, -0.5)
     assert loss_of_one_pair("ipo", chosen, rejected, beta=0.1)[0] == pytest.approx((2 - 5) ** 2)
+    # The same by token: 1 / 2 and -1.
+    assert loss_of_one_pair("ipo", chosen, rejected, beta=0.1, per_token=True)[0] == pytest.approx((1.5 - 5) ** 2)
     # Means of -0.5 and -2 a token, twice: 3 - margin.
     assert loss_of_one_pair("simpo", chosen, rejected, margin=3)[0] == pytest.approx(math.log(2))
     smooth = loss_of_one_pair("dpo", chosen, rejected, beta=0.5, label_smoothing=0.25)[0]

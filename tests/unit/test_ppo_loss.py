@@ -122,6 +122,7 @@ def test_statistics_by_hand():
         "entropy": 2.0,
         "logprobs": (proximal[:4].double() + log).sum(),
         "clipped_logprobs": (proximal[1:3].double() + log[1:3]).sum(),
+        "bounded_tokens": 0,
         "not_finite": 0,
         "squared_gradient": (1 - 1.1) ** 2 + 1 + 1 + 1,
     }
@@ -149,6 +150,91 @@ def test_numbers_that_are_none_are_counted():
     logprobs[1], proximal[1] = float("-inf"), float("-inf")
     loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, mask, PpoOptions(behavior="clamp"))
     assert sums["not_finite"] == 2 and loss.isnan()
+
+
+WILD = (0.0, 19.5, 20.5, 100.0, 1000.0, -19.5, -20.5, -100.0, -1000.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_token_of_a_wild_log_ratio_leaves_loss_and_gradient_finite(options, dtype):
+    """Log ratios to the proximal, behaviour and reference policy of every size together, each with both signs of A."""
+    logs = torch.cartesian_prod(*[torch.tensor(WILD, dtype=dtype)] * 3, torch.tensor([-1.0, 1.0], dtype=dtype))
+    own = torch.full((len(logs),), -1.0, dtype=dtype)
+    proximal, ref = own - logs[:, 0], own - logs[:, 2]
+    behavior, entropy = proximal - logs[:, 1], torch.full_like(own, 0.5)
+    bounds = torch.arange(len(logs) + 1)  # sequences of one token: what is by sequence is bounded there
+    mask, found = torch.ones(len(logs)).bool(), []
+    for function, to in ((ppo_loss, dtype), (reference.ppo_loss, torch.float64)):
+        leaf, *columns = (column.to(to) for column in (own, proximal, behavior, logs[:, 3]))
+        more = {"ref_logprobs": ref.to(to), "entropy": entropy.to(to), "cu_seqlens": bounds}
+        result = function(leaf.requires_grad_(), *columns, mask, options, **more)
+        loss, sums = result if function is ppo_loss else (result, {})
+        found.append((loss, torch.autograd.grad(loss, leaf)[0], sums))
+    (loss, gradient, sums), (right, right_gradient, _) = found
+    assert gradient.isfinite().all() and loss.isfinite() and sums["not_finite"] == 0
+    assert all(value.isfinite() for value in sums.values())
+    torch.testing.assert_close(gradient.double(), right_gradient, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-6, atol=1e-12)
+    beyond = [logs[:, 0].abs() > 20]
+    beyond += [logs[:, 1].abs() > 20] if options.behavior != "off" else []
+    beyond += [logs[:, 2] < -20] if options.kl_coefficient and options.kl_estimator == "k3" else []
+    assert sums["bounded_tokens"] == torch.stack(beyond).any(0).sum()
+
+
+def test_what_overflows_where_it_is_stored_is_counted():
+    """The CPU adds in double, and a float is what the gradient becomes."""
+    own = torch.full((3,), -1.0)
+    proximal = own - torch.tensor([15.0, 0.0, 15.0])
+    _, sums = ppo_loss(own, proximal, None, torch.tensor([-1e34, -1e34, 1.0]), torch.ones(3).bool(), PpoOptions())
+    assert sums["not_finite"] == 1
+
+
+def mean_slope(own, proximal, advantages, mask, options):
+    """GSPO as its first formula has it: the ratio of the sequence with the gradient of the mean. float64."""
+    log_ratio = reference.mean_of_sequence((own - proximal).masked_fill(~mask, 0.0), mask, CU_SEQLENS)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    return torch.maximum(-advantages * ratio, -advantages * clipped).masked_fill(~mask, 0.0).sum()
+
+
+def test_gspo_is_the_papers_where_a_sequence_has_one_advantage():
+    logprobs, proximal, _, advantages, mask, *_ = case()
+    advantages = advantages[: len(LENGTHS)].repeat_interleave(torch.tensor(LENGTHS))
+    found = []
+    for function in (lambda *a: ppo_loss(*a[:2], None, *a[2:], cu_seqlens=CU_SEQLENS)[0], mean_slope):
+        own = logprobs.clone().requires_grad_()
+        loss = function(own, proximal, advantages, mask, OPTIONS["gspo"])
+        found.append((loss.detach(), torch.autograd.grad(loss, own)[0]))
+    assert found[0][1].count_nonzero() > 0
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+
+
+def test_gspo_moves_each_token_by_its_own_advantage_and_weight():
+    """A critic's advantages add up to 0 over a sequence, and one token's behaviour weight drops it."""
+    ratio = torch.tensor([1.1, 1.0, 0.95, 1.0], dtype=torch.float64)
+    own = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    proximal = own.detach() - ratio.log()
+    advantages, bounds = torch.tensor([1.0, 0.0, 0.5, -1.0], dtype=torch.float64), torch.tensor([0, 4])
+    behavior = proximal - torch.tensor([1.0, 1.0, 9.0, 1.0], dtype=torch.float64).log()
+    options = PpoOptions(sequence_ratio=True, behavior="mask", behavior_high=2.0)
+    everything = torch.ones(4).bool()
+    loss, _ = ppo_loss(own, proximal, behavior, advantages, everything, options, cu_seqlens=bounds)
+    gradient = torch.autograd.grad(loss, own)[0]
+    expected = -ratio.log().mean().exp() * torch.tensor([1.0, 0.0, 0.0, -1.0], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_gspo_clips_a_token_by_its_sequence_and_the_sign_of_its_own_advantage():
+    own = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    proximal, bounds = own.detach() - 1.0, torch.tensor([0, 4])
+    advantages = torch.tensor([1.0, -1.0, 2.0, -2.0], dtype=torch.float64)
+    options = PpoOptions(sequence_ratio=True)
+    loss, sums = ppo_loss(own, proximal, None, advantages, torch.ones(4).bool(), options, cu_seqlens=bounds)
+    gradient = torch.autograd.grad(loss, own)[0]
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.0, 0.0, 2.0], dtype=torch.float64) * torch.e)
+    assert sums["clipped_tokens"] == 2
 
 
 def test_a_small_divergence_keeps_its_digits():
