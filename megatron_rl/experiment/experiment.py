@@ -37,6 +37,7 @@ from megatron_rl.experiment.step_traces import StepTraces
 from megatron_rl.experiment.warm_start import WarmStart
 from megatron_rl.recovery import RolloutBooks
 from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.tally import metrics_of
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
 SAMPLES_LOGGED = 8
@@ -299,9 +300,10 @@ class Experiment(Run):
         metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
+        counts = self.rollouts.counts()
         if self.groups.is_main:
             self.evaluations.log_finished(is_ending=self.is_ending)
-            metrics |= self.rollouts.process.metrics()
+            metrics |= metrics_of(counts)
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
         metrics |= self.timers.snapshot()

@@ -35,6 +35,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.launch import watch
+
 LOOK_S = 0.5
 """How often a rank looks at its own phase and at the others' alarm."""
 REPORT_PATIENCE_S = 10.0
@@ -97,8 +99,7 @@ class HangWatch:
         # Added to: a run that is resumed keeps what was found before.
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
-        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
-        self._thread.start()
+        self._thread = watch.start_thread(self._watch, name="hang-watch")
 
     def enter(self, phase: str) -> None:
         """This rank begins a phase, or goes back to the one around it; '' is none."""

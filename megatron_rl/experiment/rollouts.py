@@ -22,6 +22,7 @@ from megatron_rl.launch import watch
 from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout.process import Beginning, RolloutProcess
+from megatron_rl.rollout.tally import Counts
 from megatron_rl.serving.supervisor import Supervisor
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -216,6 +217,13 @@ class Rollouts:
         self.wait_for(pending)
         self.x.devices.give_to_trainer()
         return pending[0].result() if pending else None
+
+    def counts(self) -> list[Counts]:
+        """What each rollout process did since the last call, on the main rank; empty on others."""
+        own = self.process.counts() if self.process is not None else None
+        of_ranks: list[Counts | None] | None = [None] * self.x.groups.world_size if self.x.groups.is_main else None
+        dist.gather_object(own, of_ranks, dst=0, group=self.x.groups.control)
+        return [counts for counts in of_ranks or [] if counts is not None]
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
         """Begin to answer the held-out prompts: one future on the main rank, none on others."""

@@ -39,7 +39,7 @@ class StopNotice:
         # Python's own handlers run between the main thread's instructions, and so not while it is inside a collective.
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        threading.Thread(target=self._hear, name="stop-notice", daemon=True).start()
+        watch.start_thread(self._hear, name="stop-notice")
 
     def close(self) -> None:
         """Give the signals back to whoever had them. Harmless without `listen`, or twice.

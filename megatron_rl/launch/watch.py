@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import signal
 import stat
@@ -12,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 
@@ -24,7 +27,24 @@ def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> Non
             time.sleep(interval_s)
         stop(f"process {pid}, which started this run, died; stopping." if says_so else "")
 
-    threading.Thread(target=watch, name=f"exit-with-{pid}", daemon=True).start()
+    start_thread(watch, name=f"exit-with-{pid}")
+
+
+def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
+    """Start a daemon thread. One that an error ends is named, and ends the process: what it did is done no more, and
+    whoever waits for it would wait for ever."""
+
+    def run() -> None:
+        try:
+            main()
+        except BaseException as error:
+            words = f"thread {name!r} of process {os.getpid()} died of {type(error).__name__}: {error}"
+            logger.critical("%s", words, exc_info=True)
+            stop(f"{words}; stopping.")
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def die_with(parent: int) -> None:

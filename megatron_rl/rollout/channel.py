@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.launch import watch
+
 _COUNT = struct.Struct("<I")
 
 
@@ -36,8 +38,12 @@ class ServedTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+class Unreadable(RuntimeError):
+    """A message arrived whole, and what is in it cannot be made again here."""
+
+
 class Wire:
-    """Sends and receives messages. Any thread may send, one receives. EOFError where the other end is gone."""
+    """Sends and receives messages. Any thread may send, one receives. EOFError or OSError: the other end is gone."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._sending = end, threading.Lock()
@@ -61,7 +67,10 @@ class Wire:
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
-        return _Unpickler(io.BytesIO(head), buffers, future_of).load()
+        try:
+            return _Unpickler(io.BytesIO(head), buffers, future_of).load()
+        except Exception as error:  # whatever the class of an object in it raises, EOFError too
+            raise Unreadable(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
     def hang_up(self) -> None:
         """Let `receive` raise on both ends."""
@@ -128,10 +137,12 @@ def serve(
 ) -> None:
     """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
 
-    The calls named in `at_once` are answered from another thread, whatever this one is at.
+    The calls named in `at_once` are answered from another thread, whatever this one is at. What a future gives is sent
+    from a third one, as that of an evaluation takes long: the thread that finishes it has other things to do.
     """
     futures: dict[int, Future[Any]] = {}
     numbers = iter(range(1 << 62))
+    done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
 
     def reply(key: tuple[str, int], result: Any, error: BaseException | None) -> None:
         handed_out: dict[int, Future[Any]] = {}
@@ -145,14 +156,20 @@ def serve(
             wire.send((key, result, None if error is None else _portable(error)), name_of=name_of)
         except OSError:
             return  # nobody is left to hear it, and `receive` says so
+        except Exception as fault:  # whatever the class of an object in it raises; nothing was sent yet
+            reply(key, None, Unsendable(f"the answer cannot be sent: {type(fault).__name__}: {fault}"))
+            return
         futures.update(handed_out)
         for number, future in handed_out.items():  # not before the answer that they are in
-            future.add_done_callback(lambda future, number=number: settle(number, future))
+            future.add_done_callback(lambda future, number=number: done.put((number, future)))
 
-    def settle(number: int, future: Future[Any]) -> None:
-        futures.pop(number, None)
-        error = CancelledError() if future.cancelled() else future.exception()
-        reply(("future", number), None if error else future.result(), error)
+    def settle() -> None:
+        while True:
+            number, future = done.get()
+            futures.pop(number, None)
+            error = CancelledError() if future.cancelled() else future.exception()
+            reply(("future", number), None if error else future.result(), error)
+            del future  # which holds what it gave
 
     def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == CANCEL:
@@ -180,7 +197,8 @@ def serve(
                 messages.put(fault)
                 return
 
-    threading.Thread(target=listen, name="calls", daemon=True).start()
+    watch.start_thread(settle, name="answers")
+    watch.start_thread(listen, name="calls")
     while isinstance(message := messages.get(), tuple):
         attend(*message)
     if not isinstance(message, EOFError | OSError):
@@ -188,6 +206,10 @@ def serve(
 
 
 CANCEL = "cancel"
+
+
+class Unsendable(RuntimeError):
+    """What a call gave cannot go to the other process."""
 
 
 def _portable(error: BaseException) -> tuple[bytes, str, str]:
@@ -230,8 +252,9 @@ class ServedFuture(Future[Any]):
 class Caller:
     """Calls the other process. A thread of it hears the answers.
 
-    on_told(name, args) is called, from that thread, for what the other process tells unasked. on_end() is called there
-    once the other end is gone; what it returns is raised by all calls that wait, and by later ones.
+    on_told(name, args) is called, from that thread, for what the other process tells unasked. on_end(fault) is called
+    there once the other end is gone, or nothing more can be heard because of `fault`; what it returns is raised by all
+    calls that wait, and by later ones.
     """
 
     def __init__(
@@ -239,15 +262,14 @@ class Caller:
         wire: Wire,
         *,
         on_told: Callable[[str, tuple[Any, ...]], None],
-        on_end: Callable[[], BaseException],
+        on_end: Callable[[BaseException | None], BaseException],
     ) -> None:
         self.wire, self._on_told, self._on_end = wire, on_told, on_end
         self._lock = threading.Lock()
         self._awaited: dict[tuple[str, int], ServedFuture] = {}
         self._numbers = iter(range(1 << 62))
         self._fault: BaseException | None = None
-        self.hearing = threading.Thread(target=self._hear, name="rollout-answers", daemon=True)
-        self.hearing.start()
+        self.hearing = watch.start_thread(self._hear, name="rollout-answers")
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return what the other process answers, or raise what it raised."""
@@ -286,26 +308,35 @@ class Caller:
         return future
 
     def _hear(self) -> None:
-        while True:
-            try:
-                key, content, error = self.wire.receive(future_of=self._future_of)
-            except (EOFError, OSError):
-                break
-            if key is None:
-                self._on_told(*content)
-                continue
-            with self._lock:
-                future = self._awaited.pop(key)
-            if not future.set_running_or_notify_cancel():
-                continue
-            if error is None:
-                future.set_result(content)
-            else:
-                future.set_exception(_raised(*error))
-        fault = self._on_end()
+        fault: BaseException | None = None
+        try:
+            while True:
+                self._hear_one()
+        except (EOFError, OSError):
+            pass
+        except BaseException as error:  # whatever it is, nobody would hear the next answer
+            fault = error
+        end = self._on_end(fault)
         with self._lock:
-            self._fault = fault
+            self._fault = end
             awaited, self._awaited = self._awaited, {}
         for future in awaited.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(fault)
+                future.set_exception(end)
+
+    def _hear_one(self) -> None:
+        key, content, error = self.wire.receive(future_of=self._future_of)
+        if key is None:
+            try:
+                self._on_told(*content)
+            except (EOFError, OSError) as own:  # not the wire's
+                raise RuntimeError(f"{content[0]!r} was told, and led to {type(own).__name__}: {own}") from own
+            return
+        with self._lock:
+            future = self._awaited.pop(key)
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            future.set_result(content)
+        else:
+            future.set_exception(_raised(*error))

@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvloop
 
+from megatron_rl.launch import watch
+
 T = TypeVar("T")
+LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
+"""Threads of a loop's pool; one is started when all others are busy."""
 
 
 class EventLoopThread:
     """Owns one loop and its daemon thread. `run` and `submit` are for all other threads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
+        """blocking_steps: calls in `asyncio.to_thread` that may run at once, within the bounds of this module; asyncio
+        itself has no more than a few for each core, and whatever waits needs none."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        threads = min(max(blocking_steps, LEAST_BLOCKING_STEPS), MOST_BLOCKING_STEPS)
+        self.loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="blocking-step"))
+        self._is_stopping = False
+        self._thread = watch.start_thread(self._main, name=name)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        if not self._is_stopping:
+            raise RuntimeError("something that ran on it has stopped its event loop")
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
@@ -41,6 +51,7 @@ class EventLoopThread:
         self.run(self._cancel_all())
         if last is not None:
             self.run(last)
+        self._is_stopping = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

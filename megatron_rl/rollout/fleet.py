@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -74,6 +75,8 @@ class Fleet:
         self._current: Current | None = None
         """None until this client has published."""
         self._watchers: list[asyncio.Task[None]] = []
+        # Of its own: users' blocking steps may have all threads of the loop's pool.
+        self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self._occupancy = Occupancy()
 
     def _client(self, url: str) -> ServerClient:
@@ -103,6 +106,7 @@ class Fleet:
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
+        self._registry_reader.shutdown(wait=False)
         self.members.close()
         await self._session.close()
 
@@ -151,7 +155,9 @@ class Fleet:
         while True:
             await asyncio.sleep(REGISTRY_EVERY_S)
             try:
-                urls = await asyncio.to_thread(registered_urls, self.config.registry, self.run_name)
+                urls = await asyncio.get_running_loop().run_in_executor(
+                    self._registry_reader, registered_urls, self.config.registry, self.run_name
+                )
             except OSError as error:
                 logger.warning("rollout.registry = %r cannot be read: %s", self.config.registry, error)
             else:

@@ -28,6 +28,7 @@ from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.standstill import Standstill
+from megatron_rl.rollout.tally import Counts
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
 
@@ -92,8 +93,11 @@ class RolloutHead:
         self.recipe.service.show_stacks()
         return self._standstill.report()
 
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics() | self.books.metrics()
+    def counts(self) -> Counts:
+        """What happened since the last call."""
+        counts = self.engine.counts()
+        counts.sums |= self.books.metrics()
+        return counts
 
     def ledger_state(self) -> dict[str, Any]:
         return self.books.ledger.state_dict()
@@ -110,6 +114,10 @@ class RolloutHead:
         self._standstill.close()
 
 
+PLAIN = (str, int, float, bool, type(None))
+"""Types of what a log record itself is made of."""
+
+
 class ToTrainer(logging.handlers.QueueHandler):
     """Hands warnings on to the trainer's own logging."""
 
@@ -119,7 +127,8 @@ class ToTrainer(logging.handlers.QueueHandler):
         self.wire = wire
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        tell(self.wire, "log", vars(record))
+        """Without what users may have put into it: objects of classes that the trainer may not have, or cannot make."""
+        tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
 def tell(wire: Wire, name: str, *args: Any) -> None:

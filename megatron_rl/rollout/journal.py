@@ -92,13 +92,13 @@ class RolloutJournal(RolloutEvents):
         self.begin_file()
 
     def begin_file(self) -> None:
-        """Bring the records so far to the disk and continue in a new file, as with every checkpoint."""
+        """Continue in a new file, as with every checkpoint, and return once the records so far are on the disk.
+
+        New ones do not wait for that, which may take seconds: they come on the event loop.
+        """
         with self._lock:
+            full = self._file
             try:
-                if self._file >= 0:
-                    os.fsync(self._file)
-                    os.close(self._file)
-                    self._file = -1
                 self._files += 1
                 self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +106,13 @@ class RolloutJournal(RolloutEvents):
             except OSError as error:
                 raise self._failure(error) from error
             self._write_event("opened", self.opening | {"step": self.step, "head": self.head})
+        if full >= 0:
+            try:
+                os.fsync(full)
+            except OSError as error:
+                raise self._failure(error) from error
+            finally:
+                os.close(full)
 
     def close(self) -> None:
         with self._lock:

@@ -24,12 +24,15 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.launch import file_lock
 from megatron_rl.rollout.books import Place
 from megatron_rl.rollout.channel import Caller, Wire
+from megatron_rl.rollout.tally import Counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_rl.telemetry.trace import Recording
     from megatron_rl.types import TrajectoryBatch
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = Path(__file__).parents[2]
 STOP_S = 10.0
@@ -139,9 +142,9 @@ class RolloutProcess:
         """Make what waits for replies or servers raise RuntimeError(message), now and later. From any thread."""
         self._caller.tell("fail", message)
 
-    def metrics(self) -> dict[str, float]:
-        """What happened since the last call, under `rollout/`."""
-        return self._caller.call("metrics")
+    def counts(self) -> Counts:
+        """What happened since the last call; those of all heads together are the step's metrics."""
+        return self._caller.call("counts")
 
     # -- what it does
 
@@ -233,7 +236,13 @@ class RolloutProcess:
         elif self._on_drop is not None:
             self._on_drop(*args)
 
-    def _find_out(self) -> RolloutDied:
+    def _find_out(self, fault: BaseException | None) -> RolloutDied:
+        if fault is not None and not self._is_closing:
+            self.process.kill()
+            logger.critical("nothing more is heard of the rollout process", exc_info=fault)
+            message = f"the rollout process (pid {self.process.pid}) is ended: {fault}; its log is {self.log}."
+            self._on_death(message)
+            return RolloutDied(message)
         try:
             code = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:  # alive, and cut off

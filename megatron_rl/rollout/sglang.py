@@ -31,7 +31,7 @@ from megatron_rl.rollout.server_client import (
     ServerError,
     sampling_params,
 )
-from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.tally import Counts, Tally, metrics_of
 from megatron_rl.rollout.weight_updates import ServerWeights
 from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
@@ -83,7 +83,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             )
         if self._thread is not None:
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
-        self._thread = EventLoopThread("rollout")
+        self._thread = EventLoopThread("rollout", blocking_steps=self.config.max_concurrent_episodes)
         self._executor = RolloutExecutor(self, self.config, self._tally, self.events, self.spans)
 
         async def connect() -> None:
@@ -296,12 +296,16 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             self._thread.loop.call_soon_threadsafe(self._executor.fail, message)
 
     def metrics(self) -> dict[str, float]:
-        """Return what happened since the last call, under `rollout/`."""
-        metrics = self._tally.take()
-        if self._thread is not None:
-            metrics["rollout/servers"] = len(self._fleet.members.serving)
-            metrics["rollout/cache_age"] = max(server.cache.age for server in self._fleet.servers)
-        return metrics
+        """Return what happened since the last call of this or `counts`, under `rollout/`."""
+        return metrics_of([self.counts()])
+
+    def counts(self) -> Counts:
+        """The same of one client among several, to be added up."""
+        counts = self._tally.take()
+        if self._thread is not None:  # all clients have the same servers
+            counts.most["servers"] = len(self._fleet.members.serving)
+            counts.most["cache_age"] = max(server.cache.age for server in self._fleet.servers)
+        return counts
 
     def get_version(self) -> int:
         return self._version

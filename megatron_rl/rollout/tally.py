@@ -5,10 +5,67 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 is_counted = ContextVar("is_counted", default=True)
 """False in the episodes of an evaluation, which are no part of a step's rollout."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What one client of a run did in a while. Several add up: a mean is one over what all of them counted."""
+
+    seconds: float
+    sums: dict[str, float]
+    """By name; one that is a metric's own, `rollout/...`, is reported as it is."""
+    most: dict[str, float]
+    observed: dict[str, tuple[float, int]]
+    """Total and number of calls."""
+
+
+def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
+    """Return the rollout metrics of all clients together."""
+    sums: dict[str, float] = defaultdict(float)
+    most: dict[str, float] = {}
+    observed: dict[str, tuple[float, int]] = {}
+    for counts in clients:
+        for name, amount in counts.sums.items():
+            sums[name] += amount
+        for name, value in counts.most.items():
+            most[name] = max(value, most.get(name, value))
+        for name, (total, count) in counts.observed.items():
+            before, number = observed.get(name, (0.0, 0))
+            observed[name] = before + total, number + count
+    seconds = sum(counts.seconds for counts in clients)
+    outcomes = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
+    metrics = {f"rollout/episodes_{name}": sums[name] for name in outcomes}
+    metrics |= {
+        "rollout/generated_tokens": sums["tokens"],
+        "rollout/masked_tokens": sums["masked_tokens"],
+        "rollout/rewards_late": sums["rewards_late"],
+        "rollout/interruptions": sums["interruptions"],
+        "rollout/request_retries": sums["request_retries"],
+        "rollout/server_failures": sums["server_failures"],
+        "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
+        "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
+    }
+    # A mean exists only where something was counted; 0 would read as a measurement.
+    means = {
+        "rollout/reply_tokens": ("tokens", "replies"),
+        "rollout/truncated_fraction": ("truncated", "replies"),
+        "rollout/reply_latency_s": ("latency_s", "replies"),
+        "rollout/queue_wait_s": ("queue_wait_s", "started"),
+        "rollout/reward_s": ("reward_s", "rewards"),
+        "rollout/staleness": ("staleness", "aged_tokens"),
+    }
+    metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
+    if sums["generating_s"]:  # clients generate at the same time
+        metrics["rollout/tokens_per_s"] = len(clients) * sums["tokens"] / sums["generating_s"]
+    metrics |= {name: total / count for name, (total, count) in observed.items()}
+    metrics |= {name: value for name, value in sums.items() if name.startswith("rollout/")}
+    return metrics | {f"rollout/{name}": value for name, value in most.items()}
 
 
 class Tally:
@@ -65,39 +122,14 @@ class Tally:
             self._accrue()
             self._in_flight -= 1
 
-    def take(self) -> dict[str, float]:
-        """Return the rollout metrics since the last call and begin anew."""
+    def take(self) -> Counts:
+        """Return what happened since the last call and begin anew."""
         with self._lock:
             self._accrue()
-            sums, self._sums = self._sums, defaultdict(float)
-            most, self._most = self._most, {}
             seconds, self._taken = self._busy_since - self._taken, self._busy_since
-            observed, self._observed = self._observed, {}
-        counts = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
-        metrics = {f"rollout/episodes_{name}": sums[name] for name in counts}
-        metrics |= {
-            "rollout/generated_tokens": sums["tokens"],
-            "rollout/masked_tokens": sums["masked_tokens"],
-            "rollout/rewards_late": sums["rewards_late"],
-            "rollout/interruptions": sums["interruptions"],
-            "rollout/request_retries": sums["request_retries"],
-            "rollout/server_failures": sums["server_failures"],
-            "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
-            "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
-        }
-        # A mean exists only where something was counted; 0 would read as a measurement.
-        means = {
-            "rollout/tokens_per_s": ("tokens", "generating_s"),
-            "rollout/reply_tokens": ("tokens", "replies"),
-            "rollout/truncated_fraction": ("truncated", "replies"),
-            "rollout/reply_latency_s": ("latency_s", "replies"),
-            "rollout/queue_wait_s": ("queue_wait_s", "started"),
-            "rollout/reward_s": ("reward_s", "rewards"),
-            "rollout/staleness": ("staleness", "aged_tokens"),
-        }
-        metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
-        metrics |= {name: total / count for name, (total, count) in observed.items()}
-        return metrics | {f"rollout/{name}": value for name, value in most.items()}
+            counts = Counts(seconds=seconds, sums=dict(self._sums), most=self._most, observed=self._observed)
+            self._sums, self._most, self._observed = defaultdict(float), {}, {}
+        return counts
 
     def _accrue(self) -> None:
         now = time.monotonic()

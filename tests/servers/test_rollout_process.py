@@ -25,6 +25,7 @@ from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.tally import metrics_of
 from megatron_rl.rollout.tokens import load_tokenizer
 from tests.servers.run_tokens import TOKEN_FILE
 
@@ -102,7 +103,7 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
         # What a server reports depends in its last bits on the requests that it happened to compute together.
         torch.testing.assert_close(ours["logprobs"], theirs["logprobs"])
         assert torch.equal(ours.cu_seqlens, theirs.cu_seqlens)
-    assert process.metrics()["rollout/episodes_accepted"] == 15
+    assert metrics_of([process.counts()])["rollout/episodes_accepted"] == 15
     process.close()
     assert list((run.folder / "hang").iterdir()) == [], "nothing stood still"
 
@@ -176,7 +177,7 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
         pending.result(GONE_WITHIN_S)
     assert len(run.died) == 1
     with pytest.raises(RolloutDied, match="was killed by SIGKILL"):
-        process.metrics()
+        process.counts()
 
 
 def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):

@@ -1,5 +1,6 @@
 """Calls over a socket are calls: what they give and raise is what a call here would."""
 
+import logging
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.rollout.channel import Caller, Wire, serve
+from megatron_rl.rollout.head import ToTrainer
 from megatron_rl.rollout.server_client import RequestRefused
 from tests.servers.tiny_model import make_tokenizer
 
@@ -69,7 +71,7 @@ def caller(ends, servant, told):
 
     serving = threading.Thread(target=serve, args=(wire, answer))
     serving.start()
-    on_end = lambda: RuntimeError("it is gone")  # noqa: E731
+    on_end = lambda fault: fault or RuntimeError("it is gone")  # noqa: E731
     caller = Caller(Wire(ours), on_told=lambda *call: told.append(call), on_end=on_end)
     caller.servant_wire = wire
     yield caller
@@ -187,6 +189,79 @@ def test_when_the_other_end_is_gone_all_calls_say_so(caller):
     with pytest.raises(RuntimeError, match="it is gone"):
         caller.call("echo")
     caller.tell("note", "nobody hears it")
+
+
+class Unloadable:
+    """Pickles, and raises that error where it is read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        return raise_error, (self.error,)
+
+
+def raise_error(error):
+    raise error
+
+
+# EOFError is what a broken pickle raises too, and would look like the end of the process.
+@pytest.mark.parametrize("error", [AttributeError("no such class"), EOFError("ran out of input"), OSError("no disk")])
+def test_a_message_that_cannot_be_read_fails_all_calls_at_once_with_its_reason(error, caller, servant):
+    waiting = caller.call("promise", "never")["never"]
+    servant.bad = lambda: Unloadable(error)
+    with pytest.raises(RuntimeError, match=f"a message cannot be read: {type(error).__name__}: {error}"):
+        caller.call("bad")
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        waiting.result(5)
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        caller.call("echo")
+
+
+def test_what_is_told_and_cannot_be_handled_fails_all_calls_at_once(caller, servant, told):
+    servant.drop = lambda: caller.servant_wire.send((None, ("dropped", ("server",)), None))
+    caller._on_told = lambda *call: raise_error(OSError("no room"))
+    with pytest.raises(RuntimeError, match="'dropped' was told, and led to OSError: no room"):
+        caller.call("drop")
+        caller.call("echo")
+
+
+@pytest.mark.parametrize("is_promised", [True, False], ids=["later", "at once"])
+def test_an_answer_that_pickle_cannot_take_is_an_error_for_who_waits_for_it(is_promised, caller, servant):
+    with pytest.raises(RuntimeError, match="the answer cannot be sent: TypeError: cannot pickle"):
+        if is_promised:
+            promised = caller.call("promise", "lock")
+            servant.futures["lock"].set_result(threading.Lock())
+            promised["lock"].result(5)
+        else:
+            servant.lock = threading.Lock
+            caller.call("lock")
+    assert caller.call("echo", 1) == ((1,), {}), "and the next one is answered"
+
+
+def test_what_a_future_gives_is_packed_by_a_thread_of_its_own(caller, servant):
+    packed_by = []
+
+    class Large:
+        def __reduce__(self):
+            packed_by.append(threading.current_thread().name)
+            return str, ()
+
+    promised = caller.call("promise", "evaluation")
+    servant.futures["evaluation"].set_result(Large())  # as the event loop does, which has other things to do
+    assert promised["evaluation"].result(5) == "" and packed_by == ["answers"]
+
+
+def test_a_log_record_crosses_without_what_users_put_into_it(caller, servant, told):
+    handler = ToTrainer(caller.servant_wire)
+    record = logging.makeLogRecord({"name": "user", "levelno": logging.WARNING, "msg": "%d of %s", "args": (1, "it")})
+    record.episode, record.number = Unloadable(KeyError("no such class")), 7
+    handler.handle(record)
+    caller.call("echo")
+    ((name, (content,)),) = told
+    heard = logging.makeLogRecord(content)
+    assert (name, heard.getMessage(), heard.name, heard.number) == ("log", "1 of it", "user", 7)
+    assert not hasattr(heard, "episode")
 
 
 def test_a_forked_process_does_not_keep_the_connection_open(ends):

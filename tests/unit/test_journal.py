@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import random
+import threading
 from collections import Counter
 
 import pytest
@@ -472,3 +474,41 @@ def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_
         handed_out = {place(number) for number in range(furthest) if number not in to_come}
         assert done | left_open == handed_out and not done & left_open, "none lost"
     assert kills > 4 and replayed > kills
+
+
+def test_a_slow_disk_at_a_checkpoint_does_not_hold_the_event_loop(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+    journal.accepted(episode(1), group(1))
+    syncs, go_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(file):
+        syncs.set()
+        assert go_on.wait(10)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    checkpoint = threading.Thread(target=journal.begin_file)
+    checkpoint.start()
+    assert syncs.wait(10)
+    journal.accepted(episode(2), group(2))  # returns, although the disk has not
+    assert checkpoint.is_alive(), "which has not returned before the records are on the disk"
+    go_on.set()
+    checkpoint.join()
+    journal.close()
+    first, second = sorted(tmp_path.glob("*.journal"))
+    assert [[r.event["event"] for r in read_file(path)[0]] for path in (first, second)] == [["opened", "accepted"]] * 2
+
+
+def test_a_disk_that_does_not_keep_the_records_ends_the_run(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+
+    def fail(file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RuntimeError, match="rollout journal .*Input/output error"):
+        journal.begin_file()
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        journal.accepted(episode(2), group(2))
+    journal.close()
