@@ -36,6 +36,10 @@ LOGIT_ROWS = 256
 """Rows of logits computed at a time when a prompt is scored."""
 
 
+class Stopped(RuntimeError):
+    """The batcher's thread has ended and runs nothing more."""
+
+
 @dataclass
 class _Command:
     run: Callable[[], Any]
@@ -83,7 +87,9 @@ class Batcher:
         self.prefill_tokens_per_turn = prefill_tokens_per_turn
         self.stats = Stats()
         self.failure: str | None = None
-        """Why the batcher can run nothing more; set once, after a forward pass raised."""
+        """Why the batcher can run nothing more; set once, after a forward pass raised or its thread died."""
+        self.has_died = False
+        """The thread has ended though nobody stopped it: this server must be started again."""
         self.paused = False
         self.released: set[str] = set()
         """Parts of MEMORY that are not there: nothing can be generated then."""
@@ -94,6 +100,7 @@ class Batcher:
         """All requests between the door and their end, wherever a turn has them."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
+        self._has_ended = False
         self._wake = threading.Condition()
         self._window = (time.monotonic(), 0)
 
@@ -102,8 +109,11 @@ class Batcher:
     def submit(self, request: Request) -> Future:
         """Queue a request; the future gives the request itself once `finish_reason` is set."""
         with self._wake:
-            self._door.append(request)
-            self._wake.notify()
+            if self._has_ended:
+                request.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+            else:
+                self._door.append(request)
+                self._wake.notify()
         return request.done
 
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
@@ -114,8 +124,11 @@ class Batcher:
         """
         command = _Command(function, exclusive)
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if self._has_ended:
+                command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+            else:
+                self._commands.append(command)
+                self._wake.notify()
         return command.done
 
     def abort(self, rid: str | None) -> Future:
@@ -223,6 +236,23 @@ class Batcher:
 
     @torch.inference_mode()
     def run(self) -> None:
+        """Run until `stop`. Whatever else ends the thread is logged, and leaves nobody waiting for an answer."""
+        try:
+            self._run()
+        # Nobody else would hear of it: the thread's end is all that is left of a bug, and /health must say so.
+        except BaseException as error:
+            logger.critical("the batcher's thread died; the server must be started again", exc_info=True)
+            self.has_died = True
+            self._fail(f"its thread died: {type(error).__name__}: {error}")
+        finally:
+            with self._wake:
+                self._has_ended = True
+            self._abort(lambda request: True, message="The server is shutting down", status=503)
+            for command in self._commands:
+                if not command.done.done():
+                    command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+
+    def _run(self) -> None:
         while True:
             with self._wake:
                 while not (self._stopping or self._can_turn()):
@@ -239,9 +269,6 @@ class Batcher:
             except Exception as error:
                 logger.exception("the batcher failed; %d requests end with status 500", len(self._accepted))
                 self._fail(f"{type(error).__name__}: {error}")
-        self._abort(lambda request: True, message="The server is shutting down", status=503)
-        for command in self._commands:
-            command.done.cancel()
 
     def _can_turn(self) -> bool:
         if self.paused or self.released:
@@ -249,15 +276,7 @@ class Batcher:
         return bool(self._commands or self._door or self._waiting or self._running)
 
     def _run_commands(self) -> None:
-        while self._commands:
-            command = self._commands[0]
-            if command.exclusive and not self.paused and (self._running or self._waiting):
-                # Later commands (an abort, a pause) may be what ends the wait.
-                later = next((c for c in self._commands if not c.exclusive), None)
-                if later is None:
-                    return
-                command = later
-            self._commands.remove(command)
+        while (command := self._next_command()) is not None:
             if not command.done.set_running_or_notify_cancel():
                 continue  # its client is gone
             try:
@@ -265,6 +284,16 @@ class Batcher:
             # The caller gets whatever was raised; this thread serves everyone else.
             except Exception as error:
                 command.done.set_exception(error)
+
+    def _next_command(self) -> _Command | None:
+        """Take the first command that may run now."""
+        with self._wake:  # other threads append, and nobody may while one looks through
+            must_wait = not self.paused and bool(self._running or self._waiting)
+            # Later commands (an abort, a pause) may be what ends the wait of an exclusive one.
+            command = next((c for c in self._commands if not (c.exclusive and must_wait)), None)
+            if command is not None:
+                self._commands.remove(command)
+            return command
 
     def _turn(self) -> None:
         self._open_door()
@@ -280,8 +309,9 @@ class Batcher:
         self._count()
 
     def _open_door(self) -> None:
-        if any(command.exclusive for command in list(self._commands)):
-            return
+        with self._wake:
+            if any(command.exclusive for command in self._commands):
+                return
         while self._door:
             request = self._door.popleft()
             request.accepted = True
@@ -461,9 +491,11 @@ class Batcher:
         if self.failure is not None:
             message, status = FAILED + self.failure, 500
         for queue in (self._door, self._waiting):
-            # A copy, because other threads append at the door.
-            for request in [r for r in list(queue) if chosen(r)]:
-                queue.remove(request)
+            with self._wake:  # other threads append at the door
+                taken = [request for request in queue if chosen(request)]
+                for request in taken:
+                    queue.remove(request)
+            for request in taken:
                 queued = message or ("Aborted" if request.started else "Abort in waiting queue")
                 self._finish(request, {"type": "abort", "message": queued, "status_code": status, "err_type": None})
         for request in [r for r in self._running if chosen(r)]:

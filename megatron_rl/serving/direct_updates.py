@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.serving.answers import field
+from megatron_rl.serving.fields import field
 from megatron_rl.serving.model import Decoder
 from megatron_rl.shared_bucket import open_bucket
 from megatron_rl.update_group import TensorSpec, unpack_bucket

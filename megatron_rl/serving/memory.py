@@ -12,6 +12,7 @@ from aiohttp import web
 
 from megatron_rl.serving.answers import json_answer, read_object, wait
 from megatron_rl.serving.batcher import MEMORY, Batcher
+from megatron_rl.serving.fields import shown
 
 WITHOUT_MEMORY = "cuda_graph"
 """A tag of SGLang's for what this server does not have."""
@@ -60,5 +61,5 @@ def _tags(body: dict) -> list[str]:
     tags = body.get("tags") or [*MEMORY, WITHOUT_MEMORY]
     known = (*MEMORY, WITHOUT_MEMORY)
     if not isinstance(tags, list) or not all(tag in known for tag in tags):
-        raise ValueError(f"tags = {tags!r}: each must be one of {', '.join(known)}; leave them out for all")
+        raise ValueError(f"tags = {shown(tags)}: each must be one of {', '.join(known)}; leave them out for all")
     return [tag for tag in MEMORY if tag in tags]

@@ -15,8 +15,9 @@ from aiohttp import web
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rl.serving.answers import field, read_object, wait
+from megatron_rl.serving.answers import read_object, wait
 from megatron_rl.serving.batcher import Batcher
+from megatron_rl.serving.fields import field, shown
 from megatron_rl.serving.weight_endpoints import answer_refusals, weight_answer
 
 HEADER_BYTES = 64 * 1024
@@ -45,9 +46,11 @@ class PeerEndpoints:
         def copy() -> Tensor:
             self.batcher.require("weights")
             if self.batcher.weight_version != version:
-                raise ValueError(f"peer_version = {version!r}: this server has {self.batcher.weight_version!r} now")
+                raise ValueError(
+                    f"peer_version = {shown(version)}: this server has {shown(self.batcher.weight_version)} now"
+                )
             if name not in self.batcher.model.parameters:
-                raise ValueError(f"name = {name!r}: no such tensor; Hugging Face names are expected")
+                raise ValueError(f"name = {shown(name)}: no such tensor; Hugging Face names are expected")
             return self.batcher.model.parameters[name].to("cpu", copy=True)
 
         tensor = await wait(self.batcher.call(copy))

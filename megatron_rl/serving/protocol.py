@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.serving.fields import flag, shown
 from megatron_rl.serving.request import Request
 from megatron_rl.serving.sampling import SamplingParams, derive_seed
 from megatron_rl.serving.text import Text
@@ -51,12 +52,24 @@ _CHAT_SAMPLING = {
 
 MAX_SAMPLES = 4096
 """Of all prompts of one call."""
+MAX_MESSAGES = 4096
+MAX_DEPTH = 8
+"""Of what lies within a message."""
+MAX_ID_LETTERS = 256
+LETTERS_PER_TOKEN = 32
+"""No text of a context's length has more, on average: it is refused before it is tokenised, which would take long."""
+MAX_SCALARS = 64
 
 
 @dataclass(frozen=True)
 class Limits:
     vocab_size: int
     context_length: int
+
+    @property
+    def letters(self) -> int:
+        """Of all texts or messages of a call."""
+        return max(2**20, LETTERS_PER_TOKEN * self.context_length)
 
 
 @dataclass(frozen=True)
@@ -72,16 +85,38 @@ class GenerateCall:
     return_prompt_token_ids: bool
 
 
+@dataclass(frozen=True)
+class ChatCall:
+    """A checked chat body, and not the body itself, which may be large."""
+
+    prompt: list[int] | None
+    """None where the messages are still to be rendered."""
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    """Of the model's template."""
+    params: SamplingParams
+    rid: str | None
+    logprobs: bool
+    return_token_ids: bool
+    return_prompt_token_ids: bool
+    return_meta_info: bool
+
+
+def is_text(body: Any) -> bool:
+    """The prompts are still to be tokenised, which takes long for long ones."""
+    return isinstance(body, dict) and (body.get("text") is not None or body.get("messages") is not None)
+
+
 def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall:
     _check_object(body, _UNSUPPORTED)
-    prompts, batch = _prompts(body, text)
-    stream, return_logprob = _flag(body, "stream"), _flag(body, "return_logprob")
+    prompts, batch = _prompts(body, limits, text)
+    stream, return_logprob = flag(body, "stream"), flag(body, "return_logprob")
     params = _per_prompt(body.get("sampling_params"), len(prompts), batch, "sampling_params")
     rids = _per_prompt(body.get("rid"), len(prompts), batch, "rid")
     start = body.get("logprob_start_len")
     start = -1 if start is None else start
     if type(start) is not int or start < -1:
-        raise ValueError(f"logprob_start_len = {start!r}: must be an integer >= -1")
+        raise ValueError(f"logprob_start_len = {shown(start)}: must be an integer >= -1")
     requests = []
     for i, prompt in enumerate(prompts):
         _check_ids(prompt, limits)
@@ -92,18 +127,17 @@ def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall
     single = not batch and len(requests) == 1
     if stream and not single:
         raise ValueError("stream: true needs one prompt and n = 1; send one request per sample")
-    in_text = _flag(body, "return_text_in_logprobs")
+    in_text = flag(body, "return_text_in_logprobs")
     if in_text and text is None:
         raise ValueError("return_text_in_logprobs: true needs a tokenizer, and the model folder has none")
-    return GenerateCall(requests, single, stream, return_logprob, in_text, _flag(body, "return_prompt_token_ids"))
+    return GenerateCall(requests, single, stream, return_logprob, in_text, flag(body, "return_prompt_token_ids"))
 
 
 def make_requests(
     prompt: list[int], params: SamplingParams, rid: Any, limits: Limits, text: Text | None, logprob_start: int
 ) -> list[Request]:
     """One request per sample; for n > 1 with ids of their own, like SGLang."""
-    if rid is not None and (not isinstance(rid, str) or not rid):
-        raise ValueError(f"rid = {rid!r}: must be a non-empty string")
+    _check_rid(rid)
     if params.stop and text is None:
         raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
     if logprob_start > len(prompt):
@@ -197,33 +231,53 @@ def reply_text(request: Request, output: list[int], finished: bool, text: Text |
     return reply
 
 
-def parse_chat(body: Any, limits: Limits, text: Text | None) -> list[Request]:
-    """The requests of an OpenAI chat body; `input_ids` in place of messages skips the template."""
+def parse_chat(body: Any, limits: Limits, text: Text | None) -> ChatCall:
+    """Check an OpenAI chat body; `input_ids` in place of messages skips the template."""
     _check_object(body, _CHAT_UNSUPPORTED)
+    prompt, messages = None, []
     if body.get("input_ids") is not None:
-        prompts, batch = _prompts({"input_ids": body["input_ids"]}, text)
+        prompts, batch = _prompts({"input_ids": body["input_ids"]}, limits, text)
         if batch:
             raise ValueError("input_ids: a chat takes one list of token ids")
         prompt = prompts[0]
+        _check_ids(prompt, limits)
     else:
         messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise ValueError("messages: must be a non-empty list of objects with role and content")
+        _check_messages(messages, limits)
         if text is None:
             raise ValueError("messages: the model folder has no tokenizer; send input_ids")
-        options = body.get("chat_template_kwargs") or {}
-        if not isinstance(options, dict):
-            raise ValueError(f"chat_template_kwargs = {options!r}: must be an object")
-        prompt = text.render(messages, options)
-    sampling = {theirs: body[ours] for ours, theirs in _CHAT_SAMPLING.items() if body.get(ours) is not None}
+    names = {theirs: ours for ours, theirs in _CHAT_SAMPLING.items() if body.get(ours) is not None}
+    sampling = {theirs: body[ours] for theirs, ours in names.items()}
     sampling.setdefault("max_new_tokens", limits.context_length)
-    _check_ids(prompt, limits)
-    params = SamplingParams.parse(sampling, limits.vocab_size)
-    return make_requests(prompt, params, body.get("rid"), limits, text, -1)
+    _check_rid(body.get("rid"))
+    for name in ("model", "user"):
+        if not isinstance(body.get(name), str | None):
+            raise ValueError(f"{name} = {shown(body[name])}: must be a string")
+    return ChatCall(
+        prompt=prompt,
+        messages=messages,
+        options=_template_options(body),
+        params=SamplingParams.parse(sampling, limits.vocab_size, names),
+        rid=body.get("rid"),
+        logprobs=flag(body, "logprobs"),
+        return_token_ids=flag(body, "return_token_ids"),
+        return_prompt_token_ids=flag(body, "return_prompt_token_ids"),
+        return_meta_info=flag(body, "return_meta_info"),
+    )
+
+
+def chat_requests(call: ChatCall, limits: Limits, text: Text | None) -> list[Request]:
+    """The requests of a call, whose messages are rendered by the model's own template."""
+    prompt = call.prompt
+    if prompt is None:
+        assert text is not None  # parse_chat has seen to that
+        prompt = text.render(call.messages, call.options)
+        _check_ids(prompt, limits)
+    return make_requests(prompt, call.params, call.rid, limits, text, -1)
 
 
 def chat_answer(
-    requests: list[Request], body: dict[str, Any], version: str, model_name: str, now_s: int, text: Text | None
+    requests: list[Request], call: ChatCall, version: str, model_name: str, now_s: int, text: Text | None
 ) -> dict[str, Any]:
     choices = []
     for index, request in enumerate(requests):
@@ -236,7 +290,7 @@ def chat_answer(
             "logprobs": None,
         }
         triples = _triples(request.logprobs, output, text)
-        if body.get("logprobs"):
+        if call.logprobs:
             choice["logprobs"] = {
                 "content": [
                     {
@@ -248,11 +302,11 @@ def chat_answer(
                     for logprob, _, token in triples
                 ]
             }
-        if body.get("return_token_ids"):
+        if call.return_token_ids:
             choice["token_ids"] = output
-        if body.get("return_prompt_token_ids"):
+        if call.return_prompt_token_ids:
             choice["prompt_token_ids"] = request.prompt
-        if body.get("return_meta_info"):
+        if call.return_meta_info:
             choice["meta_info"] = meta_info(request, output, True, version)
             choice["meta_info"]["output_token_logprobs"] = _triples(request.logprobs, output, None)
         choices.append(choice)
@@ -280,7 +334,61 @@ def _check_object(body: Any, unsupported: dict[str, tuple]) -> None:
             raise ValueError(f"{name} is not supported by the embedded server; leave it out")
 
 
-def _prompts(body: dict[str, Any], text: Text | None) -> tuple[list[list[int]], bool]:
+def _check_rid(rid: Any) -> None:
+    if rid is not None and (not isinstance(rid, str) or not 0 < len(rid) <= MAX_ID_LETTERS):
+        raise ValueError(f"rid = {shown(rid)}: must be a non-empty string of at most {MAX_ID_LETTERS} letters")
+
+
+def _template_options(body: dict[str, Any]) -> dict[str, Any]:
+    options = body.get("chat_template_kwargs")
+    options = {} if options is None else options
+    if not isinstance(options, dict) or len(options) > MAX_SCALARS:
+        raise ValueError(f"chat_template_kwargs = {shown(options)}: must be an object of at most {MAX_SCALARS} fields")
+    for name, value in options.items():
+        is_word = isinstance(value, str) and len(value) <= MAX_ID_LETTERS
+        if not (is_word or type(value) in (bool, int, float, type(None))):
+            raise ValueError(
+                f"chat_template_kwargs.{name[:100]} = {shown(value)}: must be true, false, null, a number or a string "
+                f"of at most {MAX_ID_LETTERS} letters"
+            )
+    return options
+
+
+def _check_messages(messages: Any, limits: Limits) -> None:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("messages: must be a non-empty list of objects with role and content")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages: has {len(messages)}; must have at most {MAX_MESSAGES}")
+    letters = 0
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not 0 < len(role) <= MAX_ID_LETTERS:
+            raise ValueError(f"messages[{i}].role = {shown(role)}: must be a name such as user")
+        if isinstance(content, list):
+            for part in content:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(f"messages[{i}].content: {shown(part)} must be an object of type text with a text")
+        elif not isinstance(content, str | None):
+            raise ValueError(f"messages[{i}].content = {shown(content)}: must be a string or a list of texts")
+        letters += _letters(message, f"messages[{i}]", MAX_DEPTH)
+        if letters > limits.letters:
+            raise ValueError(f"messages: must have at most {limits.letters:,} letters in all")
+
+
+def _letters(value: Any, name: str, depth: int) -> int:
+    """How much there is to render, every value counted as a letter at least."""
+    if isinstance(value, str):
+        return len(value) + 1
+    if not isinstance(value, dict | list):
+        return 1
+    if not depth:
+        raise ValueError(f"{name}: is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        return 1 + sum(len(key) + _letters(inner, name, depth - 1) for key, inner in value.items())
+    return 1 + sum(_letters(inner, name, depth - 1) for inner in value)
+
+
+def _prompts(body: dict[str, Any], limits: Limits, text: Text | None) -> tuple[list[list[int]], bool]:
     """The prompts as token ids (range not checked yet), and whether the caller sent a batch."""
     ids, texts = body.get("input_ids"), body.get("text")
     if (ids is None) == (texts is None):
@@ -292,6 +400,14 @@ def _prompts(body: dict[str, Any], text: Text | None) -> tuple[list[list[int]], 
         texts = texts if batch else [texts]
         if not texts or not all(isinstance(t, str) and t for t in texts):
             raise ValueError("text: must be a non-empty string or a list of such")
+        if len(texts) > MAX_SAMPLES:
+            raise ValueError(f"{len(texts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
+        longest, letters = max(map(len, texts)), sum(map(len, texts))
+        if longest > LETTERS_PER_TOKEN * limits.context_length or letters > limits.letters:
+            raise ValueError(
+                f"text: has {longest:,} letters, {letters:,} in all; must have at most {LETTERS_PER_TOKEN} for each "
+                f"token of the model's context length ({limits.context_length} tokens), and {limits.letters:,} in all"
+            )
         return [text.encode(t) for t in texts], batch
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids: must be a non-empty list of token ids, or a list of such lists")
@@ -308,24 +424,17 @@ def _check_ids(ids: Any, limits: Limits) -> None:
         )
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limits.vocab_size:
-            raise ValueError(f"input_ids[{i}] = {token!r}: must be an integer in [0, {limits.vocab_size})")
+            raise ValueError(f"input_ids[{i}] = {shown(token)}: must be an integer in [0, {limits.vocab_size})")
 
 
 def _per_prompt(value: Any, count: int, batch: bool, name: str) -> list[Any]:
     if not isinstance(value, list):
         if batch and count > 1 and isinstance(value, str):
-            raise ValueError(f"{name} = {value!r}: a batch of {count} prompts needs a list of {count}")
+            raise ValueError(f"{name} = {shown(value)}: a batch of {count} prompts needs a list of {count}")
         return [value] * count
     if not batch or len(value) != count:
         raise ValueError(f"{name}: a list of {len(value)} does not fit {count} prompt(s)")
     return value
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and type(value) is not bool:
-        raise ValueError(f"{name} = {value!r}: must be true or false")
-    return bool(value)
 
 
 def _triples(logprobs: list[float | None], ids: list[int], text: Text | None) -> list[list[Any]]:

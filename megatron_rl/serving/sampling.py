@@ -5,14 +5,21 @@ in the batch. The log-probability of a token is that of softmax(logits / tempera
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.serving.fields import shown
+
 _MASK64 = (1 << 64) - 1
+GREEDY_BELOW = 1e-6
+"""Temperatures; SGLang's bound. Dividing by less would overflow."""
+MOST_BIASES = MOST_STOP_IDS = 1024
+MOST_STOP_LETTERS = 256
+"""What is looked at again for every token must not be long."""
 NOT_SUPPORTED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width"}
 
 
@@ -58,42 +65,49 @@ class SamplingParams:
         )
 
     @classmethod
-    def parse(cls, body: Any, vocab_size: int) -> "SamplingParams":
-        """Check a JSON object field by field; raises ValueError naming the field, the value and the rule."""
+    def parse(cls, body: Any, vocab_size: int, names: Mapping[str, str] | None = None) -> "SamplingParams":
+        """Check a JSON object field by field; raises ValueError naming the field, the value and the rule.
+
+        names: what the client calls a field, where that is not `sampling_params.` and its name here.
+        """
+
+        def named(name: str) -> str:
+            return (names or {}).get(name, f"sampling_params.{name[:100]}")
+
         if body is None:
             return cls()
         if not isinstance(body, dict):
-            raise ValueError(f"sampling_params = {body!r}: must be an object")
+            raise ValueError(f"sampling_params = {shown(body)}: must be an object")
         fields: dict[str, Any] = {}
         for name, value in body.items():
             if name in NOT_SUPPORTED:
                 if value is not None:
-                    raise ValueError(f"sampling_params.{name} is not supported by the embedded server; leave it out")
+                    raise ValueError(f"{named(name)} is not supported by the embedded server; leave it out")
             elif name == "stream_interval":
                 continue  # only thins out stream chunks
             elif name not in _CHECKS:
-                raise ValueError(f"unknown field sampling_params.{name}; known are {', '.join(sorted(_CHECKS))}")
+                raise ValueError(f"unknown field {named(name)}; known are {', '.join(sorted(_CHECKS))}")
             elif value is not None:
                 accepted, rule = _CHECKS[name]
                 if not accepted(value):
-                    raise ValueError(f"sampling_params.{name} = {value!r}: must be {rule}")
+                    raise ValueError(f"{named(name)} = {shown(value)}: must be {rule}")
                 fields[name] = value
         if isinstance(fields.get("stop"), str):
             fields["stop"] = [fields["stop"]]
         fields["stop"] = tuple(fields.get("stop", ()))
         fields["stop_token_ids"] = frozenset(fields.get("stop_token_ids", ()))
-        fields["logit_bias"] = tuple((int(k), float(v)) for k, v in fields.get("logit_bias", {}).items())
+        fields["logit_bias"] = tuple({int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}.items())
         for token, _ in fields["logit_bias"]:
             if token >= vocab_size:
                 raise ValueError(
-                    f"sampling_params.logit_bias: token id {token} must be below the vocabulary size {vocab_size}"
+                    f"{named('logit_bias')}: token id {token} must be below the vocabulary size {vocab_size}"
                 )
-        if fields.get("temperature") == 0:
+        if fields.get("temperature", 1.0) < GREEDY_BELOW:
             fields |= {"temperature": 1.0, "top_k": 1}
         params = cls(**fields)
         if params.min_new_tokens > params.max_new_tokens:
             raise ValueError(
-                f"sampling_params.min_new_tokens = {params.min_new_tokens}: must be at most max_new_tokens = "
+                f"{named('min_new_tokens')} = {params.min_new_tokens}: must be at most max_new_tokens = "
                 f"{params.max_new_tokens}"
             )
         return params
@@ -112,16 +126,21 @@ def _is_bool(x: Any) -> bool:
 
 
 def _is_ids(x: Any) -> bool:
-    return isinstance(x, list) and all(type(i) is int and i >= 0 for i in x)
+    return isinstance(x, list) and len(x) <= MOST_STOP_IDS and all(type(i) is int and 0 <= i < 2**31 for i in x)
 
 
 def _is_stop(x: Any) -> bool:
-    return isinstance(x, str) or (isinstance(x, list) and len(x) <= 32 and all(isinstance(s, str) and s for s in x))
+    stops = [x] if isinstance(x, str) and x else x
+    if not isinstance(stops, list):
+        return x == ""
+    return len(stops) <= 32 and all(isinstance(s, str) and 0 < len(s) <= MOST_STOP_LETTERS for s in stops)
 
 
 def _is_bias(x: Any) -> bool:
     number = _is_number(-1e30, 1e30)
-    return isinstance(x, dict) and all(key.isdecimal() and number(value) for key, value in x.items())
+    if not isinstance(x, dict) or len(x) > MOST_BIASES:
+        return False
+    return all(key.isascii() and key.isdecimal() and len(key) <= 10 and number(value) for key, value in x.items())
 
 
 _CHECKS = {
@@ -129,14 +148,14 @@ _CHECKS = {
     "min_new_tokens": (_is_int(0), "an integer >= 0"),
     "temperature": (_is_number(0, math.inf), "a finite number >= 0"),
     "top_p": (_is_number(0, 1, open_low=True), "a number in (0, 1]"),
-    "top_k": (lambda x: type(x) is int and (x == -1 or x >= 1), "-1 (all) or an integer >= 1"),
+    "top_k": (lambda x: type(x) is int and (x == -1 or 1 <= x < 2**31), "-1 (all) or an integer in [1, 2^31)"),
     "min_p": (_is_number(0, 1), "a number in [0, 1]"),
     "frequency_penalty": (_is_number(-2, 2), "a number in [-2, 2]"),
     "presence_penalty": (_is_number(-2, 2), "a number in [-2, 2]"),
     "repetition_penalty": (_is_number(0, 2, open_low=True), "a number in (0, 2]"),
-    "logit_bias": (_is_bias, "an object from token id to number"),
-    "stop": (_is_stop, "a string or at most 32 non-empty strings"),
-    "stop_token_ids": (_is_ids, "a list of token ids"),
+    "logit_bias": (_is_bias, f"an object of at most {MOST_BIASES} numbers by token id"),
+    "stop": (_is_stop, f"a string or at most 32 non-empty strings, each of at most {MOST_STOP_LETTERS} letters"),
+    "stop_token_ids": (_is_ids, f"a list of at most {MOST_STOP_IDS} token ids"),
     "ignore_eos": (_is_bool, "true or false"),
     "no_stop_trim": (_is_bool, "true or false"),
     "skip_special_tokens": (_is_bool, "true or false"),
@@ -174,8 +193,9 @@ def adjust_logits(
     if output and (params.frequency_penalty or params.presence_penalty):
         ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
         row[ids] -= counts * params.frequency_penalty + params.presence_penalty
-    for token, bias in params.logit_bias:
-        row[token] += bias
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row[list(ids)] += torch.tensor(biases, device=row.device)
     if stop_ids and len(output) < params.min_new_tokens:
         row[[i for i in stop_ids if i < len(row)]] = -math.inf
 

@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +27,42 @@ from megatron_rl.launch import watch
 from megatron_rl.launch.registry import Lease, Registration
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving import protocol
-from megatron_rl.serving.answers import (
-    answer_errors,
-    field,
-    json_answer,
-    raise_failed,
-    read_json,
-    read_object,
-    require_token,
-    wait,
-)
+from megatron_rl.serving.answers import json_answer, raise_failed, read_object, wait
 from megatron_rl.serving.batcher import MEMORY, Batcher
+from megatron_rl.serving.bodies import BODIES, Bodies, RequestFailed
+from megatron_rl.serving.connections import Connections
+from megatron_rl.serving.fields import field, shown
+from megatron_rl.serving.guard import guard, invite_later
+from megatron_rl.serving.log_rate import LogRate
 from megatron_rl.serving.memory import MemoryEndpoints
 from megatron_rl.serving.model import Decoder, ModelConfig
 from megatron_rl.serving.peer import PeerEndpoints
 from megatron_rl.serving.request import Request
-from megatron_rl.serving.run_arguments import add_run_arguments, check_run_arguments, token_file_of
+from megatron_rl.serving.run_arguments import (
+    add_run_arguments,
+    check_run_arguments,
+    listen,
+    port_number,
+    token_file_of,
+)
 from megatron_rl.serving.sampling import SamplingParams
 from megatron_rl.serving.text import Text
 from megatron_rl.serving.weight_endpoints import DTYPES, WeightEndpoints
 
 logger = logging.getLogger(__name__)
+SECONDS = re.compile(r"\d{1,4}(\.\d{1,6})?", re.ASCII)
 
 PROTOCOL_VERSION = "0.5.21"
-MAX_BODY_BYTES = 32 * 1024**2
-"""Of a request but one that brings weights; dozens of prompts of the longest context."""
 CPU_CONTEXT_LENGTH = 4096
 HEALTH_TIMEOUT_S = 20.0
+KEEPALIVE_S = 75.0
+LINGER_S = 2.0
+"""How long the rest of a refused body is read, so that its sender reads the refusal."""
+CHUNK_S = 30.0
+"""How long a client may take to read a piece of a streamed answer."""
+MOST_LIVE_REQUESTS = 65_536
+MOST_LIVE_TOKENS = 2**25
+"""Of all requests that run or wait, prompts and what they may generate not counted."""
 CACHE_SHARE = 0.3
 """Share of the device's memory that the KV cache may take."""
 
@@ -65,6 +77,9 @@ class RolloutServer:
         self.options = options
         self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.rows.context_length)
         self.live: dict[str, Request] = {}
+        self.live_tokens = 0
+        """Of the prompts of those."""
+        self.health_check: asyncio.Task[bool] | None = None
         self.started_s = time.time()
 
     @property
@@ -74,8 +89,9 @@ class RolloutServer:
         replaced = path != self.options["model_path"]
         return path if replaced else self.options["served_model_name"] or path
 
-    def app(self, token: str | None = None) -> web.Application:
-        app = web.Application(middlewares=[answer_errors, require_token(token)], client_max_size=MAX_BODY_BYTES)
+    def app(self, token: str | None, host: str, connections: Connections) -> web.Application:
+        app = web.Application(middlewares=[guard(token, host, connections)])
+        app[BODIES] = Bodies(connections)
         both = ("GET", "POST")
         for methods, path, handler in (
             (("POST", "PUT"), "/generate", self.generate),
@@ -96,40 +112,65 @@ class RolloutServer:
             (("GET",), "/metrics", self.metrics),
         ):
             for method in methods:
-                app.router.add_route(method, path, handler)
+                app.router.add_route(method, path, handler, expect_handler=invite_later)
         for endpoints in (self.weights, PeerEndpoints(self.batcher), MemoryEndpoints(self.batcher)):
-            app.add_routes(endpoints.routes())
+            for route in endpoints.routes():
+                app.router.add_route(route.method, route.path, route.handler, expect_handler=invite_later)
         return app
 
     # Generation
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        body = await read_json(http)
-        call = await asyncio.to_thread(protocol.parse_generate, body, self.limits, self.text)
+        call = await http.app[BODIES].json(
+            http, lambda body: protocol.parse_generate(body, self.limits, self.text), is_slow=protocol.is_text
+        )
         if call.stream:
             return await self._stream(http, call)
         requests = await self._run(call.requests)
-        answers = [protocol.generate_answer(r, call, self.batcher.weight_version, self.text) for r in requests]
         for request in requests:
             raise_failed(request)
-        return json_answer(answers[0] if call.single else answers)
+        version = self.batcher.weight_version
+
+        def write() -> bytes:
+            answers = [orjson.dumps(protocol.generate_answer(r, call, version, self.text)) for r in requests]
+            return answers[0] if call.single else b"[" + b",".join(answers) + b"]"
+
+        return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        body = await read_json(http)
-        requests = await self._run(await asyncio.to_thread(protocol.parse_chat, body, self.limits, self.text))
+        def read(body: Any) -> tuple[protocol.ChatCall, list[Request]]:
+            call = protocol.parse_chat(body, self.limits, self.text)
+            return call, protocol.chat_requests(call, self.limits, self.text)
+
+        call, requests = await http.app[BODIES].json(http, read, is_slow=protocol.is_text)
+        await self._run(requests)
         for request in requests:
             raise_failed(request)
-        version, now_s = self.batcher.weight_version, int(time.time())
-        return json_answer(protocol.chat_answer(requests, body, version, self.model_name, now_s, self.text))
+        known = self.batcher.weight_version, self.model_name, int(time.time())
+
+        def write() -> bytes:
+            return orjson.dumps(protocol.chat_answer(requests, call, *known, self.text))
+
+        return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
 
     def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
         if not self.batcher.paused:  # else they wait, with those that were on their way when it was
             self.batcher.require(*MEMORY)
-        for request in requests:
-            if request.rid in self.live:
-                raise ValueError(f"Duplicate request ID detected: {request.rid}")
+        own = {request.rid for request in requests}
+        if twice := next((r.rid for r in requests if r.rid in self.live or len(own) < len(requests)), None):
+            raise ValueError(f"Duplicate request ID detected: {twice}")
+        tokens = sum(len(request.prompt) for request in requests)
+        if self.live and (
+            len(self.live) + len(requests) > MOST_LIVE_REQUESTS or self.live_tokens + tokens > MOST_LIVE_TOKENS
+        ):
+            raise RequestFailed(
+                f"{len(self.live):,} requests of {self.live_tokens:,} prompt tokens are running or waiting; send it "
+                f"again later, or start another server",
+                503,
+            )
         for request in requests:
             self.live[request.rid] = request
+        self.live_tokens += tokens
         return [asyncio.wrap_future(self.batcher.submit(request)) for request in requests]
 
     async def _run(self, requests: list[Request]) -> list[Request]:
@@ -142,7 +183,8 @@ class RolloutServer:
 
     def _forget(self, requests: list[Request]) -> None:
         for request in requests:
-            self.live.pop(request.rid, None)
+            if self.live.pop(request.rid, None) is not None:
+                self.live_tokens -= len(request.prompt)
             if request.finish_reason is None:
                 self.batcher.abort_request(request)
 
@@ -159,11 +201,15 @@ class RolloutServer:
                 progress.clear()
                 count = None if done.done() else len(request.logprobs)
                 answer = protocol.generate_answer(request, call, self.batcher.weight_version, self.text, count)
-                await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
+                async with asyncio.timeout(CHUNK_S):
+                    await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
-            return response
+        except TimeoutError:  # nobody reads: what is left in the buffer must not be kept
+            if http.transport is not None:
+                http.transport.abort()
         finally:
             self._forget([request])
+        return response
 
     async def abort_request(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -175,7 +221,7 @@ class RolloutServer:
     async def pause_generation(self, http: web.Request) -> web.Response:
         mode = field(await read_object(http), "mode", str, "abort")
         if mode not in ("abort", "retract", "in_place"):
-            raise ValueError(f"mode = {mode!r}: must be 'abort', 'retract' or 'in_place'")
+            raise ValueError(f"mode = {shown(mode)}: must be 'abort', 'retract' or 'in_place'")
         await wait(self.batcher.pause(mode))
         return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -185,10 +231,10 @@ class RolloutServer:
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        try:
-            deadline = time.monotonic() + float(http.query.get("timeout", 0))
-        except ValueError:
-            raise ValueError(f"timeout = {http.query['timeout']!r}: must be seconds") from None
+        sent = http.query.get("timeout", "0")
+        if not SECONDS.fullmatch(sent):
+            raise ValueError(f"timeout = {shown(sent)}: must be seconds, such as 10 or 0.5")
+        deadline = time.monotonic() + float(sent)
         while not (flushed := await wait(self.batcher.flush())) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if flushed:
@@ -202,20 +248,31 @@ class RolloutServer:
         return web.Response(status=200 if self.batcher.failure is None else 503)
 
     async def health_generate(self, _: web.Request) -> web.Response:
-        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long."""
+        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long.
+
+        However many ask at the same time, it generates one.
+        """
         if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:
             return await self.health(_)
+        if self.health_check is None or self.health_check.done():
+            self.health_check = asyncio.create_task(self._generates())
+        if not await asyncio.shield(self.health_check):
+            return web.Response(status=503)
+        return await self.health(_)
+
+    async def _generates(self) -> bool:
         request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
         generated, deadline = self.batcher.stats.generated_tokens, time.monotonic() + HEALTH_TIMEOUT_S
-        check = asyncio.ensure_future(self._run([request]))
-        try:
-            while not check.done() and self.batcher.stats.generated_tokens == generated:
-                if time.monotonic() > deadline:
-                    return web.Response(status=503)
-                await asyncio.wait([check], timeout=0.05)
-        finally:
-            check.cancel()
-        return await self.health(_)
+        check = asyncio.ensure_future(asyncio.wrap_future(self.batcher.submit(request)))
+        while not check.done() and self.batcher.stats.generated_tokens == generated:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.wait([check], timeout=0.05)
+        if check.done():
+            return check.exception() is None
+        check.cancel()
+        self.batcher.abort_request(request)
+        return self.batcher.stats.generated_tokens > generated
 
     async def model_info(self, _: web.Request) -> web.Response:
         config = self.batcher.model.config
@@ -354,41 +411,78 @@ def watch_parent(pid: int) -> None:
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
 
 
-async def serve(server: RolloutServer, args: argparse.Namespace, token: str | None) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    batcher = server.batcher
-    thread = threading.Thread(target=batcher.run, name="batcher", daemon=True)
+@asynccontextmanager
+async def open_to_clients(
+    server: RolloutServer, listener: socket.socket, *, host: str, token: str | None
+) -> AsyncIterator[asyncio.Event]:
+    """Answer clients within this block. The event is set once it cannot go on, which the block's end then raises."""
+    batcher, loop, over = server.batcher, asyncio.get_running_loop(), asyncio.Event()
+
+    def run_batcher() -> None:
+        batcher.run()
+        loop.call_soon_threadsafe(over.set)
+
+    thread = threading.Thread(target=run_batcher, name="batcher", daemon=True)
     thread.start()
-    # Without a handler's cancellation, a client that hangs up would keep its request running.
-    runner = web.AppRunner(server.app(token), handler_cancellation=True, access_log=None, shutdown_timeout=2)
+    connections = Connections()
+    runner = web.AppRunner(
+        server.app(token, host, connections),
+        handler_cancellation=True,  # or a client that hangs up would keep its request running
+        access_log=None,
+        shutdown_timeout=2,
+        keepalive_timeout=KEEPALIVE_S,
+        lingering_time=LINGER_S,
+        auto_decompress=False,
+    )
     await runner.setup()
-    listener = socket.create_server((args.host, args.port), backlog=1024)
-    await web.SockSite(runner, listener).start()
-    url = f"http://{args.host}:{listener.getsockname()[1]}"
-    if args.ready_file is not None:
-        partial = args.ready_file.with_name(f"{args.ready_file.name}.{os.getpid()}")
-        partial.write_text(url)
-        partial.replace(args.ready_file)
-    count, dtype = sum(p.numel() for p in batcher.model.parameters.values()), server.options["dtype"]
-    print(f"rollout server ready at {url} (model {server.model_name}, dtype {dtype}, {count:,} parameters)", flush=True)
-    with contextlib.ExitStack() as stack:
-        if args.register is not None:
-            registration = Registration(url=url, run=args.run)
-            stack.enter_context(Lease(args.register, registration, is_well=lambda: batcher.failure is None))
-        await stop.wait()
-    batcher.stop()
-    await asyncio.to_thread(thread.join, 5)
-    await runner.cleanup()
+    assert runner.server is not None
+    tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
+    tasks.append(asyncio.create_task(connections.look_after()))
+    for task in tasks:
+        task.add_done_callback(lambda _: over.set())
+    try:
+        yield over
+        for task in tasks:
+            if task.done():
+                task.result()
+        if batcher.has_died:
+            raise RuntimeError(str(batcher.failure))
+    finally:
+        for task in tasks:
+            task.cancel()
+        listener.close()
+        batcher.stop()
+        await asyncio.to_thread(thread.join, 5)
+        await runner.cleanup()
+
+
+async def serve(server: RolloutServer, listener: socket.socket, args: argparse.Namespace, token: str | None) -> None:
+    """Serve until SIGTERM or SIGINT; RuntimeError where the batcher's thread has died."""
+    batcher = server.batcher
+    async with open_to_clients(server, listener, host=args.host, token=token) as stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        port = listener.getsockname()[1]
+        url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
+        if args.ready_file is not None:
+            partial = args.ready_file.with_name(f"{args.ready_file.name}.{os.getpid()}")
+            partial.write_text(url)
+            partial.replace(args.ready_file)
+        count, dtype = sum(p.numel() for p in batcher.model.parameters.values()), server.options["dtype"]
+        known = f"model {server.model_name}, dtype {dtype}, {count:,} parameters"
+        print(f"rollout server ready at {url} ({known})", flush=True)
+        with contextlib.ExitStack() as stack:
+            if args.register is not None:
+                registration = Registration(url=url, run=args.run)
+                stack.enter_context(Lease(args.register, registration, is_well=lambda: batcher.failure is None))
+            await stop.wait()
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatron-rl serve", description="Serve rollouts with SGLang's HTTP protocol.")
     parser.add_argument("model", type=Path, help="folder in Hugging Face format (llama, qwen2, qwen3)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; other hosts reach 0.0.0.0")
+    parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free one (default 30000)")
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float32 on CPU, bfloat16 on CUDA"
     )
@@ -396,12 +490,12 @@ def parser() -> argparse.ArgumentParser:
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, to be updated later"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--max-running-requests", type=int, default=64, help="more wait (default 64)")
     parser.add_argument("--context-length", type=int, help="default: the model's, on CPU at most 4096")
     parser.add_argument("--max-total-tokens", type=int, help="tokens the KV cache may hold; default: 30%% of memory")
     parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
-    parser.add_argument("--served-model-name")
+    parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     parser.add_argument("--ready-file", type=Path, help="the URL is written there once the server listens")
     add_run_arguments(parser)
@@ -411,16 +505,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogRate())
     if args.parent_pid is not None:
         watch_parent(args.parent_pid)
     try:
         check_run_arguments(args)
         token_file = token_file_of(args)
         token = None if token_file is None else token_in(token_file, key="--token-file")
+        ModelConfig.read(args.model)
+        listener = listen(args.host, args.port)  # before the model is loaded, which takes long
         server = build_server(args.model, args)
     except ValueError as error:
-        raise SystemExit(f"rollout server: {error}") from None
-    asyncio.run(serve(server, args, token))
+        raise SystemExit(f"megatron-rl serve: {error}") from None
+    try:
+        asyncio.run(serve(server, listener, args, token))
+    except RuntimeError as error:
+        raise SystemExit(f"megatron-rl serve: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,28 @@
 """Text of the embedded server: decoding always, prompts and chat templates on demand. Optional: ids need none of it."""
 
+import inspect
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
+
+COMMON_OPTIONS = frozenset(
+    (
+        *("add_generation_prompt", "continue_final_message"),
+        *("enable_thinking", "thinking", "thinking_budget", "reasoning_effort"),
+    )
+)
+"""Taken also where the model's template does not read them, as other servers do."""
+WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+TEMPLATE_ERRORS = (
+    *(TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError),
+    *(RecursionError, MemoryError),
+)
+"""What the model's template may raise over messages that it was not written for."""
 
 
 class Text:
@@ -42,6 +59,27 @@ class Text:
         return self._hf.encode(text)
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Token ids of a chat, ending where the assistant speaks."""
-        text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        """Token ids of a chat by the model's own template, ending where the assistant speaks.
+
+        options: variables of the template, and `add_generation_prompt` and `continue_final_message`. ValueError for
+        others, first of all a template: nobody who asks for text may bring one, which is a program.
+        """
+        own = (self._hf.chat_template if isinstance(self._hf.chat_template, str) else "") if options else ""
+        known = {*COMMON_OPTIONS, *WORD.findall(own)} - self._taken_names
+        if unknown := sorted(options.keys() - known):
+            raise ValueError(
+                f"chat_template_kwargs.{unknown[0][:100]}: is no variable of the model's chat template that a request "
+                f"may set; known are {', '.join(sorted(COMMON_OPTIONS))}, and what the template itself reads"
+            )
+        options = {"add_generation_prompt": not options.get("continue_final_message")} | options
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, **options)
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"messages: the model's chat template refuses them: {str(error)[:500]}") from None
         return self._hf.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _taken_names(self) -> set[str]:
+        """What transformers itself gives a template, or takes as an argument."""
+        arguments = set(inspect.signature(self._hf.apply_chat_template).parameters) - COMMON_OPTIONS
+        return {*arguments, *self._hf.special_tokens_map, "messages", "raise_exception", "strftime_now"}

@@ -8,6 +8,7 @@ first weight once they are there as a whole, so that a broken one leaves the old
 
 import asyncio
 import hashlib
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +21,20 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from megatron_rl.serving.answers import Handler, field, json_answer, read_object, wait
+from megatron_rl.serving.answers import Handler, json_answer, read_object, wait
 from megatron_rl.serving.batcher import Batcher
+from megatron_rl.serving.bodies import BODIES
 from megatron_rl.serving.direct_updates import changes, shared_tensors
+from megatron_rl.serving.fields import MOST_LETTERS, field, integer, shown
 from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
 """The weight version after an update that broke on its way."""
+MOST_RANKS = 100_000
+MOST_JOINING = 4
+MOST_NUMBERS = 2**20
+"""Of one answer."""
+HOST_NAME = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 MAX_DELTA_BYTES = 128 * 1024**2
 """A trainer sends parcels of about half of that."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,6 +48,8 @@ class WeightEndpoints:
         self.model_path = model_path
         """Where the weights were last read from."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        self._joining: set[str] = set()
+        """Groups that a thread is trying to join."""
         self._session_open = False
         self._wire = asyncio.Lock()
         """Held while a bucket arrives: buckets arrive one after the other, in the order of their requests."""
@@ -64,28 +74,47 @@ class WeightEndpoints:
     async def init_group(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         name, backend = field(body, "group_name", str, "weight_update_group"), field(body, "backend", str, "nccl")
-        address, port = field(body, "master_address", str), field(body, "master_port", int)
-        rank, world_size = field(body, "rank_offset", int), field(body, "world_size", int)
+        address, port = field(body, "master_address", str), integer(body, "master_port", 1, 65_535)
+        world_size = integer(body, "world_size", 2, MOST_RANKS)
+        rank = integer(body, "rank_offset", 1, world_size - 1)  # rank 0 is the trainer, which hosts the group's store
+        if not HOST_NAME.fullmatch(address):
+            raise ValueError(f"master_address = {shown(address)}: must be an address or the name of a host")
         if name in self._groups:
-            raise ValueError(f"group_name = {name!r}: that group exists; destroy it first")
+            raise ValueError(f"group_name = {shown(name)}: that group exists; destroy it first")
         if backend not in ("gloo", "nccl") or (backend == "nccl" and self.batcher.model.device.type != "cuda"):
-            raise ValueError(f"backend = {backend!r}: must be 'gloo', or 'nccl' on a GPU")
-        try:
-            group = await in_thread(
-                lambda: join_update_group(
-                    address=address, port=port, rank=rank, world_size=world_size, name=name, backend=backend
-                )
+            raise ValueError(f"backend = {shown(backend)}: must be 'gloo', or 'nccl' on a GPU")
+        if name in self._joining or len(self._joining) >= MOST_JOINING:
+            raise ValueError(
+                f"group_name = {shown(name)}: this server is still trying to join {', '.join(sorted(self._joining))}, "
+                f"and tries at most {MOST_JOINING} groups at a time, each once; wait until it has given up."
             )
-        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+        device = self.batcher.model.device if backend == "nccl" else torch.device("cpu")
+
+        def join() -> None:
+            """Join in a thread, which lives until it has or gives up, also where the client is gone."""
+            try:
+                self._groups[name] = (
+                    join_update_group(
+                        address=address, port=port, rank=rank, world_size=world_size, name=name, backend=backend
+                    ),
+                    device,
+                )
+            finally:
+                self._joining.discard(name)
+
+        self._joining.add(name)
+        try:
+            await in_thread(join)
+        # torch's DistStoreError and DistNetworkError are RuntimeErrors.
+        except (RuntimeError, OSError) as error:
             return weight_answer(False, f"Failed to join group {name} at {address}:{port}: {error}")
-        self._groups[name] = (group, self.batcher.model.device if backend == "nccl" else torch.device("cpu"))
         return weight_answer(True, f"Joined group {name} as rank {rank} of {world_size}.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
         name = field(await read_object(http), "group_name", str, "weight_update_group")
-        if name not in self._groups:
-            return weight_answer(False, f"group_name = {name!r}: no such group")
         async with self._wire:
+            if name not in self._groups:
+                return weight_answer(False, f"group_name = {shown(name)}: no such group")
             # In a thread, also the last reference: gloo waits for what is still on the wire.
             await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
         return weight_answer(True, f"Left group {name}.")
@@ -93,7 +122,7 @@ class WeightEndpoints:
     async def begin(self, http: web.Request) -> web.Response:
         selector = field(await read_object(http), "selector", str, "all")
         if selector not in ("all", "target"):
-            raise ValueError(f"selector = {selector!r}: must be 'all' or 'target'; there is no draft model")
+            raise ValueError(f"selector = {shown(selector)}: must be 'all' or 'target'; there is no draft model")
         if self._session_open:
             return weight_answer(
                 False, "begin_weight_update: a weight update is already open; call end_weight_update()"
@@ -117,12 +146,12 @@ class WeightEndpoints:
             )
         specs, load_format = tensor_specs(body), field(body, "load_format", str, None)
         if load_format not in (None, "flattened_bucket"):
-            raise ValueError(f"load_format = {load_format!r}: must be null or 'flattened_bucket'")
+            raise ValueError(f"load_format = {shown(load_format)}: must be null or 'flattened_bucket'")
         for spec in specs:
             self.batcher.model.check_tensor(spec.name, spec.shape)
         name = field(body, "group_name", str, "weight_update_group")
         if name not in self._groups:
-            raise ValueError(f"group_name = {name!r}: no such group; call /init_weights_update_group first")
+            raise ValueError(f"group_name = {shown(name)}: no such group; call /init_weights_update_group first")
         if field(body, "abort_all_requests", bool, False):
             await wait(self.batcher.abort(None))
         if self.batcher.paused:
@@ -151,8 +180,8 @@ class WeightEndpoints:
     async def update_from_delta(self, http: web.Request) -> web.Response:
         """Change the weights that are held. SGLang has no such endpoint."""
         self._require_session("update_weights_from_delta")
-        body = await http.clone(client_max_size=MAX_DELTA_BYTES).read()
-        write, version = await in_thread(lambda: changes(body, self.batcher.model))
+        async with http.app[BODIES].raw(http, MAX_DELTA_BYTES) as body:
+            write, version = await in_thread(lambda: changes(body, self.batcher.model))
         await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
         return weight_answer(True, "Succeeded to change the weights.")
 
@@ -245,23 +274,26 @@ class WeightEndpoints:
 
     async def get_by_name(self, http: web.Request) -> web.Response:
         body = await read_object(http)
-        name, count = field(body, "name", str), field(body, "truncate_size", int, 100)
+        name, count = field(body, "name", str), integer(body, "truncate_size", 0, MOST_NUMBERS, 100)
         weights = self.batcher.model.parameters
         if name == "lm_head.weight" and self.batcher.model.config.tied:
             name = "model.embed_tokens.weight"
         if name not in weights:
-            raise ValueError(f"name = {name!r}: no such tensor; Hugging Face names are expected")
+            raise ValueError(f"name = {shown(name)}: no such tensor; Hugging Face names are expected")
 
         def read() -> list[float]:
             self.batcher.require("weights")
-            return weights[name][:count].float().tolist()
+            rows = weights[name][:count]
+            if rows.numel() > MOST_NUMBERS:
+                raise ValueError(f"truncate_size = {count}: {rows.numel():,} numbers; at most {MOST_NUMBERS:,} go out")
+            return rows.float().tolist()
 
         return json_answer(await wait(self.batcher.call(read)))
 
     async def check(self, http: web.Request) -> web.Response:
         action = field(await read_object(http), "action", str, "checksum")
         if action != "checksum":
-            raise ValueError(f"action = {action!r}: the embedded server knows only 'checksum'")
+            raise ValueError(f"action = {shown(action)}: the embedded server knows only 'checksum'")
 
         def take() -> dict[str, str]:
             self.batcher.require("weights")
@@ -312,11 +344,13 @@ def tensor_specs(body: dict[str, Any]) -> list[TensorSpec]:
         raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: must be equally many")
     specs = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if not isinstance(name, str) or len(name) > MOST_LETTERS:
+            raise ValueError(f"names: {shown(name)} must be the name of a tensor")
         known = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
         if known is None:
-            raise ValueError(f"{name}: dtype {dtype!r} must be one of {', '.join(DTYPES)}")
+            raise ValueError(f"{name}: dtype {shown(dtype)} must be one of {', '.join(DTYPES)}")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"{name}: shape {shape!r} must be a list of integers")
+            raise ValueError(f"{name}: shape {shown(shape)} must be a list of integers")
         specs.append(TensorSpec(name, known, tuple(shape)))
     return specs
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
 from megatron_rl.launch.ports import free_port
-from megatron_rl.serving.server import MAX_BODY_BYTES
+from megatron_rl.serving.bodies import MAX_BODY_BYTES
 from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
 from tests.servers.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE

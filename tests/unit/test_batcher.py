@@ -522,3 +522,38 @@ def test_stopping_answers_everyone(decoder):
         batcher.stop()
         gate.go.set()
         assert future.result(TIMEOUT_S).finish_reason["status_code"] == 503
+
+
+def test_commands_that_come_while_one_looks_through_them_do_not_end_the_thread(decoder):
+    """An exclusive command waits, so that all later ones are looked through while others append."""
+    with running(decoder) as batcher:
+        gate = Gate(tokens=2)
+        reply = batcher.submit(make_request(prompt_of(9), max_new_tokens=40, on_progress=gate))
+        assert gate.reached.wait(TIMEOUT_S)
+        exclusive = batcher.call(lambda: "done", exclusive=True)
+        gate.go.set()
+        callers = [
+            threading.Thread(target=lambda: [batcher.call(lambda: None, exclusive=i % 2 == 0) for i in range(1000)])
+            for _ in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(TIMEOUT_S)
+        assert len(reply.result(TIMEOUT_S).output) == 40 and exclusive.result(TIMEOUT_S) == "done"
+        assert batcher.call(lambda: "alive").result(TIMEOUT_S) == "alive" and batcher.failure is None
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting_and_says_so(decoder, monkeypatch):
+    with running(decoder) as batcher:
+        gate = Gate(tokens=2)
+        reply = batcher.submit(make_request(prompt_of(9), on_progress=gate))
+        assert gate.reached.wait(TIMEOUT_S)
+        monkeypatch.setattr(batcher, "_next_command", lambda: 1 / 0)
+        command = batcher.call(lambda: None)
+        gate.go.set()
+        assert reply.result(TIMEOUT_S).finish_reason["status_code"] == 500
+        for future in (command, batcher.call(lambda: None), batcher.submit(make_request(prompt_of(9)))):
+            with pytest.raises(RuntimeError, match="its thread died: ZeroDivisionError"):
+                future.result(TIMEOUT_S)
+    assert batcher.has_died and "its thread died" in batcher.failure

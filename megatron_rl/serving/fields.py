@@ -1,0 +1,61 @@
+"""Fields of a JSON object that a client sent: their types, their ranges, and how a message shows a value.
+
+A value is never shown whole: it may be megabytes long, or nested deeper than repr() can follow.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+MOST_LETTERS = 4096
+"""Of a string that names something: a version, a group, a path."""
+_REQUIRED: Any = object()
+
+
+def _shortener() -> reprlib.Repr:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 120
+    short.maxlist = short.maxdict = short.maxtuple = 8
+    short.maxlevel = 3
+    return short
+
+
+_SHORT = _shortener()
+
+
+def shown(value: Any) -> str:
+    """Return `repr(value)`, cut where it is long or deep."""
+    return _SHORT.repr(value)
+
+
+def field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """The field, or its default where it is missing or null; ValueError where it is required or of another type."""
+    value = body.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise ValueError(f"{name}: required, must be of type {kind.__name__}")
+        return default
+    if type(value) is not kind:
+        raise ValueError(f"{name} = {shown(value)}: must be of type {kind.__name__}")
+    if kind is str and len(value) > MOST_LETTERS:
+        raise ValueError(f"{name}: has {len(value)} letters; must have at most {MOST_LETTERS}")
+    if kind is str and "\0" in value:
+        raise ValueError(f"{name} = {shown(value)}: must be text without NUL")
+    return value
+
+
+def integer(body: dict[str, Any], name: str, low: int, high: int, default: Any = _REQUIRED) -> Any:
+    """The integer of a field in [low, high], or its default where it is missing or null."""
+    value = field(body, name, int, default)
+    if type(value) is int and not low <= value <= high:
+        raise ValueError(f"{name} = {value}: must be an integer in [{low}, {high}]")
+    return value
+
+
+def flag(body: dict[str, Any], name: str) -> bool:
+    """The truth of a field; false where it is missing or null."""
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{name} = {shown(value)}: must be true or false")
+    return bool(value)
