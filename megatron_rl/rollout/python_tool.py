@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,17 +48,34 @@ class Python(Tool):
         return self._cut(printed.strip()) or "(the program printed nothing)"
 
     async def _run(self, code: str) -> str:
-        limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes)]
+        with closing(locked.Threads()) as threads:
+            return await self._run_with(threads, code)
+
+    async def _run_with(self, threads: locked.Threads, code: str) -> str:
+        loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
+        limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={},
+            pass_fds=[given],
         )
         assert process.stdin is not None and process.stdout is not None
+        listener = -1
+
+        def grant() -> None:
+            threads.grant()
+            if threads.listener < 0:
+                loop.remove_reader(listener)
+
         try:
             await self._wait_until_ready(process.stdout)
+            threads.take_listener()
+            listener = threads.listener
+            if listener >= 0:
+                loop.add_reader(listener, grant)
             async with asyncio.timeout(self.time_s):
                 process.stdin.write(code.encode("utf-8", "replace"))
                 process.stdin.write_eof()
@@ -68,6 +85,8 @@ class Python(Tool):
         except TimeoutError as error:
             raise ToolError(f"the program did not end within {self.time_s:g} s") from error
         finally:
+            if threads.listener >= 0:
+                loop.remove_reader(threads.listener)
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)  # the process's own kill would reap it before asyncio does

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
@@ -155,12 +156,23 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
         return f"{problem}\nThese tests must pass:\n```python\n{shown}\n```", tests
     if "entry_point" in row:
         head = field_of(row, "prompt", source, number)
-        test = f"{field_of(row, 'test', source, number)}\ncheck({row['entry_point']})"
+        own = without_function(head, row["entry_point"])
+        test = f"{own}\n{field_of(row, 'test', source, number)}\ncheck({row['entry_point']})".strip()
         return f"Complete this function, and repeat its head and imports:\n```python\n{head}\n```", [test]
     raise ValueError(
         f"source = {source!r}, row {number}: has {', '.join(row)} and none of tests, input_output, test_list and "
         f"entry_point; give rows with tests."
     )
+
+
+def without_function(head: str, name: str) -> str:
+    """Return what stands beside a function's head: imports and helpers, which a test is to have as they are given."""
+    try:
+        tree = ast.parse(f"{head.rstrip()}\n    pass\n")
+    except SyntaxError:  # it is more of a program than a head
+        return ""
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
+    return ast.unparse(tree)
 
 
 def input_tests(inputs: list[Any], outputs: list[Any]) -> list[dict[str, str]]:

@@ -6,12 +6,12 @@ must not or is too slow has failed its test; that is the model's doing, and its 
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.rollout.rewards.locked import run_program
+from megatron_rl.rollout.rewards.trial import holds
 
 FENCE = "```"
 MEMORY_MIB = 512
@@ -54,18 +54,15 @@ def assertions(
     partial: bool = False,
     **data: Any,
 ) -> float:
-    """1 if each of `tests`, Python such as `assert f(2) == 4`, ends without an error after the program; else 0.
+    """1 if each of `tests`, Python such as `assert f(2) == 4`, ends without an error with the program's names; else 0.
 
-    A test runs in the program's interpreter, so a program written for it could pass any: prefer `program_output`.
+    The tests run in another process than the program, which sees the arguments of its functions and none of the rest
+    (trial.py). What it is given and gives is plain data.
     """
     source, memory = find_program(completions), memory_mib << 20
 
     def is_passed(test: str, left_s: float) -> bool:
-        # Printed after the test alone: a program that ends the interpreter before has not passed.
-        token = secrets.token_hex(16)
-        tested = f"{source}\n{test}\nprint({token!r})\n"
-        printed = run_program(tested, "", time_s=left_s, memory_bytes=memory)
-        return printed is not None and token in printed
+        return holds(source, test, time_s=left_s, memory_bytes=memory)
 
     return share_passed(tests, is_passed, time_s=time_s, partial=partial)
 

@@ -1,7 +1,8 @@
 """Runs what a model wrote, in a process that may compute, read what is installed and print, and nothing else.
 
 A filter of the kernel (seccomp) allows it a list of system calls: no second process, no socket, no file opened for
-writing, none removed or renamed, no signal to others. With no second process to hide in, killing it ends it. Landlock
+writing, none removed or renamed, no signal to others. With no second process to hide in, killing it ends it. A program
+has so many threads as its `Threads` grant, and none on a kernel that does not ask (Linux before 5.5). Landlock
 (Linux 5.13) lets it open the interpreter, installed packages and the system's libraries, and no other file. Linux on
 x86_64 only; elsewhere such text is not run at all. What it can still do: learn which files there are; read them on a
 kernel without Landlock; and, as text that is evaluated beside its own scorer, forge that scorer's verdict.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import json
 import math
@@ -19,17 +21,21 @@ import platform
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 MOST_RESULT_BYTES = 1 << 16
 MOST_OPEN_FILES = 64
+MOST_THREADS = 63
+"""That a program may start in its life, beside its first one."""
 READY = b"+"
 RESULT = 3
 """File descriptor of a locked fork's result."""
@@ -56,9 +62,13 @@ EXECUTE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 ALL_RIGHTS = (1 << 13) - 1
 """Of Landlock's first version, which later ones know too."""
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-ALLOW, KILL_PROCESS, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
+SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
+HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
+QUESTION_BYTES = 80
+"""Of `struct seccomp_notif`, which begins with the question's number."""
 X86_64 = 0xC000003E
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
@@ -96,15 +106,22 @@ def argument(index: int, *, high: bool = False) -> list[Step]:
     return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * high)]
 
 
-def filter_steps(pid: int) -> list[Step]:
+def asking_steps() -> list[Step]:
+    """The filter that asks a listener for each thread, and leaves all else to the other one."""
+    steps: list[Step] = [(LOAD, 0, 0, NUMBER_AT), (EQUAL, 0, 3, CLONE), *argument(0)]
+    return [*steps, (ANY_BIT, 0, 1, IS_THREAD), (RETURN, 0, 0, ASK), (RETURN, 0, 0, ALLOW)]
+
+
+def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
     """The whole filter, for the process `pid`, which may send signals to itself."""
+    of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
     only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
     to_itself = [*argument(0), *allow_if(EQUAL, pid), *refuse(errno.EPERM)]
     # glibc starts threads by clone where there is no clone3, whose flags a filter cannot see.
     decided: dict[int, list[Step]] = {
         OPEN: [*argument(1), *only_reading],
         OPENAT: [*argument(2), *only_reading],
-        CLONE: [*argument(0), *allow_if(ANY_BIT, IS_THREAD), *refuse(errno.EPERM)],
+        CLONE: [*argument(0), (ANY_BIT, 0, 1, IS_THREAD), *of_thread, *refuse(errno.EPERM)],
         CLONE3: refuse(errno.ENOSYS),
         KILL: to_itself,
         TGKILL: to_itself,
@@ -128,12 +145,73 @@ def filter_steps(pid: int) -> list[Step]:
     return [*steps, *refuse(errno.EPERM)]
 
 
-def lock(*, parent: int, time_s: float, memory_bytes: int) -> None:
-    """Take from this process all that text must not do, for good. It dies with its parent."""
+class Threads:
+    """Grants a locked program its threads: for each the kernel asks the process that has the program's listener.
+
+    Once MOST_THREADS are granted, nobody listens any more, and the kernel refuses what it would ask for.
+    """
+
+    def __init__(self) -> None:
+        """theirs: for `lock`, which sends the listener through it."""
+        self._ours, self.theirs = socket.socketpair()
+        self._left, self.listener = MOST_THREADS, -1
+
+    def take_listener(self) -> None:
+        """Call it once the process is locked, or has ended. Without a listener, the program has no thread."""
+        self.theirs.close()
+        self._ours.setblocking(False)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
+        except BlockingIOError:
+            descriptors = []
+        self.listener = descriptors[0] if descriptors else -1
+
+    def grant(self) -> None:
+        """Answer one question of the kernel, which waits to be heard."""
+        question = bytearray(QUESTION_BYTES)
+        try:
+            fcntl.ioctl(self.listener, HEAR_QUESTION, question)
+            fcntl.ioctl(
+                self.listener, ANSWER_QUESTION, struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, 0, GO_ON)
+            )
+        except FileNotFoundError:
+            return  # who asked was killed meanwhile
+        except OSError:  # it has ended, or the kernel can only ask
+            self._left = 0
+        self._left -= 1
+        if self._left <= 0:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self.listener >= 0:
+            os.close(self.listener)
+            self.listener = -1
+
+    def close(self) -> None:
+        self._stop_listening()
+        self._ours.close()
+        self.theirs.close()
+
+
+def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
+    """Have the kernel ask for each thread who gets the listener through `asked`; False where it cannot."""
+    steps = asking_steps()
+    program = Program(len(steps), (Instruction * len(steps))(*steps))
+    listener = libc.syscall(ctypes.c_long(SECCOMP), SET_FILTER, NEW_LISTENER, ctypes.byref(program))
+    if listener < 0:
+        return False
+    socket.send_fds(asked, [READY], [listener])
+    os.close(listener)
+    return True
+
+
+def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
+    """Take from this process all that text must not do, for good. It dies with its parent.
+
+    threads: the end that its Threads have for it; None allows no thread.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = ctypes.c_ulong(0)
-    steps = filter_steps(os.getpid())
-    program = Program(len(steps), (Instruction * len(steps))(*steps))
     header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), nothing, nothing, nothing)
     if os.getppid() != parent:
@@ -147,6 +225,8 @@ def lock(*, parent: int, time_s: float, memory_bytes: int) -> None:
     limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
     limit(resource.RLIMIT_CPU, math.ceil(time_s) + 1)
     limit(resource.RLIMIT_AS, memory_bytes)
+    steps = filter_steps(os.getpid(), has_threads=threads is not None and ask_for_threads(libc, threads))
+    program = Program(len(steps), (Instruction * len(steps))(*steps))
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), nothing, nothing):
         os._exit(1)  # better no verdict than one beside free text
 
@@ -227,20 +307,28 @@ def check_lockable() -> None:
         )
 
 
-def evaluate(function: Callable[..., Any], *args: Any, time_s: float, memory_bytes: int) -> Any:
+def evaluate(
+    function: Callable[..., Any],
+    *args: Any,
+    time_s: float,
+    memory_bytes: int,
+    keep: Sequence[int] = (),
+    threads: Threads | None = None,
+) -> Any:
     """Return what `function(*args)` gives in a locked fork of this process, as JSON carries it. TextFailed otherwise.
 
-    memory_bytes: that it may take beside what this process has.
+    memory_bytes: that it may take beside what this process has. keep: open files that it keeps; `function` has their
+    descriptors there as its last arguments. threads: of another program, which are granted meanwhile.
     """
     check_lockable()
     parent, deadline = os.getpid(), time.monotonic() + time_s
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        answer_and_exit(function, args, writer, parent=parent, time_s=time_s, memory_bytes=memory_bytes)
+        answer_and_exit(function, args, writer, keep, parent=parent, time_s=time_s, memory_bytes=memory_bytes)
     try:
         os.close(writer)
-        content = read_to_the_end(reader, deadline, MOST_RESULT_BYTES)
+        content = read_to_the_end(reader, deadline, MOST_RESULT_BYTES, threads)
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
@@ -258,18 +346,29 @@ def evaluate(function: Callable[..., Any], *args: Any, time_s: float, memory_byt
 
 
 def answer_and_exit(
-    function: Callable[..., Any], args: tuple[Any, ...], writer: int, *, parent: int, time_s: float, memory_bytes: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    writer: int,
+    keep: Sequence[int],
+    *,
+    parent: int,
+    time_s: float,
+    memory_bytes: int,
 ) -> None:
-    """The locked fork: all it keeps of its parent's files is the pipe for its result."""
+    """The locked fork: all it keeps of its parent's files is the pipe for its result, and what it is told to."""
     try:
-        os.dup2(writer, RESULT)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # another locked process cannot read its memory
+        high = [fcntl.fcntl(kept, fcntl.F_DUPFD, MOST_OPEN_FILES) for kept in (writer, *keep)]  # out of the way
+        kept = range(RESULT, RESULT + len(high))
+        for old, new in zip(high, kept, strict=True):
+            os.dup2(old, new)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nowhere, standard)
-        os.closerange(RESULT + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        os.closerange(kept.stop, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         lock(parent=parent, time_s=time_s, memory_bytes=address_space() + memory_bytes)
         try:
-            answer = {"value": function(*args)}
+            answer = {"value": function(*args, *kept[1:])}
         except BaseException as error:  # the text's own, whatever it is
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         os.write(RESULT, json.dumps(answer).encode())
@@ -289,33 +388,57 @@ def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int, mo
     None where it ended with an error, printed more than `most_output` bytes or took longer than `time_s`. It has the
     standard library and no other package.
     """
-    check_lockable()
-    parent, deadline = os.getpid(), time.monotonic() + time_s
-    script, given = memory_file(source), memory_file(stdin)
+    deadline, given = time.monotonic() + time_s, memory_file(stdin)
+    ends = {"stdin": given, "stdout": subprocess.PIPE}
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}"],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            pass_fds=[script],
-            preexec_fn=lambda: lock(parent=parent, time_s=time_s, memory_bytes=memory_bytes),
-        )
-    finally:
-        os.close(script)
-        os.close(given)
-    assert process.stdout is not None
-    try:
-        printed = read_to_the_end(process.stdout.fileno(), deadline, most_output)
-        code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
+        with started_program(source, **ends, time_s=time_s, memory_bytes=memory_bytes) as (process, threads):
+            assert process.stdout is not None
+            printed = read_to_the_end(process.stdout.fileno(), deadline, most_output, threads)
+            code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        os.close(given)
     return None if printed is None or code != 0 else printed.decode("utf-8", "replace")
+
+
+@contextmanager
+def started_program(
+    source: str,
+    arguments: Sequence[str] = (),
+    *,
+    time_s: float,
+    memory_bytes: int,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+    pass_fds: Sequence[int] = (),
+) -> Iterator[tuple[subprocess.Popen[bytes], Threads]]:
+    """Start Python source in an interpreter of its own, locked, and kill it in the end. `threads` are to be granted."""
+    check_lockable()
+    parent, script = os.getpid(), memory_file(source)
+    with closing(Threads()) as threads:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}", *arguments],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=subprocess.DEVNULL,
+                env={},
+                pass_fds=[script, *pass_fds],
+                preexec_fn=lambda: lock(
+                    parent=parent, time_s=time_s, memory_bytes=memory_bytes, threads=threads.theirs
+                ),
+            )
+        finally:
+            os.close(script)
+        try:
+            threads.take_listener()
+            yield process, threads
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def memory_file(text: str) -> int:
@@ -328,13 +451,27 @@ def memory_file(text: str) -> int:
     return file
 
 
-def read_to_the_end(end: int, deadline: float, most: int) -> bytes | None:
-    """Return all that comes through a pipe; None where it does not end in time or is more than `most` bytes."""
+def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | None = None) -> bytes | None:
+    """Return all that comes through a pipe; None where it does not end in time or is more than `most` bytes.
+
+    Meanwhile its program is granted its threads.
+    """
     content, poll = bytearray(), select.poll()
     poll.register(end, select.POLLIN)
+    listener = -1 if threads is None else threads.listener
+    if listener >= 0:
+        poll.register(listener, select.POLLIN)
     while (left_s := deadline - time.monotonic()) > 0:
-        if not poll.poll(math.ceil(left_s * 1000)):
+        ready = dict(poll.poll(math.ceil(left_s * 1000)))
+        if threads is not None and listener in ready:
+            threads.grant()
+            if threads.listener < 0:
+                poll.unregister(listener)
+                listener = -1
+        if not ready:
             break
+        if end not in ready:
+            continue
         part = os.read(end, 1 << 16)
         if not part:
             return bytes(content)
@@ -347,10 +484,12 @@ def read_to_the_end(end: int, deadline: float, most: int) -> bytes | None:
 def become_program() -> None:
     """Lock this process in, say so, and become the Python program that stdin holds. The launcher of a tool's calls.
 
-    Arguments: the parent's process id, seconds of processor time, bytes of address space.
+    Arguments: the parent's process id, seconds of processor time, bytes of address space, and the descriptor of the end
+    that its Threads have for it.
     """
     parent, time_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    lock(parent=parent, time_s=time_s, memory_bytes=memory_bytes)
+    with socket.socket(fileno=int(sys.argv[4])) as threads:
+        lock(parent=parent, time_s=time_s, memory_bytes=memory_bytes, threads=threads)
     os.write(1, READY)
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-"])
 

@@ -33,11 +33,10 @@ from typing import Any, NoReturn
 
 from megatron_rl.import_path import resolve
 from megatron_rl.rollout.rewards.faults import as_reward, place_of, words_of
-from megatron_rl.rollout.rewards.locked import PR_SET_PDEATHSIG, address_space, limit
+from megatron_rl.rollout.rewards.locked import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 
 LENGTH = struct.Struct("<I")
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PR_SET_DUMPABLE = 4
 
 
 @dataclass(frozen=True, kw_only=True)

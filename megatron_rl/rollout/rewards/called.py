@@ -1,0 +1,149 @@
+"""A program whose functions another process calls, and the form in which values pass between the two.
+
+This file is the program's interpreter's script (of the standard library alone: it has nothing else), and the judge's
+end imports its `encode` and `decode`. What passes is plain data of built-in types, each with its tag; anything else
+stays where it is and is named by a handle. The program runs in the same interpreter as `serve` and can make it say what
+it likes: all of that is what its functions might have returned.
+"""
+
+import builtins
+import itertools
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+MOST_LINE_BYTES = 16 << 20
+MOST_ITEMS = 100_000
+"""Of an iterator, which may have no end."""
+READY = "ready"
+
+TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "bool": (bool, str, lambda text: text == "True"),  # before int, which it is, too
+    "int": (int, hex, lambda text: int(text, 16)),
+    "float": (float, float.hex, float.fromhex),
+    "str": (str, str.__str__, str),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "complex": (complex, lambda value: f"{value.real.hex()} {value.imag.hex()}", lambda text: complex_of(text)),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, str, Fraction),
+}
+"""Of each tag the type, how one is written, and how one is read. Of a subclass only this much is sent."""
+GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def complex_of(text: str) -> complex:
+    real, imaginary = map(float.fromhex, text.split(" "))
+    return complex(real, imaginary)
+
+
+def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
+    """Return what JSON carries of a value. handle_of: names what is no plain data, or raises."""
+    if value is None:
+        return ["None"]
+    for tag, (kind, write, _) in TEXTS.items():
+        if isinstance(value, kind):
+            return [tag, write(value)]
+    for tag, group in GROUPS.items():
+        if isinstance(value, group):
+            return [tag, [encode(entry, handle_of) for entry in value]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key, handle_of), encode(entry, handle_of)] for key, entry in value.items()]]
+    if isinstance(value, range):
+        return ["range", [hex(value.start), hex(value.stop), hex(value.step)]]
+    if isinstance(value, Iterator):
+        return ["iterator", [encode(entry, handle_of) for entry in itertools.islice(value, MOST_ITEMS)]]
+    return ["handle", handle_of(value)]
+
+
+def decode(sent: Any, thing_of: Callable[[int], Any]) -> Any:
+    """Return the value; of exactly the built-in types, whatever was sent. thing_of: what a handle stands for."""
+    tag = sent[0]
+    if tag == "None":
+        return None
+    content = sent[1]
+    if tag in TEXTS:
+        return TEXTS[tag][2](content)
+    if tag in GROUPS:
+        return GROUPS[tag]([decode(entry, thing_of) for entry in content])
+    if tag == "dict":
+        return {decode(key, thing_of): decode(entry, thing_of) for key, entry in content}
+    if tag == "range":
+        return range(*(int(number, 16) for number in content))
+    if tag == "iterator":
+        return iter([decode(entry, thing_of) for entry in content])
+    if tag == "handle" and type(content) is int:
+        return thing_of(content)
+    raise ValueError(f"{tag!r} is no tag of a value")
+
+
+def builtin_name(error: Exception) -> str:
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+class Host:
+    """Answers questions about a program that has run: `[verb, handle or name, arguments ..]`, one to a line."""
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self._scope = scope
+        self._things: list[Any] = []
+
+    def _handle_of(self, thing: Any) -> int:
+        self._things.append(thing)
+        return len(self._things) - 1
+
+    def answer(self, line: bytes) -> list[Any]:
+        verb, *sent = json.loads(line)
+        given = [decode(entry, self._things.__getitem__) for entry in sent]
+        try:
+            value = self._do(verb, *given)
+            answer = ["value", encode(value, self._handle_of)]
+            if verb == "call" and value is None:  # a function that works on what it is given returns nothing
+                answer.append([encode(entry, self._handle_of) for entry in given[1]])
+            return answer
+        except Exception as error:
+            return ["raised", builtin_name(error), str(error)[:1000]]
+
+    def _do(self, verb: str, thing: Any, *given: Any) -> Any:
+        if verb == "name":
+            if thing not in self._scope:
+                raise NameError(f"the program has no {thing!r}")
+            return self._scope[thing]
+        if verb == "call":
+            return thing(*given[0], **given[1])
+        if verb == "get":
+            return getattr(thing, given[0])
+        if verb == "set":
+            return setattr(thing, *given)
+        if verb == "item":
+            return thing[given[0]]
+        return len(thing) if verb == "length" else iter(thing)
+
+
+def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
+    """Run a program, and answer what is asked of it until nobody asks."""
+    program = types.ModuleType("__main__")
+    sys.modules["__main__"] = program
+    scope = vars(program)
+    scope["__builtins__"] = builtins
+    exec(compile(source, "program", "exec"), scope)
+    host = Host(scope)
+    answers.write(json.dumps([READY]).encode() + b"\n")
+    while line := questions.readline():
+        answers.write(json.dumps(host.answer(line)).encode() + b"\n")
+
+
+def main() -> None:
+    """Arguments: descriptors of the program's text, of the questions and of the answers."""
+    text, questions, answers = map(int, sys.argv[1:])
+    sys.argv[1:] = []
+    with open(text, encoding="utf-8", errors="replace") as file:
+        source = file.read()
+    serve(source, open(questions, "rb"), open(answers, "wb", buffering=0))
+
+
+if __name__ == "__main__":
+    main()
