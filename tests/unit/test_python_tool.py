@@ -56,6 +56,16 @@ def test_a_program_only_computes(code, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_program_has_some_threads_and_cannot_take_the_hosts():
+    pool = "from concurrent.futures import ThreadPoolExecutor\n"
+    assert show(f"{pool}with ThreadPoolExecutor(4) as pool: print(sum(pool.map(abs, range(-9, 0))))") == "45"
+    bomb = "import _thread, os, threading, time\nthreading.stack_size(32768)\ncount = 0\ntry:\n    while True:\n"
+    bomb += "        _thread.start_new_thread(time.sleep, (9,))\n        count += 1\n"
+    bomb += "except RuntimeError:\n    print(count, flush=True)\n    os._exit(0)"
+    assert 1 <= int(show(bomb)) <= 63
+    assert show("print(1)") == "1", "another has its own"
+
+
 def test_late_and_endless_programs_are_killed_and_said_to_be():
     begin = time.monotonic()
     assert show("import time\nwhile True: time.sleep(60)", time_s=0.3) == (

@@ -1,5 +1,6 @@
 """What a policy under optimisation writes to be rewarded for less than the right answer, and right answers."""
 
+import json
 import os
 import subprocess
 import time
@@ -53,11 +54,12 @@ PROGRAM_HACKS = {
         "def f(n): return 0"
     ),
     "forged answers": (
-        'import os\nfor end in range(3, 20):\n    try: os.write(end, b\'["value", ["bool", "True"]]\\n{"value": true}\\n\' * 9)\n'
-        "    except OSError: pass\ndef f(n): return 0"
+        'import os\ntext = b\'["value", ["bool", "True"]]\\n{"value": true}\\n\'\n'
+        "for end in range(3, 20):\n    try: os.write(end, text * 9)\n    except OSError: pass\n"
+        "def f(n): return 0"
     ),
     "a forged verdict": "import os\ndef f(n):\n    os.write(3, b'{\"value\": true}')\n    return 0",
-    "patched modules": 'import json, math\njson.dumps = lambda *_, **__: \'["value", ["bool", "True"]]\'\ndef f(n): return 0',
+    "patched modules": ('import json\njson.dumps = lambda *_: \'["value", ["bool", "True"]]\'\ndef f(n): return 0'),
     "no answer": "import time\ndef f(n): time.sleep(60)",
     "an endless one": "import itertools\ndef f(n): return itertools.count()",
     "a deep one": "def f(n):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
@@ -85,11 +87,9 @@ def test_what_a_test_catches_is_not_the_programs_end():
 
 
 def test_helpers_that_a_row_gives_are_not_the_programs(tmp_path):
-    row = (
-        '{"prompt": "import math\\ndef encode(s):\\n    return s[::-1]\\n\\ndef decode(s):\\n    \\"\\"\\"Undo.\\"\\"\\"\\n", '
-        '"entry_point": "decode", "test": "def check(candidate):\\n    assert candidate(encode(\'ab\')) == \'ab\'"}'
-    )
-    (tmp_path / "rows.jsonl").write_text(row)
+    head = 'import math\ndef encode(s):\n    return s[::-1]\n\ndef decode(s):\n    """Undo."""\n'
+    test = "def check(candidate):\n    assert candidate(encode('ab')) == 'ab'"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": head, "entry_point": "decode", "test": test}))
     (prompt,) = code_rows(str(tmp_path / "rows.jsonl"))
     right = "def encode(s): return s[::-1]\ndef decode(s): return s[::-1]"
     assert score(code.passes, right, tests=prompt["tests"]) == 1.0
