@@ -114,6 +114,9 @@ def main(argv: list[str] | None = None) -> None:
             print(write_report(args.run))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"megatron-rl {args.command}: {error}")
+    except KeyboardInterrupt:
+        print(f"megatron-rl {args.command}: interrupted.", file=sys.stderr)
+        sys.exit(130)
 
 
 def _at_least_1(text: str) -> int:

@@ -210,7 +210,7 @@ class Experiment(Run):
                 if not self.is_ending:
                     raise
                 is_left = True
-            if self.config.run.checkpoint_every_steps > 0 and self.groups.any(is_left):
+            if self.groups.any(is_left):
                 self.stop_after(step, "a standstill" if self.stands_still else "")
                 return None
             return exchange.gather(own, self.groups)

@@ -1,7 +1,7 @@
 """The life of a run on one rank, whatever it trains: its group, folder, log and checkpoints, and what may end it early.
 
-A notice (launch/notice.py) stops a run with checkpoints between two steps, behind a checkpoint of that place; a
-standstill (hang.py) ends it. `with` the run, all that was started is stopped again, however it ends.
+A notice (launch/notice.py) stops a run with checkpoints between two steps, behind a checkpoint of that place, and
+Ctrl-C any run; a standstill (hang.py) ends it. `with` the run, all that was started is stopped again, however it ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +46,9 @@ class Run(ABC):
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         self.config, self.resume = config, resume
         self.folder, self.timers = Path(config.run.folder), PhaseTimers()
+        self.is_interrupted = False
+        """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
+        KeyboardInterrupt."""
 
     # -- what a kind of run says of itself ----------------------------------------------------------------------------
 
@@ -66,6 +71,8 @@ class Run(ABC):
         with contextlib.ExitStack() as at_end:  # stops what has been started where something else cannot be
             self.at_end = at_end
             self._start()
+            if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
+                self.notice.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
             self.at_end = at_end.pop_all()
         return self
 
@@ -73,6 +80,8 @@ class Run(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.at_end.__exit__(kind, error, trace)
+        if self.is_interrupted and kind is None:
+            raise KeyboardInterrupt("the run has stopped in order.")
 
     def _join(self) -> None:
         """Join the run's process group."""
@@ -131,9 +140,10 @@ class Run(ABC):
         )
         self.at_end.callback(self.hang_watch.close)
         self.timers.on_change = self.hang_watch.enter
-        self.notice = StopNotice(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main)
+        saves = options.checkpoint_every_steps > 0
+        self.notice = StopNotice(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main, saves=saves)
         self.at_end.callback(self.notice.close)
-        if options.checkpoint_every_steps > 0:
+        if saves:
             self.notice.listen()
 
     def say(self, text: str) -> None:
@@ -158,11 +168,11 @@ class Run(ABC):
         True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
         """
         options = self.config.run
-        if options.checkpoint_every_steps == 0:
-            return False
-        if self.stop_is_near():
+        if (options.checkpoint_every_steps > 0 or step < options.steps) and self.stop_is_near():
             self.stop_after(step)
             return True
+        if options.checkpoint_every_steps == 0:
+            return False
         is_due = step == options.steps or step % options.checkpoint_every_steps == 0
         with self.timers("checkpoint"):
             with self._warning_of_checkpoints():
@@ -177,13 +187,22 @@ class Run(ABC):
         return self.groups.any(self.notice.came())
 
     def stop_after(self, step: int, why: str = "") -> None:
-        """Write the checkpoint of this place, where there is something new, and say how to go on."""
-        self.checkpoints.finish(wait=True)
-        if step > self.checkpoints.newest:
-            self._start_checkpoint(step, in_background=False)
+        """Write the checkpoint of this place, where there is something new, and say how to go on.
+
+        A run without checkpoints, which only Ctrl-C stops, and any that it stops, gets its report.
+        """
+        saves = self.config.run.checkpoint_every_steps > 0
+        if saves:
             self.checkpoints.finish(wait=True)
+            if step > self.checkpoints.newest:
+                self._start_checkpoint(step, in_background=False)
+                self.checkpoints.finish(wait=True)
         why = why or self.notice.signal_name or "another rank's notice"
-        self.say(f"stopped after step {step} on {why}; --resume auto continues the run")
+        lost = "nothing of it can be resumed; with run.checkpoint_every_steps=10 it can be"
+        self.say(f"stopped after step {step} on {why}; {'--resume auto continues the run' if saves else lost}")
+        self.is_interrupted = self.groups.any(self.notice.signal_name == signal.SIGINT.name)
+        if self.is_interrupted and step > 0:
+            self._report()
 
     @contextlib.contextmanager
     def _warning_of_checkpoints(self) -> Iterator[None]:
@@ -213,6 +232,9 @@ class Run(ABC):
         """Wait for the last checkpoint and write the report."""
         with self._warning_of_checkpoints():
             self.checkpoints.finish(wait=True)
+        self._report()
+
+    def _report(self) -> None:
         self.log_file.close()
         if self.groups.is_main:
             self.say(f"report: {write_report(self.folder)}")

@@ -2,8 +2,8 @@
 
 On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
 (rollout.colocated). Training on answers or pairs of replies has no servers, and a rank for each GPU. When a rank dies
-the others are stopped, and one line says which and how. SIGTERM and SIGUSR1 are passed on to all ranks, which save and
-stop (launch/notice.py); the exit code is theirs then.
+the others are stopped, and one line says which and how. SIGTERM, SIGUSR1 and Ctrl-C are passed on to all ranks, which
+save and stop (launch/notice.py); the exit code is theirs then. A second Ctrl-C ends all at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import ParallelConfig, TrainConfig, load_config
-from megatron_rl.launch.notice import EXIT_STOPPED, SIGNALS
+from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
 from megatron_rl.launch.ports import free_port
-from megatron_rl.launch.rank import module_of
+from megatron_rl.launch.rank import module_of, resume_command
 from megatron_rl.launch.watch import exit_with
-
-STOP_S = 5.0
-"""Seconds that ranks have to end by themselves after Ctrl-C, which reaches them too."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,7 +48,11 @@ def main(argv: list[str] | None = None) -> None:
         rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
     if args.exit_with:
         exit_with(args.exit_with)
-    sys.exit(run(places, [module_of(config), str(args.config), *rest]))
+    code = run(places, [module_of(config), str(args.config), *rest])
+    if code == EXIT_INTERRUPTED and config.run.checkpoint_every_steps > 0:
+        command = resume_command(["megatron-rl", "launch"], sys.argv[1:] if argv is None else argv)
+        print(f"To continue: {command}", file=sys.stderr)
+    sys.exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +132,22 @@ def run(places: Places, module_and_args: list[str]) -> int:
     processes = [subprocess.Popen(command, env=os.environ | _place(rank, places, port)) for rank in range(places.ranks)]
     for number in SIGNALS:
         signal.signal(number, lambda number, _: _pass_on(number, processes))
+    interrupted_at: list[float] = []
+
+    def interrupt(number: int, _: object) -> None:
+        """Ranks save on the first Ctrl-C, of which they may have heard themselves; the second one ends all at once."""
+        if not interrupted_at:
+            interrupted_at.append(time.monotonic())
+            _pass_on(number, processes)
+        elif time.monotonic() - interrupted_at[0] > SAME_CTRL_C_S:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         failed = _first_failure(processes)
     except KeyboardInterrupt:
-        _stop(processes, patience_s=STOP_S)
-        return 130
+        _stop(processes, patience_s=0.0)
+        return EXIT_INTERRUPTED
     if failed is None:
         return max(process.returncode for process in processes)
     code = processes[failed].returncode
@@ -165,7 +177,7 @@ def _first_failure(processes: list[subprocess.Popen]) -> int | None:
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
-            if code not in (None, 0, EXIT_STOPPED):
+            if code not in (None, 0, EXIT_STOPPED, EXIT_INTERRUPTED):
                 return rank
         if all(code is not None for code in codes):
             return None

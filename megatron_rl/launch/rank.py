@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch import start_up, watch
-from megatron_rl.launch.notice import EXIT_STOPPED
+from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
 from megatron_rl.launch.placement import ranks_of_step
 
 Check = Callable[[TrainConfig], object]
@@ -23,6 +24,15 @@ def module_of(config: TrainConfig) -> str:
     if config.supervised.answer:
         return "megatron_rl.sft"
     return "megatron_rl.preferences" if config.preference.loss else "megatron_rl.train"
+
+
+def resume_command(program: list[str], words: list[str]) -> str:
+    """The command that continues what `program` was told by these words."""
+    kept = [word for word in words if not word.startswith("--resume=")]
+    while "--resume" in kept:
+        place = kept.index("--resume")
+        del kept[place : place + 2]
+    return shlex.join([*program, *kept, "--resume", "auto"])
 
 
 def main(program: str, description: str, load: Callable[[], tuple[Check, Train]], argv: list[str] | None) -> None:
@@ -41,7 +51,8 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
         help="continue a run: auto takes the newest good checkpoint in run.folder, or starts where there is none",
     )
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
-    args = parser.parse_intermixed_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_intermixed_args(words)
     os.environ |= ranks_of_step(os.environ)
     try:
         config = load_config(args.config, args.overrides)
@@ -57,8 +68,12 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
             sys.exit(EXIT_STOPPED)
     except ValueError as error:
         sys.exit(f"{program}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(f"{program}: interrupted")
+    except KeyboardInterrupt as stop:
+        if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
+            print(f"{program}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
+            if config.run.checkpoint_every_steps > 0:
+                print(f"To continue: {resume_command(['python', '-m', program], words)}", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
     except RuntimeError as error:
         if not watch.is_lost_peer(error):
             raise

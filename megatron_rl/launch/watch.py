@@ -93,14 +93,14 @@ def wait_to_be_stopped(rank: int, *, patience_s: float = 10.0) -> None:
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
 
 
-def stop(message: str) -> None:
+def stop(message: str, code: int = 1) -> None:
     """Print the message, if any, and end the process at once, whatever its other threads wait for.
 
     Children watch their parent.
     """
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(code)
 
 
 def run_and_end(main: Callable[[], object]) -> NoReturn:

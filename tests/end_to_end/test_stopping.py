@@ -13,8 +13,8 @@ from training_runs import COUNT, ROOT, environment, evaluations_of, steps_of
 
 from megatron_rl.config import load_config
 from megatron_rl.experiment.rollouts import Rollouts
-from megatron_rl.launch.notice import EXIT_STOPPED
-from megatron_rl.train import train
+from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.train import main, train
 
 pytestmark = pytest.mark.slow
 
@@ -181,3 +181,19 @@ def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_a
     os.kill(pid, signal.SIGTERM)
     assert ended(pid) == EXIT_STOPPED, output.read_text()
     assert "warm start: 4 supervised updates" in output.read_text() and "Traceback" not in output.read_text()
+
+
+def test_ctrl_c_in_a_rollout_without_checkpoints_leaves_it_and_ends_the_run_with_its_report(settings, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    folder.mkdir()
+    overrides = (*settings[0], "run.import_from=[third_step]", f"run.folder={folder}", "run.grace_s=1")
+    overrides += ("rollout.workflow=third_step:StuckInTheThirdStep", "run.checkpoint_every_steps=0")
+    (pid,) = start_ranks(1, lambda settings: main([COUNT, *settings]), overrides, output)
+    wait_until_logged(folder, 2, lambda: True)
+    time.sleep(0.5)
+    for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):  # as a terminal does
+        process.send_signal(signal.SIGINT)
+    assert ended(pid) == EXIT_INTERRUPTED, output.read_text()
+    text = " ".join(output.read_text().split())
+    assert "stopped after step 2 on SIGINT; nothing of it can be resumed" in text and "Traceback" not in text, text
+    assert (folder / "report.html").exists() and len(steps_of(folder)) == 2

@@ -1,0 +1,99 @@
+"""Ctrl-C: the first one saves and says how to go on, the second one ends the run at once."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kills import exit_codes, logged, newest_checkpoint, start_ranks
+from test_data_stops import SMALL, STEPS, answers, before_each_update
+from training_runs import ROOT, environment, steps_of
+
+from megatron_rl import sft
+from megatron_rl.launch.notice import EXIT_INTERRUPTED
+from megatron_rl.launch.rank import resume_command
+
+pytestmark = pytest.mark.slow
+
+CONFIG = "configs/count_sft.yaml"
+
+
+def fresh_answers(overrides):
+    os.chdir(ROOT)
+    sft.main([CONFIG, *overrides])
+
+
+def start(folder, run, *more, ranks=1):
+    return start_ranks(ranks, run, (f"run.folder={folder}", *SMALL, *more), folder.with_suffix(".txt"))
+
+
+def ctrl_c_on_one_rank(run, step):
+    if step == 8 and run.groups.rank == run.groups.world_size - 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, which a launcher passes on
+        assert run.notice.came(within_s=60)
+
+
+def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_where_it_was(tmp_path):
+    folder = tmp_path / "run"
+    output = folder.with_suffix(".txt")
+    codes = exit_codes(start(folder, before_each_update(answers, ctrl_c_on_one_rank), ranks=2))
+    text = output.read_text()
+    assert codes == [EXIT_INTERRUPTED] * 2, text
+    assert newest_checkpoint(folder) == len(steps_of(folder)) == 9 and (folder / "report.html").exists()
+    assert "stopped after step 9 on another rank's notice; --resume auto continues the run" in " ".join(text.split())
+    command = shlex.split(text.partition("To continue: ")[2].splitlines()[0])
+    assert command[:4] == ["python", "-m", "megatron_rl.sft", CONFIG] and command[-2:] == ["--resume", "auto"]
+    assert f"run.folder={folder}" in command and command.count("--resume") == 1 and "Traceback" not in text
+    assert exit_codes(start(folder, answers, ranks=2)) == [0, 0] and len(steps_of(folder)) == STEPS
+
+
+def test_ctrl_c_without_checkpoints_ends_behind_the_step_with_a_report_and_says_how_to_get_them(tmp_path):
+    folder = tmp_path / "run"
+    run = before_each_update(fresh_answers, ctrl_c_on_one_rank)
+    assert exit_codes(start(folder, run, "run.checkpoint_every_steps=0")) == [EXIT_INTERRUPTED]
+    text = " ".join(folder.with_suffix(".txt").read_text().split())
+    assert "Ctrl-C: the run stops behind its step" in text and "Ctrl-C again ends it at once" in text
+    assert "stopped after step 9 on SIGINT; nothing of it can be resumed; with run.checkpoint_every_steps=10" in text
+    assert len(steps_of(folder)) == 9 and (folder / "report.html").exists() and "To continue" not in text
+
+
+def ctrl_c_twice(run, step):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def test_the_second_ctrl_c_ends_the_run_at_once(tmp_path):
+    folder, began = tmp_path / "run", time.monotonic()
+    assert exit_codes(start(folder, before_each_update(answers, ctrl_c_twice))) == [EXIT_INTERRUPTED]
+    assert time.monotonic() - began < 40 and "Ctrl-C once more: ended at once" in folder.with_suffix(".txt").read_text()
+
+
+def test_ctrl_c_in_a_terminal_reaches_launcher_and_ranks_and_is_one(tmp_path):
+    folder = tmp_path / "run"
+    words = [CONFIG, *SMALL, "run.steps=100000", f"run.folder={folder}", "--resume", "auto"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.launch", *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    try:
+        while not logged(folder):
+            assert run.poll() is None, run.stdout.read()
+            time.sleep(0.05)
+        os.killpg(run.pid, signal.SIGINT)
+        output = run.communicate(timeout=60)[0]
+    finally:
+        run.kill()
+    assert run.returncode == EXIT_INTERRUPTED, output
+    assert newest_checkpoint(folder) == len(steps_of(folder)) and (folder / "report.html").exists()
+    assert f"To continue: {resume_command(['megatron-rl', 'launch'], words)}\n" in output and "Traceback" not in output
