@@ -30,6 +30,9 @@ class LLMRequest:
     input_ids: list[int]
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
+    begun: LLMResponse | None = None
+    """The reply as far as it was generated before, to be continued. An engine that can adds to it as the tokens come,
+    so that they are there also where the call is cancelled."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)
@@ -69,10 +72,16 @@ class LLMResponse:
     output_versions: list[int]
     """Policy version that sampled each output token."""
     stop_reason: str
-    """`stop`, `length`, or `abort` where the client gave up resuming."""
+    """`stop`, `length`, or `abort`: it is not whole, as where the client gave up resuming."""
     text: str = ""
     latency_s: float = 0.0
     interruptions: int = 0
+
+    @classmethod
+    def nothing(cls, input_tokens: list[int]) -> LLMResponse:
+        """Build the reply of which there is no token yet."""
+        rest: dict[str, Any] = {"output_tokens": [], "output_logprobs": [], "output_versions": []}
+        return cls(input_tokens=list(input_tokens), stop_reason="abort", **rest)
 
     @property
     def input_len(self) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.rollout.together import together
 from megatron_rl.rollout.tools import Tool, ToolCall, run_call, split_tool_calls
 
 MOST_CALLS = 16
@@ -89,7 +89,7 @@ class ToolUse(Environment):
         if len(calls) > MOST_CALLS:
             fault = f"a reply has at most {MOST_CALLS} calls; those after the first {MOST_CALLS} were not run"
             calls = [*calls[:MOST_CALLS], ToolCall(name="", arguments={}, fault=fault)]
-        results = await asyncio.gather(*(run_call(call, self.tools) for call in calls))
+        results = await together(run_call(call, self.tools) for call in calls)
         return Turn(
             messages=[
                 {"role": "tool", "name": call.name, "content": str(result)}

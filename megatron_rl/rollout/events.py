@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
+from megatron_rl.rollout.attempts import KeptReplies
 from megatron_rl.types import TrajectoryBatch
 
 
@@ -26,6 +27,10 @@ class Episode:
     """Above 0 a batch waits for it rather than pass it over again."""
     version: int = 0
     """Policy version when it was started."""
+    replies: KeptReplies = field(default_factory=KeptReplies)
+    """What it was answered, until it has its group."""
+    ending: asyncio.Task[None] | None = None
+    """Where it was recalled: what ran it, and may not have ended."""
     outcome: asyncio.Future[Outcome] | None = None
     """Where somebody waits for this very episode."""
 

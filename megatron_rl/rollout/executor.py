@@ -21,6 +21,7 @@ import torch
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.attempts import ENDING_S, Attempt, RunBroken
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
 from megatron_rl.rollout.server_client import RequestRefused
@@ -212,6 +213,10 @@ class RolloutExecutor:
         data = {"sample_key": sample_key(data, f"episode {number}")} | data
         return Episode(number=number, data=data, workflow=workflow)
 
+    @property
+    def has_failed(self) -> bool:
+        return self._fatal is not None
+
     def raise_if_fatal(self) -> None:
         """RuntimeError after `fail`."""
         if self._fatal is not None:
@@ -289,7 +294,8 @@ class RolloutExecutor:
         """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
         recalled = [task for task, episode in self._running.items() if episode.outcome is None]
         for task in recalled:
-            task.cancel()  # and whatever it still returns is nobody's
+            self._running[task].ending = task
+            task.cancel()  # and whatever it still returns is nobody's; the replies go on where they were
             self._gate.finish(accepted=False)
         self._requeue([self._running.pop(task) for task in recalled], "the step was full")
 
@@ -409,29 +415,60 @@ class RolloutExecutor:
     async def _run(self, episode: Episode) -> Outcome:
         """Run one episode to its end; never raises but when cancelled."""
         self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
-        for attempt in range(1, self._config.episode_attempts + 1):
+        if episode.ending is not None and not episode.ending.done():
+            await asyncio.wait([episode.ending], timeout=ENDING_S)
+
+        async def before_retry(failures: int, error: BaseException) -> None:
+            self._tally.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
+            what = f"{type(error).__name__}: {error}"
+            logger.info("episode %d: try %d failed (%s)", episode.number, failures, what)
+            await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
+
+        tries = self._config.episode_attempts
+        for number in itertools.count(1):
             version = self._engine.get_version()
+            attempt = Attempt(
+                self._engine,
+                episode.replies,
+                tries=tries,
+                before_retry=before_retry,
+                oldest_allowed=self._oldest_kept,
+            )
+            # A task of its own: a workflow may leave the one that it runs in marked as cancelled.
+            running = asyncio.ensure_future(self._group(attempt, episode))
             try:
-                result = await episode.workflow.arun_episode(self._engine, dict(episode.data))
-                group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
-                refuse_older(group, version, self._config.max_staleness)
+                group = await running
+                refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
+                episode.replies.clear()
                 return Outcome(group=group)
-            except RequestRefused as refusal:
-                return Outcome(error=refusal)
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run. A
             # cancellation of something that it waits for is its own failure, unless it is cancelled itself.
             except (Exception, asyncio.CancelledError) as raised:
-                if isinstance(raised, asyncio.CancelledError) and _is_cancelled():
-                    raise
-                error: BaseException = raised
-                self._tally.add(rewards_late=isinstance(raised, RewardTimeout))
-                if attempt < self._config.episode_attempts:
-                    self._tally.add(retried=1)
-                    delay_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (attempt - 1))
-                    what = f"{type(raised).__name__}: {raised}"
-                    logger.info("episode %d: attempt %d failed (%s)", episode.number, attempt, what)
-                    await asyncio.sleep(delay_s)
-        return Outcome(error=error)
+                if _is_cancelled():
+                    raise asyncio.CancelledError from raised
+                error = first_of(raised)
+            if isinstance(error, RunBroken):
+                self.fail(f"rollout: {error}")
+            if number == tries or attempt.is_lost or isinstance(error, RequestRefused | RunBroken):
+                self._tally.add(rewards_late=isinstance(error, RewardTimeout))
+                episode.replies.clear()
+                return Outcome(error=error)
+            await before_retry(number, error)
+        raise AssertionError("unreachable")
+
+    async def _group(self, attempt: Attempt, episode: Episode) -> TrajectoryBatch | None:
+        async with attempt as engine:
+            seen: Any = engine  # an InferenceEngine in all that a workflow may ask
+            result = await episode.workflow.arun_episode(seen, dict(episode.data))
+        return as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
+
+    def _oldest_kept(self) -> int:
+        """Return the oldest version of a token that an episode's next attempt may go on with."""
+        return self._engine.get_version() - self._config.max_staleness if self._config.stale == "drop" else 0
+
+    def _begun(self, episode: Episode) -> int:
+        """Return the version at which the oldest reply was begun that the episode goes on with."""
+        return episode.replies.since if len(episode.replies) else self._engine.get_version()
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
@@ -441,6 +478,13 @@ def name_of(workflow: RolloutWorkflow) -> str:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return what happened first, where a workflow's task groups have made a group of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def sample_key(data: dict[str, Any], otherwise: str) -> str:

@@ -11,13 +11,11 @@ it is, and its prompts are sampled again.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import struct
 import threading
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.rollout.attempts import numbered, request_name
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
@@ -89,6 +88,7 @@ class RolloutJournal(RolloutEvents):
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files = -1, 0
         self._failed: RuntimeError | None = None
+        self._replied: dict[str, set[str]] = {}  # by sample key, of episodes that go on
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -123,6 +123,7 @@ class RolloutJournal(RolloutEvents):
     # -- events -------------------------------------------------------------------------------------------------------
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
+        self._replied.pop(episode.data["sample_key"], None)
         if not is_indexed(episode.data):
             return
         tensors = {f"tokens.{key}": tensor.contiguous() for key, tensor in group.tokens.items()}
@@ -137,10 +138,15 @@ class RolloutJournal(RolloutEvents):
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
         """Keep a reply of an unfinished episode; `request` names it among those of the episode. No event: any thread.
 
-        One that was given up, or has no token, is no reply.
+        One that was given up, or has no token, is no reply. One that an episode's next attempt is given again is kept
+        already.
         """
         if not is_indexed(data) or reply.stop_reason == "abort" or not reply.output_versions:
             return
+        kept = self._replied.setdefault(data["sample_key"], set())
+        if request in kept:
+            return
+        kept.add(request)
         columns = {name: torch.tensor(getattr(reply, name), dtype=dtype) for name, dtype in _REPLY_COLUMNS.items()}
         rest = {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply)}
         rest = {name: value for name, value in rest.items() if name not in columns}
@@ -158,9 +164,11 @@ class RolloutJournal(RolloutEvents):
             self.step += 1
 
     def rejected(self, episode: Episode, why: str) -> None:
+        self._replied.pop(episode.data["sample_key"], None)
         self._note("rejected", [episode], why=why)
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
+        self._replied.pop(episode.data["sample_key"], None)
         self._note("dead_lettered", [episode], why=f"{type(error).__name__}: {error}")
 
     def _note(self, event: str, episodes: Sequence[Episode], **rest: Any) -> bool:
@@ -367,24 +375,14 @@ class RememberingEngine:
         return getattr(self._engine, name)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        name = request_name(req)
-        self._asked[name] += 1
-        name = f"{name} {self._asked[name]}"
+        name = numbered(request_name(req), self._asked, "journal")
         if self._replay is not None:
             reply = self._replay.take_reply(self._data["sample_key"], name, self._engine.get_version())
-            if reply is not None:
-                return reply
+            if reply is not None:  # the episode's other attempts have it from there
+                return await self._engine.agenerate(dataclasses.replace(req, begun=reply))
         reply = await self._engine.agenerate(req)
         self._journal.replied(self._data, name, reply)
         return reply
-
-
-def request_name(req: LLMRequest) -> str:
-    """Sum up what a reply is sampled from, and which sample of the episode it is for."""
-    options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
-    digest.update(array("q", req.input_ids).tobytes())
-    return digest.hexdigest()[:32]
 
 
 def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:

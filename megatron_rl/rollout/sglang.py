@@ -44,6 +44,8 @@ FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
 """Interruptions in a row without a new token, after which a reply is returned as aborted."""
 REMEMBERED_RIDS = 65_536
+EARLY_END_S = 5.0
+"""Longest that a cancelled reply waits for the tokens that its server has of it."""
 
 
 class RemoteSGLangEngine(ServerWeights, InferenceEngine):
@@ -135,25 +137,15 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         return reply
 
     async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
-        reply = LLMResponse(
-            input_tokens=list(req.input_ids),
-            output_tokens=[],
-            output_logprobs=[],
-            output_versions=[],
-            stop_reason="abort",
-        )
+        reply = req.begun or LLMResponse.nothing(req.input_ids)
         started, fruitless = time.monotonic(), 0
         self._tally.enter()
         try:
             async with asyncio.timeout(self.config.request_timeout_s) as deadline:
                 while fruitless <= FRUITLESS_RESUMES:
                     part = await self._generate_part(req, reply.output_tokens, deadline)
-                    reply.output_tokens += part.tokens
-                    reply.output_logprobs += part.logprobs
-                    reply.output_versions += part.versions
-                    reply.text += part.text
-                    if part.stop_reason != "abort":
-                        reply.stop_reason = part.stop_reason
+                    add_part(reply, part)
+                    if reply.stop_reason != "abort":
                         break
                     if reply.output_len >= req.gconfig.max_new_tokens:
                         reply.stop_reason = "length"
@@ -191,7 +183,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
             rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
             try:
-                part = await self._generate_on(server, rid, tokens, params)
+                part = await self._generate_on(server, rid, tokens, params, req.begun)
             except ServerError as error:
                 if attempt == REQUEST_ATTEMPTS:
                     raise
@@ -205,30 +197,50 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         raise AssertionError("unreachable")
 
     async def _generate_on(
-        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]
+        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], begun: LLMResponse | None
     ) -> ReplyPart:
-        """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile."""
+        """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
+
+        begun: is added what there is where the caller is cancelled.
+        """
         fleet, version = self._fleet, self._version
         call = asyncio.create_task(server.generate(rid, tokens, params, version=version))
         server.calls.add(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=version) as span:
-                part = await call
+                part = await asyncio.shield(call)
                 span.args |= {"tokens": len(part.tokens), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             fleet.accept(server, part, version)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise  # this episode is cancelled, not the call
+            if task is None or task.cancelling():  # this episode is cancelled, not the call
+                if begun is not None and not self._executor.has_failed:
+                    await self._end_early(server, rid, call, version, begun)
+                raise
             raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
         except ServerError as error:
             fleet.blame(server, str(error))
             self._tally.add(server_failures=1)
             raise
         finally:
+            call.cancel()  # which hangs up, so that the server generates no more
             server.calls.discard(call)
         return part
+
+    async def _end_early(
+        self, server: ServerClient, rid: str, call: asyncio.Task[ReplyPart], version: int, begun: LLMResponse
+    ) -> None:
+        """Have the server end a request at once, and keep what it had generated, if it can say so soon."""
+        try:
+            async with asyncio.timeout(EARLY_END_S):
+                await server.call("POST", "/abort_request", {"rid": rid}, timeout_s=EARLY_END_S)
+                part = await call
+            self._fleet.accept(server, part, version)
+        except (ServerError, RequestRefused, TimeoutError) as error:
+            logger.info("%s: request %s is ended without its tokens: %s", server.url, rid, error)
+        else:
+            add_part(begun, part)
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
         """Return the server that this rid used last, else the one with the fewest requests.
@@ -398,6 +410,14 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         if self._thread is None:
             raise RuntimeError("RemoteSGLangEngine: not initialized, or destroyed; call initialize() first.")
         return self._thread
+
+
+def add_part(reply: LLMResponse, part: ReplyPart) -> None:
+    reply.output_tokens += part.tokens
+    reply.output_logprobs += part.logprobs
+    reply.output_versions += part.versions
+    reply.text += part.text
+    reply.stop_reason = part.stop_reason
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) -> None:

@@ -11,7 +11,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout import server_client
 from megatron_rl.rollout import sglang as client_module
 from megatron_rl.rollout.workflows import RLVRWorkflow
-from megatron_rl.types import LLMRequest
+from megatron_rl.types import LLMRequest, LLMResponse
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
 from tests.servers.run_tokens import TOKEN
 from tests.servers.scripted_server import counting
@@ -107,6 +107,22 @@ def test_reply_that_a_stranger_aborts_is_continued(embedded_servers, connect, ti
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
     assert engine.metrics()["rollout/interruptions"] == 1
+
+
+def test_cancelled_reply_is_ended_at_the_server_and_goes_on_where_it_was(embedded_servers, connect, tiny_model):
+    engine, begun = connect(embedded_servers[:1]), LLMResponse.nothing(PROMPT)
+    options = GenerationConfig(max_new_tokens=400, ignore_eos=True)
+    request = LLMRequest(rid="r", input_ids=PROMPT, begun=begun, gconfig=options)
+
+    async def twice():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.agenerate(request), 0.2)
+        before = begun.output_len
+        return before, await engine.agenerate(request)
+
+    before, reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(60)
+    assert 0 < before < 400 and reply is begun and (reply.output_len, reply.stop_reason) == (400, "length")
+    assert reply.output_logprobs == pytest.approx(reference_logprobs(tiny_model, PROMPT, reply.output_tokens), abs=1e-3)
 
 
 def test_requests_wait_while_paused(embedded_servers, connect):
@@ -287,6 +303,35 @@ def test_aborted_reply_is_resumed_from_its_tokens(scripted, connect):
     # A continuation must not repeat the draws of the part before it.
     seeds = [body["sampling_params"]["sampling_seed"] for body in sent]
     assert len(set(seeds)) == 3 and seeds[1] == seeds[2]
+
+
+def test_tokens_of_a_cancelled_reply_are_asked_for_and_kept(scripted, connect):
+    server = scripted()
+    ended = asyncio.Event()
+
+    async def until_ended(body):
+        await ended.wait()
+        return counting(body, tokens=3, finish={"type": "abort", "message": "Aborted"})
+
+    server.script.append(until_ended)
+    server.answers["/abort_request"] = lambda body: ended.set() or {}
+    engine, begun = connect(server.url), LLMResponse.nothing(PROMPT)
+    request = LLMRequest(rid="r", input_ids=PROMPT, begun=begun, gconfig=GenerationConfig(max_new_tokens=8))
+
+    async def twice():
+        asking = asyncio.ensure_future(engine.agenerate(request))
+        while not server.generations():
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert begun.output_tokens == [6, 7, 8] and server.body_of("/abort_request")["rid"].startswith("r-")
+        return await engine.agenerate(request)
+
+    reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(30)
+    assert reply.output_tokens == list(range(6, 14)) and len(reply.output_versions) == 8
+    _, again = server.generations()
+    assert again["input_ids"] == [*PROMPT, 6, 7, 8] and again["sampling_params"]["max_new_tokens"] == 5
 
 
 def test_reply_that_is_always_aborted_is_given_up(scripted, connect, monkeypatch):

@@ -18,6 +18,7 @@ from megatron_rl.import_path import resolve
 from megatron_rl.rollout.rewards.faults import as_reward, place_of, words_of
 from megatron_rl.rollout.rewards.service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout, Score
 from megatron_rl.rollout.rewards.worker import with_args
+from megatron_rl.rollout.together import together
 
 Part = dict[str, Any]
 """`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config."""
@@ -114,14 +115,10 @@ class Recipe:
         if not awaited:
             return self.added(await self.service.call(arguments, timeout_s))
         plain = [ingredient for ingredient in self.ingredients if not ingredient.is_awaited]
-        tasks = [asyncio.ensure_future(wait_for(ingredient, arguments, timeout_s)) for ingredient in awaited]
+        parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in awaited]
         if plain:
-            tasks.append(asyncio.ensure_future(self.service.call(arguments, timeout_s)))
-        try:
-            scores = sum(await asyncio.gather(*tasks), [])
-        finally:
-            for task in tasks:
-                task.cancel()
+            parts.append(self.service.call(arguments, timeout_s))
+        scores = sum(await together(parts), [])
         by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 

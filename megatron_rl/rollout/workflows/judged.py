@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.rewards.grading import QUESTION, Grading
+from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.workflows.conversation import ChatTemplate
 from megatron_rl.rollout.workflows.rlvr import RLVRWorkflow
 from megatron_rl.rollout.workflows.scoring import RewardFn
@@ -53,7 +54,7 @@ class JudgedWorkflow(RLVRWorkflow):
             grade = await self._grade(engine, reply, request.metadata["sample_key"], data)
             return Trajectory.from_reply(reply, reward + self.weight * grade, judge_grade=grade)
 
-        return list(await asyncio.gather(*map(one, requests)))
+        return await samples(partial(one, request) for request in requests)
 
     async def _grade(self, engine: InferenceEngine, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
         """Return the grade in [0, 1]. NoVerdict fails the episode."""

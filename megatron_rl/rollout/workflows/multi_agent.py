@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.together import samples, together
 from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation
 from megatron_rl.rollout.workflows.multi_turn import within
 from megatron_rl.rollout.workflows.rlvr import sample_key
@@ -47,9 +48,7 @@ class DebateWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        debates = await asyncio.gather(
-            *(self._debate(engine, data, sample) for sample in range(self.gconfig.n_samples))
-        )
+        debates = await samples(partial(self._debate, engine, data, n) for n in range(self.gconfig.n_samples))
         return [trajectory for debate in debates for trajectory in debate]
 
     async def _debate(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[Trajectory]:
@@ -70,7 +69,7 @@ class DebateWorkflow(RolloutWorkflow):
             return reply
 
         self._check_room(max(map(len, talks)))
-        replies = await asyncio.gather(*map(speak, range(len(talks))))
+        replies = await together(map(speak, range(len(talks))))
         for _ in range(self.rounds - 1):
             heard = [
                 self.form.following(self._others(n, replies), reply.output_tokens) for n, reply in enumerate(replies)
@@ -79,8 +78,8 @@ class DebateWorkflow(RolloutWorkflow):
                 break  # all agents have had as many rounds
             for talk, added in zip(talks, heard, strict=True):
                 talk.add(added)
-            replies = await asyncio.gather(*map(speak, range(len(talks))))
-        rewards = await asyncio.gather(*(self.reward(reply, data) for reply in replies))
+            replies = await together(map(speak, range(len(talks))))
+        rewards = await together(self.reward(reply, data) for reply in replies)
         if self.shared_reward:
             rewards = [sum(rewards) / len(rewards)] * len(rewards)
         return [talk.trajectory(rewards[number], agent=number, sample=sample) for number, talk in enumerate(talks)]

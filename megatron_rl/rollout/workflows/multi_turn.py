@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.import_path import check_call
 from megatron_rl.rollout.environments import Environment, ToolUse
+from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.tools import Tool
 from megatron_rl.rollout.workflows.conversation import Conversation, form_of
 from megatron_rl.rollout.workflows.rlvr import sample_key
@@ -66,9 +68,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         rid = uuid.uuid4().hex
-        samples = range(self.gconfig.n_samples)
-        return list(
-            await asyncio.gather(*(self._play(engine, data, f"{rid}-{n}", sample_key(data, n)) for n in samples))
+        return await samples(
+            partial(self._play, engine, data, f"{rid}-{n}", sample_key(data, n)) for n in range(self.gconfig.n_samples)
         )
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:

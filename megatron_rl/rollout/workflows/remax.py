@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.workflows.rlvr import RLVRWorkflow
 from megatron_rl.rollout.workflows.scoring import RewardFn
 from megatron_rl.types import LLMRequest, Trajectory
@@ -39,12 +40,10 @@ class ReMaxWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
         greedy = LLMRequest(rid=requests[0].rid, input_ids=requests[0].input_ids, gconfig=self.gconfig.new(greedy=True))
-        replies = await asyncio.gather(*map(engine.agenerate, [*requests, greedy]))
-        rewards = await asyncio.gather(*(self.reward(reply, data) for reply in replies))
-        baseline = {"greedy_reward": rewards[-1], "greedy_tokens": replies[-1].output_len}
-        trajectories = [
-            Trajectory.from_reply(reply, reward, **baseline) for reply, reward in zip(replies, rewards, strict=True)
-        ]
+        pairs = await samples(partial(self.scored_reply, engine, request, data) for request in [*requests, greedy])
+        greedy_reply, greedy_reward = pairs[-1]
+        baseline = {"greedy_reward": greedy_reward, "greedy_tokens": greedy_reply.output_len}
+        trajectories = [Trajectory.from_reply(reply, reward, **baseline) for reply, reward in pairs]
         *sampled, greedy_one = trajectories
         if not self.keep_greedy:
             return sampled

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.workflows.scoring import RewardCall, RewardFn, prompt_ids
-from megatron_rl.types import LLMRequest, Trajectory
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,10 +33,14 @@ class RLVRWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        requests = self.sample_requests(data)
-        replies = await asyncio.gather(*map(engine.agenerate, requests))
-        rewards = await asyncio.gather(*(self.reward(reply, data) for reply in replies))
-        return [Trajectory.from_reply(reply, reward) for reply, reward in zip(replies, rewards, strict=True)]
+        pairs = await samples(partial(self.scored_reply, engine, r, data) for r in self.sample_requests(data))
+        return [Trajectory.from_reply(reply, reward) for reply, reward in pairs]
+
+    async def scored_reply(
+        self, engine: InferenceEngine, request: LLMRequest, data: dict[str, Any]
+    ) -> tuple[LLMResponse, float]:
+        reply = await engine.agenerate(request)
+        return reply, await self.reward(reply, data)
 
     def sample_requests(self, data: dict[str, Any]) -> list[LLMRequest]:
         """Return one request per sample, all of one rid: they share the prompt, so one server should have them."""

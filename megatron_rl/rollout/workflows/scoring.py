@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.import_path import resolve
+from megatron_rl.rollout.attempts import call_here
 from megatron_rl.rollout.rewards.faults import as_reward
 from megatron_rl.rollout.rewards.recipe import Recipe
 from megatron_rl.rollout.rewards.service import RewardFailed, RewardTimeout
@@ -96,10 +97,11 @@ class RewardCall:
             completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
         arguments = {"prompt": prompt, "completions": completion, **others}
         arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": reply.output_tokens}
-        if isinstance(self.function, Recipe):
-            value: Any = await self._served(self.function, arguments)
-        else:
-            value = await self._in_a_thread(arguments)
+        with call_here():
+            if isinstance(self.function, Recipe):
+                value: Any = await self._served(self.function, arguments)
+            else:
+                value = await self._in_a_thread(arguments)
         try:
             return as_reward(value)
         except ValueError as error:

@@ -1,0 +1,182 @@
+"""The engine as one attempt at an episode sees it.
+
+Nothing that an attempt asked for outlives it: calls that are under way when it ends are cancelled, and later ones are
+refused. What it was answered is kept for the episode's next attempt, which so has generated anew only what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.types import LLMRequest, LLMResponse
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from megatron_rl.api import InferenceEngine
+
+ENDING_S = 10.0
+"""Longest that the end of an attempt waits for the calls that it has cancelled."""
+
+_attempt: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
+_asked: ContextVar[Counter[str] | None] = ContextVar("asked", default=None)
+
+
+class RunBroken(RuntimeError):
+    """No episode can go well any more: one that raises this ends the run with these words."""
+
+
+class AttemptOver(RuntimeError):
+    """A task that a workflow left behind asked for something after its attempt had ended."""
+
+
+class KeptReplies:
+    """What one episode was answered, whole or in part, until it has its group."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, LLMResponse] = {}
+        self.since = 0
+        """Policy version when the first of them was asked for."""
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
+        """Return the reply of that name as far as it has come; an unfinished one has the stop reason `abort`.
+
+        What `req.begun` brings is taken where there is none yet. One with a token older than `oldest_allowed` begins
+        anew.
+        """
+        if not self._replies:
+            self.since = version
+        reply = self._replies.get(name, req.begun)
+        if reply is None or min(reply.output_versions, default=version) < oldest_allowed:
+            reply = LLMResponse.nothing(req.input_ids)
+        elif reply.stop_reason == "abort":  # whatever still adds to this one, it is another's
+            names = ("input_tokens", "output_tokens", "output_logprobs", "output_versions")
+            reply = dataclasses.replace(reply, **{name: list(getattr(reply, name)) for name in names})
+            if reply.output_len >= req.gconfig.max_new_tokens:  # it was ended in the last moment
+                reply.stop_reason = "length"
+        self._replies[name] = reply
+        return reply
+
+    def keep(self, name: str, reply: LLMResponse) -> None:
+        self._replies[name] = reply
+
+    def clear(self) -> None:
+        self._replies.clear()
+
+
+class Attempt:
+    """Has an engine's other methods, too. `async with` is the attempt."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        kept: KeptReplies,
+        *,
+        tries: int = 1,
+        before_retry: Callable[[int, BaseException], Awaitable[None]] | None = None,
+        oldest_allowed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """tries: of a sample, each after the first behind `before_retry(number of failures, the last one)`.
+        oldest_allowed: version of a kept reply's oldest token."""
+        self._engine, self._kept, self._oldest_allowed = engine, kept, oldest_allowed
+        self.tries, self.before_retry = tries, before_retry
+        self.is_lost = False
+        """A sample has failed in all its tries: another attempt would begin them again."""
+        self._is_over = False
+        self._asked: Counter[str] = Counter()
+        self._calls: dict[object, tuple[asyncio.Task[Any], asyncio.AbstractEventLoop]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def __aenter__(self) -> Attempt:
+        _attempt.set(self)  # in the attempt's own task, and those that it starts
+        _asked.set(Counter())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel what is under way, and see it ended."""
+        self._is_over = True
+        here, cancelled = asyncio.get_running_loop(), []
+        for task, loop in list(self._calls.values()):
+            if loop is here:
+                task.cancel()
+                cancelled.append(task)
+            elif not loop.is_closed():  # a workflow's own, of another thread
+                loop.call_soon_threadsafe(task.cancel)
+        if cancelled:
+            await asyncio.wait(cancelled, timeout=ENDING_S)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """What the current task does here ends with the attempt."""
+        if self._is_over:
+            raise AttemptOver(
+                "the attempt at the episode that this call belongs to has ended, by another task's error or the "
+                "workflow's return; await in arun_episode all that it asks for."
+            )
+        task, key = asyncio.current_task(), object()
+        assert task is not None
+        self._calls[key] = task, asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            del self._calls[key]
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Return a reply that this episode has already, or generate what is missing of it."""
+        name, version = numbered(request_name(req), self._asked), self._engine.get_version()
+        with self.call():
+            reply = self._kept.begin(name, req, version=version, oldest_allowed=self._oldest_allowed())
+            if reply.stop_reason == "abort":
+                reply = await self._engine.agenerate(dataclasses.replace(req, begun=reply))
+                self._kept.keep(name, reply)
+            return reply
+
+
+def call_here() -> AbstractContextManager[None]:
+    """What is done in it ends with the attempt that this code runs in, if it does in one."""
+    attempt = _attempt.get()
+    return nullcontext() if attempt is None else attempt.call()
+
+
+def attempt_here() -> Attempt | None:
+    """Return the attempt that this code runs in."""
+    return _attempt.get()
+
+
+def ask_anew() -> None:
+    """Requests of this task, and of those that it starts, are numbered from the first on: it does something again."""
+    _asked.set(Counter())
+
+
+def numbered(name: str, otherwise: Counter[str], who: str = "") -> str:
+    """Tell requests of one name apart by how many came before in this attempt, or this try of a sample.
+
+    who: asks, of several that number the same requests. otherwise: counts those that come from outside, as of a
+    thread of the workflow's own.
+    """
+    asked = _asked.get()
+    asked, key = otherwise if asked is None else asked, f"{who} {name}"
+    asked[key] += 1
+    return f"{name} {asked[key]}"
+
+
+def request_name(req: LLMRequest) -> str:
+    """Sum up what a reply is sampled from, and which sample of the episode it is for."""
+    options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    digest.update(array("q", req.input_ids).tobytes())
+    return digest.hexdigest()[:32]
