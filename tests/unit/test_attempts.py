@@ -15,7 +15,7 @@ from megatron_rl.rollout.environments import Environment, Turn
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.server_client import RequestRefused
-from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.tally import Tally, metrics_of
 from megatron_rl.rollout.together import together
 from megatron_rl.rollout.workflows import MultiTurnWorkflow, RLVRWorkflow
 from megatron_rl.rollout.workflows.scoring import RewardCall
@@ -91,7 +91,7 @@ def run(workflow, engine, *, prompts=1, events=(), spans=None, **config):
         assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
         return batch
 
-    return simulate(main()), tally.take()
+    return simulate(main()), metrics_of([tally.take()])
 
 
 WORDS = {"messages": [{"role": "user", "content": "12 + 30"}]}
