@@ -107,13 +107,14 @@ def countdown_reward(
 ) -> float:
     """1 if the last <answer> is arithmetic over exactly the given numbers that makes the target; else 0.
 
-    The text is read as a tree of numbers and operators, and never run.
+    It may end in `= target`, and in nothing else. The text is read as a tree of numbers and operators, and never run.
     """
     found = find_tagged(completions)
     if found is None:
         return 0.0
-    value, used = value_and_numbers(found.strip().partition("=")[0].strip())
-    return float(value == target and used == Counter(numbers))
+    left, equals, right = (part.strip() for part in found.partition("="))
+    value, used = value_and_numbers(left)
+    return float(value == target and used == Counter(numbers) and right == (str(target) if equals else ""))
 
 
 def code(source: str, split: str = "", count: int | None = None, most_tests: int = 16) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+BEGIN, END = "<tool_call>", "</tool_call>"
 LONGEST_CALL = 20_000
 """Characters."""
 
@@ -57,8 +57,13 @@ class ToolCall:
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text without its calls, and them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    calls = [parse_call(found) for found in CALL.findall(text)]
-    return (CALL.sub("", text).strip() if calls else text), calls
+    calls, kept, place = [], [], 0
+    # Not by a regular expression: it would look for an end behind each of many beginnings.
+    while (begin := text.find(BEGIN, place)) >= 0 and (end := text.find(END, begin + len(BEGIN))) >= 0:
+        calls.append(parse_call(text[begin + len(BEGIN) : end]))
+        kept.append(text[place:begin])
+        place = end + len(END)
+    return ("".join([*kept, text[place:]]).strip() if calls else text), calls
 
 
 def parse_call(text: str) -> ToolCall:

@@ -99,7 +99,7 @@ def test_countdown_takes_any_solution_over_the_given_numbers(answer, reward):
 @pytest.mark.parametrize("answer", ["3_4 + 6", "4 * 10 # 3 6", "4 * 6 + 16 # 3"])
 def test_countdown_counts_the_numbers_that_are_computed(answer):
     assert right({"numbers": [6, 3, 4], "target": 40}, f"<answer>{answer}</answer>") == 0.0
-    assert right({"numbers": [3, 4], "target": 7}, "<answer>3 + 4 # and 5</answer>") == 1.0
+    assert right({"numbers": [3, 4], "target": 7}, "<answer>3 + 4 # and 5</answer>") == 0.0
     assert right({"numbers": [3, 4, 5], "target": 7}, "<answer>3 + 4 # and 5</answer>") == 0.0
 
 

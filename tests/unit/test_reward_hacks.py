@@ -8,7 +8,8 @@ import time
 import pytest
 
 from megatron_rl.rollout.recipes import code as code_rows
-from megatron_rl.rollout.rewards import code
+from megatron_rl.rollout.recipes import countdown_reward
+from megatron_rl.rollout.rewards import code, last_number, mathematics, procedural
 from megatron_rl.rollout.rewards.locked import MOST_THREADS, run_program
 from megatron_rl.rollout.rewards.trial import names_of_program
 
@@ -77,7 +78,7 @@ def test_an_assertion_is_not_fooled(program):
         "assert f(2) == 40",
         "try:\n    right = abs(f(2) - 40) < 1e-6\nexcept TypeError:\n    right = False\nassert right and f(2) in {40}",
     ):
-        assert score(code.assertions, f"```python\n{program}\n```", tests=[test], time_s=1.0) == 0.0
+        assert score(code.assertions, f"```python\n{program}\n```", tests=[test], time_s=0.7) == 0.0
 
 
 def test_what_a_test_catches_is_not_the_programs_end():
@@ -181,3 +182,190 @@ def test_no_listener_of_a_program_is_left():
         score(code.assertions, "def f(): return 1", tests=["assert f() == 1", "assert f() == 2"], partial=True) == 0.5
     )
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- answers
+
+NOT_FOUR = [
+    *(r"\neq 4", r"\ne 4", "≠ 4", "!= 4", r"\approx 4", "≈ 4", r"\geq 4", "> 4", "4 < 5", r"x \to 4", r"x \ne 4", "~4"),
+    *(
+        "5=4",
+        "4=5",
+        "x=4=5",
+        "x=5=4",
+        "4=4=5",
+        r"x \in \{4\}",
+        r"4 \equiv 0",
+        r"4\%",
+        "4 %",
+        "400",
+        r"4 \text{ percent}",
+    ),
+    *(
+        r"\int_0^4 1 dx",
+        r"\int 4",
+        r"\sum_{i=1}^4 1",
+        r"\prod 4",
+        r"\lim_{x\to 4} x",
+        r"\frac{d}{dx} 4x",
+        "f(4)",
+        "4x",
+        "4 x",
+    ),
+    *(
+        "4 or 5",
+        r"4 \text{ or } 5",
+        "4, 5",
+        "4;5",
+        "4|5",
+        "4/5",
+        r"\{4,5\}",
+        r"\{1..9\}",
+        "[0,10]",
+        "[4,4]",
+        r"\{4\}",
+        "(4,4)",
+    ),
+    *(
+        r"\pm 4",
+        r"4 \lor 5",
+        r"4 \cup 5",
+        r"4\ldots",
+        "4...5",
+        r"4\ 5",
+        "4 5",
+        r"\text{4 or 5}",
+        r"\text{not } 4",
+        "not 4",
+    ),
+    *(r"4\text{ is wrong}", r"4 \text{ million}", r"4 \text{ to } 5", r"\phantom{5}4", r"\cancel{4}", r"5 \boxed{4}"),
+    *(r"\overline{4}", "4!", "-4", "4.0001", "4000", "4e5", "٤", "IV", "1+" * 2000 + "0", "four", "", "4?", "4=x+y"),
+]
+FOUR = [
+    *(
+        "4",
+        "4.0",
+        "04",
+        " 4 ",
+        "4.",
+        "$4$",
+        "x=4",
+        "x = 4",
+        r"x_1 = 4",
+        r"\text{4}",
+        r"4\text{ cm}",
+        r"4 \text{ apples}",
+    ),
+    *(
+        "4 cm",
+        r"4^\circ",
+        r"\$4",
+        r"\frac{8}{2}",
+        r"\dfrac{16}{4}",
+        r"\sqrt{16}",
+        "2^2",
+        "2+2",
+        r"\boxed{4}",
+        "+4",
+        "2+2=4",
+    ),
+]
+
+
+@pytest.mark.parametrize("answer", NOT_FOUR, ids=lambda answer: answer[:20])
+def test_what_is_not_equal_to_four_is_not_four(answer):
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+    assert score(mathematics.math_answer, f"\\boxed{{4}}, no: \\boxed{{{answer}}}", answer="4") == 0.0
+
+
+@pytest.mark.parametrize("answer", FOUR)
+def test_what_is_equal_to_four_is(answer):
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+    assert score(mathematics.math_answer, f"\\boxed{{5}}, no: \\boxed{{{answer}}}.", answer="4") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "answer", "reward"),
+    [
+        ("0.04", r"4\%", 1.0),
+        (r"25\%", r"25\%", 1.0),
+        (r"25\%", "0.25", 1.0),
+        ("x>4", "4<x", 1.0),
+        ("x>4", r"x \ge 4", 0.0),
+        (r"x \leq 4", r"4 \geq x", 1.0),
+        (r"(4,\infty)", r"[4,\infty)", 0.0),
+        ("1,2", r"x=1 \text{ or } x=2", 1.0),
+        ("1,2", "1,2,3", 0.0),
+        ("y=2x+1", "y = 1+2x", 1.0),
+        (r"\text{Paris}", "Paris", 1.0),
+        ("A", r"\text{(A)}", 1.0),
+        ("1,234", "1234", 1.0),
+        (r"\frac{\pi}{2}", r"0.5\pi", 1.0),
+        ("x+1", r"\int 1 dx + 1", 0.0),
+    ],
+)
+def test_an_answer_may_have_what_the_right_one_has(right, answer, reward):
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+    assert score(mathematics.math_answer, f"\\boxed{{{answer}}}", answer=right) == reward
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["5=4", r"$\neq 4$", "the answer is not 4", "it is 4%", "5 or 4", "4 or 5", "$5$ or $4$", "less than 4", "-4"],
+)
+def test_plain_text_that_denies_its_answer_has_none(reply):
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+    assert score(mathematics.math_answer, reply, answer="4") == 0.0
+
+
+def test_plain_text_may_have_an_answer():
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+    for right in ("4", "so 2+2=4", "$x=4$", "The answer is **4**.", "#### 4", "The final answer is $4$. I hope so."):
+        assert score(mathematics.math_answer, right, answer="4") == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("4*6/1=999", "4*6/1=24=24", "4*6/1=", "4*6/1==24", "4*6/1 # 24", "4*6/1 or 24", "24", "4*6/1\n1", "4*6/True"),
+        *(
+            "4*6/1=24.0",
+            "4*6/1,",
+            "[4*6/1]",
+            "4*6//1",
+            "4*6/1if 1 else 0",
+            "0x4*6/1",
+            "4*6/1j",
+            "４*6/1",
+            "4*6/1=twenty",
+        ),
+        *("4*6/1 != 24", "4*6/1;24", "lambda: 4*6/1", "4_0*6/1", "6*4*1*1", "6*4", "(4*6/1", "4*6/1)", "24=4*6/1"),
+    ],
+)
+def test_countdown_takes_its_exact_grammar_alone(answer):
+    data = {"numbers": [4, 6, 1], "target": 24}
+    assert score(countdown_reward, f"<answer>{answer}</answer>", **data) == 0.0
+    if "=" not in answer and answer != "6*4":  # which here may leave a number out
+        assert score(procedural.countdown, answer, metadata=data) == 0.0
+    for right in ("4*6/1", " 4 * 6 / 1 = 24 ", "6*(4/1)", "6 *\t4*1"):
+        assert score(countdown_reward, f"<answer>{right}</answer>", **data) == 1.0
+
+
+@pytest.mark.parametrize(
+    "reply", [r"\neq 4", "≠ 4", "!= 4", "3/4", r"\frac{3}{4}", "2^4", "2^{4}", "1e4", "1e-4", "x / 5 / 4"]
+)
+def test_a_part_of_another_value_is_no_last_number(reply):
+    assert score(last_number, f"it is {reply}", answer="4") == 0.0
+    for right in (
+        "8/2 = 4",
+        "it is 4",
+        "<answer>4</answer>",
+        r"\boxed{4}",
+        "**4**",
+        "-> 4",
+        "#### 4",
+        "x-4",
+        "4%",
+        "= $4",
+    ):
+        assert score(last_number, right, answer="4") == 1.0

@@ -16,8 +16,11 @@ from decimal import Decimal
 from typing import Any
 
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u2260|!=|\\neq?)\s*\$?)[-+\u2212]?\s*$")
+"""Before a number: what makes it a divisor, an exponent or what is denied."""
 BEGIN, END = "<answer>", "</answer>"
 BOXED = "\\boxed{"
+BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
@@ -32,13 +35,16 @@ def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion
 
 
 def last_number(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0."""
+    """1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
+
+    A reply whose last number is part of another value has none: the 4 of 3/4, 2^4, 1e4, \\frac{3}{4} or \\neq 4.
+    """
     wanted = find_last_number(gold(data))
     if wanted is None:
         raise ValueError(
             f"answer = {data['answer']!r}: holds no number; last_number needs one in every prompt's answer."
         )
-    return float(find_last_number(completions) == wanted)
+    return float(find_last_number(completions, whole=True) == wanted)
 
 
 def tagged_answer(
@@ -93,17 +99,19 @@ def find_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str:
-    """Return what stands in the last \\boxed{...}, brackets within it included; empty where there is none."""
-    _, found, rest = text.rpartition(BOXED)
-    depth = 1
-    for place, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return rest[:place] if found else ""
-    return ""
+    """Return what stands in the \\boxed{...} that ends last, brackets within it included; empty where none ends."""
+    begins: list[int] = []  # of the brackets that are open, -1 for one that is no box's
+    last = (0, 0)
+    for mark in BRACKET.finditer(text):
+        if mark[0] != "}":
+            begins.append(mark.end() if len(mark[0]) > 1 else -1)
+        elif begins and (begin := begins.pop()) >= 0:
+            last = (begin, mark.start())
+    return text[slice(*last)]
 
 
-def find_last_number(text: str) -> Decimal | None:
+def find_last_number(text: str, *, whole: bool = False) -> Decimal | None:
+    """Return the last number of a text; with `whole` none where it is a part of another value."""
     last = deque(NUMBER.finditer(text), maxlen=1)
     if not last:
         return None
@@ -111,5 +119,7 @@ def find_last_number(text: str) -> Decimal | None:
     value = Decimal(last[0].group().replace(",", ""))
     # A dash is a sign unless it follows an operand: `5 - 3` and `x-3` end in 3, but `is -3` in -3.
     before = text[max(0, start - 8) : start]
+    if whole and PART.search(text[max(0, start - 16) : start]):
+        return None
     is_negative = before.endswith(("-", "\u2212")) and not re.search(r"(?:[0-9)]\s*|[A-Za-z_])[-\u2212]$", before)
     return -value if is_negative else value

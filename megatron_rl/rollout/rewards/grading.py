@@ -18,7 +18,7 @@ QUESTION = (
 PLACE = re.compile(r"\{(question|reply|answer|best)\}")
 GRADE = re.compile(r"<score>\s*([0-9]{1,4}(?:\.[0-9]{1,4})?)\s*</score>")
 TAG = re.compile(
-    r"<(?=\s*/?\s*score|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))", re.IGNORECASE
+    r"<(?=\s*(?:/\s*)?score|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))", re.IGNORECASE
 )
 """Of a grade, or spelt like the control tokens of chat templates, which would end the message that shows the reply."""
 

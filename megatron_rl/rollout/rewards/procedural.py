@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -15,6 +16,7 @@ from megatron_rl.rollout.rewards.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 LONGEST_EXPRESSION = 200
+EXPRESSION = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -83,11 +85,12 @@ def countdown(
 def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[int]]:
     """Return an expression's value and the numbers in it; None for text that is no such expression.
 
-    They are counted in the tree: in the text a comment has numbers too, and 1_2 has a 1 and a 2.
+    They are counted in the tree, as there are no other signs: in a text comments have numbers too, and 1_2 has two.
     """
     used: Counter[int] = Counter()
+    is_expression = len(text) <= LONGEST_EXPRESSION and EXPRESSION.fullmatch(text) is not None
     try:
-        value = computed(ast.parse(text, mode="eval").body, used) if len(text) <= LONGEST_EXPRESSION else None
+        value = computed(ast.parse(text, mode="eval").body, used) if is_expression else None
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         value = None
     return value, used
