@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
+    parser.add_argument("--version", action="version", version=f"megatron-rl {version('megatron_rl')}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
@@ -26,9 +28,11 @@ def main(argv: list[str] | None = None) -> None:
     plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
     plan.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
-    plan.add_argument("--nodes", type=_at_least_1, default=1)
-    plan.add_argument("--gpus-per-node", type=_at_least_1, default=8)
-    plan.add_argument("--device", choices=["a100", "h100", "h200", "b200"], default="h100")
+    plan.add_argument("--nodes", type=_at_least_1, default=1, help="of the cluster (default 1)")
+    plan.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
+    plan.add_argument(
+        "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="what the GPUs are (default h100)"
+    )
     plan.add_argument("--json", action="store_true", help="for machines")
     evaluated = commands.add_parser(
         "eval", help="how well a model, or a run's newest weights, answers held-out prompts"

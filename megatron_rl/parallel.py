@@ -80,6 +80,12 @@ class ParallelGroups:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control)
         return bool(votes[0])
 
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers. All ranks call it."""
+        numbers = torch.tensor([number])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.control)
+        return int(numbers[0])
+
     def activate(self) -> None:
         """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""
         from megatron.core import parallel_state

@@ -34,7 +34,9 @@ class RunConfig:
     """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
     and the run ends: with a checkpoint where only rollouts are waited for."""
     threads_per_rank: int = 0
-    """CPU threads of one trainer rank; 0 shares the cores evenly among the ranks of this host."""
+    """CPU threads of one trainer rank, and of an embedded server; 0 takes the cores that are free when the run starts
+    (of those that the process may use, within its container's quota), shared evenly among the ranks of this host. Other
+    numbers of threads may sum in another order: give one where two runs must agree to the last bit."""
     offload: bool = False
     """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
 

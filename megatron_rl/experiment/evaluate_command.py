@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.experiment.evaluation import SetScores, score_sets
 from megatron_rl.launch import file_lock
+from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout.configured import make_workflow, serve_rewards
 from megatron_rl.rollout.curriculum import digest_of
@@ -86,7 +87,7 @@ def start_servers(config: TrainConfig, folder: Path, engine: RemoteSGLangEngine)
         folder / "eval_servers",
         dtype=config.model.dtype,
         context_length=read_architecture(config.model.path).max_positions,
-        threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
+        threads_per_server=config.run.threads_per_rank or free_cores(),
         on_death=engine.fail,
     )
     supervisor.start()

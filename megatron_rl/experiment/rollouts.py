@@ -5,7 +5,6 @@ trainer.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.experiment.hand_over import leave_weights
 from megatron_rl.launch import watch
+from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout.process import Beginning, RolloutProcess
@@ -95,7 +95,7 @@ class Rollouts:
             dtype=config.model.dtype,
             context_length=read_architecture(config.model.path).max_positions,
             dummy_weights=True,  # version 0 is published before the first request
-            threads_per_server=config.run.threads_per_rank or (os.cpu_count() or 1),
+            threads_per_server=config.run.threads_per_rank or free_cores(),
             devices=devices_by_server(config.rollout),
             on_death=self._on_death,
         )

@@ -25,6 +25,7 @@ from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.experiment.hang import HangWatch
 from megatron_rl.launch import file_lock, watch
+from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.notice import StopNotice
 from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.telemetry.report import write_report
@@ -87,10 +88,11 @@ class Run(ABC):
         """Join the run's process group."""
         options = self.config.run
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(options.threads_per_rank or max(1, (os.cpu_count() or 1) // local_ranks))
+        threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
         torch.manual_seed(options.seed)
         self.at_end.callback(parallel.stop)
         self.groups = parallel.start(self.config.parallel, seed=options.seed)
+        torch.set_num_threads(self.groups.least(threads))  # replicas that sum in another order would drift apart
 
     def _open(
         self,

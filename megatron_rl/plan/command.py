@@ -18,14 +18,16 @@ from megatron_rl.weights.architecture import read_architecture
 def plan_text(
     path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, device: str, as_json: bool = False
 ) -> str:
-    """Return the plan of an experiment as a text or as JSON.
+    """Return the plan of an experiment as a text or as JSON. It chooses the number of servers unless an override does.
 
     ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
     """
     config = load_config(path, overrides)
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are planned; leave it out.")
-    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device])
+    is_given = any(word.startswith("rollout.server_count=") for word in overrides)
+    servers = config.rollout.server_count if is_given else 0
+    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device], servers=servers)
     tokens = measure_prompts(config)
     plan = best_plan(config, tokens, cluster)
     if not plan.fits:

@@ -35,6 +35,8 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     device: Device
+    servers: int = 0
+    """How many there are to be, which is not changed; 0 lets the plan choose."""
 
     @property
     def gpus(self) -> int:
@@ -135,10 +137,12 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
     if not counts:
         config.check_world_size(gpus)
         counts = [gpus]
+    if not external and cluster.servers:
+        counts = _with_room(counts, cluster, each, shares_gpus=shares_gpus)
     found = 0
     refused: ValueError | None = None
     for count in counts[:: -(-len(counts) // MOST_SPLITS)]:
-        servers = external or (gpus if shares_gpus else gpus - count) // each
+        servers = external or cluster.servers or (gpus if shares_gpus else gpus - count) // each
         parallel = config.parallel
         try:
             batch = plan_batch(config, tokens, count // (parallel.tensor * parallel.pipeline * parallel.context))
@@ -163,6 +167,18 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
         )
     if not found and refused is not None:
         raise refused
+
+
+def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
+    """Return the numbers of trainer GPUs that leave room for the servers that there are to be."""
+    room = {count: (cluster.gpus if shares_gpus else cluster.gpus - count) // each for count in counts}
+    fitting = [count for count in counts if room[count] >= cluster.servers]
+    if not fitting:
+        raise ValueError(
+            f"rollout.server_count = {cluster.servers}: of {cluster.gpus} GPUs the trainer leaves room for "
+            f"{max(room.values())} servers of {each} at most; lower it, or leave it out, and the plan chooses."
+        )
+    return fitting
 
 
 def _ranks(model: Model) -> int:

@@ -23,13 +23,22 @@ def parser() -> argparse.ArgumentParser:
         description="Serve rollouts with SGLang, restart it where it dies; further arguments are SGLang's.",
     )
     parser.add_argument("model", type=Path, help="folder in Hugging Face format")
-    parser.add_argument("--backend", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--backend", choices=("sglang", "embedded"), default="sglang", help="what serves (default sglang)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, which the trainer reaches")
     parser.add_argument("--dtype", default="bfloat16", help="the trainer's model.dtype")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: weights come later")
-    parser.add_argument("--log-folder", type=Path, default=Path("."))
-    parser.add_argument("--restarts", type=int, default=RolloutConfig.server_restarts)
-    parser.add_argument("--start-timeout-s", type=float, default=RolloutConfig.start_timeout_s)
+    parser.add_argument("--log-folder", type=Path, default=Path("."), help="where the server's log goes (default .)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RolloutConfig.server_restarts,
+        help="of a server that ends, until it is given up",
+    )
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=RolloutConfig.start_timeout_s, help="longest that a start may take"
+    )
     parser.add_argument(
         "--health-timeout-s",
         type=float,

@@ -519,3 +519,13 @@ def test_missing_tokenizer_is_named(tmp_path):
 def test_training_on_data_is_not_planned(config, setting):
     with pytest.raises(SystemExit, match=f"plan: {setting}: only RL runs are planned"):
         main(["plan", str(ROOT / "configs" / f"{config}.yaml")])
+
+
+def test_a_server_count_on_the_command_line_is_never_changed(count_words, capsys):
+    words = [*count_words, "--nodes=2", "batch.prompts_per_step=16", "--json"]
+    main([*words, "rollout.server_count=3"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["servers"]["count"] == 3 and "rollout.server_count=3" in plan["command"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "rollout.server_count=16"])
+    assert "rollout.server_count = 16: of 16 GPUs the trainer leaves room for 15 servers of 1" in str(ended.value)
