@@ -29,7 +29,10 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that stay."""
     grace_s: float = 60.0
-    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends."""
+    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends.
+
+    Ctrl-C is such a notice for every run, without an end to its time: the second one ends the run at once.
+    """
     phase_timeout_s: float = 3600.0
     """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
     and the run ends: with a checkpoint where only rollouts are waited for."""

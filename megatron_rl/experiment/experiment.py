@@ -35,6 +35,7 @@ from megatron_rl.experiment.run import Run
 from megatron_rl.experiment.shared_devices import SharedDevices
 from megatron_rl.experiment.step_traces import StepTraces
 from megatron_rl.experiment.warm_start import WarmStart
+from megatron_rl.launch.signs_of_life import Look
 from megatron_rl.recovery import RolloutBooks
 from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.tally import metrics_of
@@ -93,6 +94,9 @@ class Experiment(Run):
         self.books = RolloutBooks(config, self.prompts, self.groups, self.resumed)
         self.rollouts.start()
         self._start_engines()
+
+    def _looks(self) -> list[Look]:
+        return [*super()._looks(), self.rollouts.silent]
 
     def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self.engine is not None and self.engine.publisher is not None and error_type is None:

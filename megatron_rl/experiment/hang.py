@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import threading
@@ -36,6 +37,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.launch import watch
+from megatron_rl.launch.signs_of_life import Silence, where
 
 LOOK_S = 0.5
 """How often a rank looks at its own phase and at the others' alarm."""
@@ -43,6 +45,8 @@ REPORT_PATIENCE_S = 10.0
 """How long rank 0 waits for the others' reports; who has none by then answers no more."""
 LAST_RESORT_S = 60.0
 """After the limit, the stacks are written by a timer that needs no interpreter, and the process ends without rank 0."""
+BEAT_S = 2.0
+"""How often a rank tells the store that it is alive."""
 EVENTS_KEPT = 30
 ALARM, VERDICT = "alarm", "verdict"
 
@@ -99,6 +103,10 @@ class HangWatch:
         # Added to: a run that is resumed keeps what was found before.
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
+        self.looked_at = time.monotonic()
+        """When this rank last heard of the store, which rank 0 has."""
+        self._beats: dict[int, tuple[str, float]] = {}
+        """On rank 0, of each rank: the last beat, and when it came."""
         self._thread = watch.start_thread(self._watch, name="hang-watch")
 
     def enter(self, phase: str) -> None:
@@ -118,21 +126,53 @@ class HangWatch:
                 os.unlink(self._stacks.name)
         self._stacks.close()
 
+    def silent(self) -> Silence:
+        """Which ranks have told nothing, for how long: rank 0 knows of all others, and they of rank 0. Any thread.
+
+        And whether this one's main thread lingers between two phases, which have limits of their own.
+        """
+        now, found = time.monotonic(), {}
+        for rank, (beat, heard_at) in list(self._beats.items()):
+            if rank != self.rank:
+                found[f"rank {rank} ({beat.partition(' ')[2]})"] = now - heard_at, ""
+        other = "rank 0, or the way to it," if self.rank else "the thread that hears of the ranks"
+        found[other] = now - self.looked_at, f" It is waited for {where(self._thread)}."
+        if self._entered > 0 and not self._phase:
+            at = where(threading.main_thread())
+            found[f"rank {self.rank}, between two phases,"] = now - self._since, f" It is {at}."
+        return found
+
     # -- the watching thread
 
     def _watch(self) -> None:
+        beat_at = 0.0
         while not self._closed.wait(LOOK_S):
             try:
+                if time.monotonic() - beat_at > BEAT_S:
+                    beat_at = time.monotonic()
+                    self._beat()
+                self.looked_at = time.monotonic()
                 is_alarm = self._store.check([ALARM])
                 # Before its first phase a run starts servers and loads models, which has other limits.
                 if not is_alarm and self._entered > 0 and time.monotonic() - self._since > self.limit_s:
                     self._store.set(ALARM, str(self.rank))
                     is_alarm = True
             except RuntimeError:  # rank 0, which holds the store, is gone: the launcher ends the others
+                self.looked_at = math.inf
                 return
             if is_alarm:
+                self.looked_at = math.inf  # all is said that there is to say
                 self._tell_all()
                 return
+
+    def _beat(self) -> None:
+        self._store.set(f"beat {self.rank}", f"{time.monotonic()} {socket.gethostname()}, pid {os.getpid()}")
+        keys = [f"beat {rank}" for rank in range(self.world_size)]
+        if self.rank == 0 and self._store.check(keys):
+            now = time.monotonic()
+            for rank, told in enumerate(self._store.multi_get(keys)):
+                if self._beats.get(rank, ("", 0.0))[0] != (beat := told.decode()):
+                    self._beats[rank] = beat, now
 
     def _tell_all(self) -> None:
         report = RankReport(

@@ -21,6 +21,7 @@ from megatron_rl.launch import watch
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.registry import wait_for_servers
 from megatron_rl.launch.run_token import servers_of
+from megatron_rl.launch.signs_of_life import Silence
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.rollout.tally import Counts
 from megatron_rl.serving.supervisor import Supervisor
@@ -144,6 +145,11 @@ class Rollouts:
             row, name, *_ = publisher.last.parts[-1]
             publication = f"the publication of version {publisher.last.version} (ended last: {row}, {name}); "
         return publication + self.process.standstill()
+
+    def silent(self) -> Silence:
+        """Who of this rank's rollout process and servers has not been heard of, for how long. From any thread."""
+        parts = [part for part in (self.process, self.supervisor) if part is not None]
+        return {who: silence for part in parts for who, silence in part.silent().items()}
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from megatron_rl.experiment.hang import HangWatch
 from megatron_rl.launch import file_lock, watch
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.notice import StopNotice
+from megatron_rl.launch.signs_of_life import Look, SignsOfLife, StoppedProcesses
 from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
@@ -66,12 +67,19 @@ class Run(ABC):
     def _state(self) -> dict[str, Any]:
         """What else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
 
+    def _looks(self) -> list[Look]:
+        """What says who of the run is silent; what a kind of run has beside the ranks comes on top."""
+        return [self.hang_watch.silent]
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as at_end:  # stops what has been started where something else cannot be
             self.at_end = at_end
             self._start()
+            signs = SignsOfLife([StoppedProcesses(names_parent=self.groups.is_main), *self._looks()])
+            at_end.callback(signs.close)
+            signs.start()
             if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
                 self.notice.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
             self.at_end = at_end.pop_all()
@@ -232,7 +240,7 @@ class Run(ABC):
 
     def finish(self) -> None:
         """Wait for the last checkpoint and write the report."""
-        with self._warning_of_checkpoints():
+        with self._warning_of_checkpoints(), self.timers("checkpoint"):
             self.checkpoints.finish(wait=True)
         self._report()
 

@@ -23,6 +23,7 @@ from megatron_rl.config import ParallelConfig, TrainConfig, load_config
 from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.rank import module_of, resume_command
+from megatron_rl.launch.signs_of_life import SignsOfLife, StoppedProcesses
 from megatron_rl.launch.watch import exit_with
 
 
@@ -143,6 +144,7 @@ def run(places: Places, module_and_args: list[str]) -> int:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+    SignsOfLife([StoppedProcesses(descends=False)], say=say).start()
     try:
         failed = _first_failure(processes)
     except KeyboardInterrupt:
@@ -156,6 +158,10 @@ def run(places: Places, module_and_args: list[str]) -> int:
     if places.ranks > 1 or code < 0:
         print(f"megatron_rl: rank {failed} (pid {processes[failed].pid}) {how}; stopped the run.", file=sys.stderr)
     return 1
+
+
+def say(text: str) -> None:
+    print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
 
 
 def _place(rank: int, places: Places, port: int) -> dict[str, str]:

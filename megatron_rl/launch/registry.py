@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_rl.launch import watch
+
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
@@ -44,17 +46,18 @@ class Lease:
         self.folder, self.registration, self.is_well = Path(folder), registration, is_well
         self.path = self.folder / f"{re.sub('[^0-9A-Za-z.]+', '-', registration.url)}.json"
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Lease:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._renew()
-        self._thread.start()
+        self._thread = watch.start_thread(self._keep, name="lease")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self.path.unlink(missing_ok=True)
 
     def _keep(self) -> None:

@@ -17,9 +17,10 @@ import queue
 import socket
 import struct
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -139,7 +140,10 @@ def serve(
 
     The calls named in `at_once` are answered from another thread, whatever this one is at. What a future gives is sent
     from a third one, as that of an evaluation takes long: the thread that finishes it has other things to do.
+
+    The call PULSE is answered at once, with what `answer` says and for how many seconds these threads are at what.
     """
+    busy: dict[str, float] = {}
     futures: dict[int, Future[Any]] = {}
     numbers = iter(range(1 << 62))
     done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
@@ -168,7 +172,8 @@ def serve(
             number, future = done.get()
             futures.pop(number, None)
             error = CancelledError() if future.cancelled() else future.exception()
-            reply(("future", number), None if error else future.result(), error)
+            with noted(busy, "the sending of an answer"):
+                reply(("future", number), None if error else future.result(), error)
             del future  # which holds what it gave
 
     def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -189,7 +194,11 @@ def serve(
         while True:
             try:
                 message = wire.receive()
-                if message[1] in at_once:
+                if message[1] == PULSE:
+                    now = time.monotonic()
+                    at = {what: now - since for what, since in list(busy.items())}
+                    reply(message[0], at | answer(PULSE, (), {}), None)
+                elif message[1] in at_once:
                     attend(*message)
                 else:
                     messages.put(message)
@@ -200,12 +209,23 @@ def serve(
     watch.start_thread(settle, name="answers")
     watch.start_thread(listen, name="calls")
     while isinstance(message := messages.get(), tuple):
-        attend(*message)
+        with noted(busy, f"the call {message[1]!r}"):
+            attend(*message)
     if not isinstance(message, EOFError | OSError):
         raise message
 
 
-CANCEL = "cancel"
+@contextlib.contextmanager
+def noted(busy: dict[str, float], what: str) -> Iterator[None]:
+    """Note when something began, as long as it lasts."""
+    busy[what] = time.monotonic()
+    try:
+        yield
+    finally:
+        del busy[what]
+
+
+CANCEL, PULSE = "cancel", "pulse"
 
 
 class Unsendable(RuntimeError):

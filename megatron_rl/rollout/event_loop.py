@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import uvloop
 from megatron_rl.launch import watch
 
 T = TypeVar("T")
+BEAT_S = 1.0
 LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
 """Threads of a loop's pool; one is started when all others are busy."""
 
@@ -27,13 +29,24 @@ class EventLoopThread:
         threads = min(max(blocking_steps, LEAST_BLOCKING_STEPS), MOST_BLOCKING_STEPS)
         self.loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="blocking-step"))
         self._is_stopping = False
+        self._beat_at = time.monotonic()
         self._thread = watch.start_thread(self._main, name=name)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self._beat()
         self.loop.run_forever()
         if not self._is_stopping:
             raise RuntimeError("something that ran on it has stopped its event loop")
+
+    def _beat(self) -> None:
+        self._beat_at = time.monotonic()
+        self.loop.call_later(BEAT_S, self._beat)
+
+    @property
+    def stands_still_s(self) -> float:
+        """For how long something that runs on it has kept it from all else."""
+        return max(0.0, time.monotonic() - self._beat_at - BEAT_S)
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread

@@ -21,7 +21,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.books import HeadBooks
-from megatron_rl.rollout.channel import Wire, serve
+from megatron_rl.rollout.channel import PULSE, Wire, serve
 from megatron_rl.rollout.configured import make_workflow, serve_rewards
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.process import Beginning
@@ -93,6 +93,10 @@ class RolloutHead:
         self.recipe.service.show_stacks()
         return self._standstill.report()
 
+    def pulse(self) -> dict[str, float]:
+        """What of it stands still, and for how many seconds."""
+        return {"its event loop": self.engine.stands_still_s}
+
     def counts(self) -> Counts:
         """What happened since the last call."""
         counts = self.engine.counts()
@@ -152,8 +156,8 @@ def serve_trainer(end: socket.socket) -> None:
             head = RolloutHead(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
             return None
         if head is None:
-            assert name in ("close", "fail", "standstill"), "begin comes first, and failed"
-            return "the rollout process is about to begin" if name == "standstill" else None
+            assert name in ("close", "fail", "standstill", PULSE), "begin comes first, and failed"
+            return {PULSE: {}, "standstill": "the rollout process is about to begin"}.get(name)
         member = getattr(head if hasattr(RolloutHead, name) else head.engine, name)
         return member(*args, **kwargs) if callable(member) else member
 

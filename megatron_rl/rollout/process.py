@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import WeightReceiver
 from megatron_rl.config import GenerationConfig, TrainConfig
-from megatron_rl.launch import file_lock
+from megatron_rl.launch import file_lock, watch
+from megatron_rl.launch.signs_of_life import Silence, where
 from megatron_rl.rollout.books import Place
-from megatron_rl.rollout.channel import Caller, Wire
+from megatron_rl.rollout.channel import PULSE, Caller, Wire
 from megatron_rl.rollout.tally import Counts
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = Path(__file__).parents[2]
 STOP_S = 10.0
+PULSE_S = 2.0
+"""How often it is asked whether it lives."""
 ANSWER_S = 4.0
 """How long a process that may itself stand still has to say what it does."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
@@ -102,6 +107,9 @@ class RolloutProcess:
             os.close(lock)
         self._begun: Future[None] | None = None
         self._caller = Caller(Wire(ours), on_told=self._hear, on_end=self._find_out)
+        self._pulse: dict[str, float] = {}
+        self._pulse_at, self._closed = time.monotonic(), threading.Event()
+        watch.start_thread(self._feel_pulse, name="rollout-pulse")
 
     def begin(self, beginning: Beginning) -> None:
         """Tell it of its run; does not wait."""
@@ -116,6 +124,7 @@ class RolloutProcess:
     def close(self) -> None:
         """End it in order: what is in flight is cancelled, and the books are closed. May be called twice."""
         self._is_closing = True
+        self._closed.set()
         if self.process.poll() is None:
             try:
                 self._caller.start("close").result(STOP_S)
@@ -168,6 +177,13 @@ class RolloutProcess:
             return f"the rollout process (pid {self.process.pid}), which does not answer"
         except RuntimeError as error:
             return str(error)
+
+    def silent(self) -> Silence:
+        """Whether it answers, and what of it stands still, for how long. From any thread."""
+        who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
+        stacks = f" kill -USR2 {self.process.pid} writes its stacks to run.folder/hang."
+        found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
+        return found | {f"{who}, {what},": (seconds, stacks) for what, seconds in list(self._pulse.items())}
 
     # -- books
 
@@ -225,7 +241,15 @@ class RolloutProcess:
         member = getattr(WeightReceiver, name)
         return self._caller.call(name) if isinstance(member, property) else functools.partial(self._caller.call, name)
 
-    # -- the thread that hears
+    # -- threads
+
+    def _feel_pulse(self) -> None:
+        while not self._closed.wait(PULSE_S):
+            try:
+                self._pulse = self._caller.call(PULSE)
+            except RuntimeError:  # it is gone, and the thread that hears has said so
+                return
+            self._pulse_at = time.monotonic()
 
     def _hear(self, name: str, args: tuple[Any, ...]) -> None:
         if name == "log":

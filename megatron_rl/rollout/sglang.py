@@ -319,6 +319,11 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             counts.most["cache_age"] = max(server.cache.age for server in self._fleet.servers)
         return counts
 
+    @property
+    def stands_still_s(self) -> float:
+        """For how long its event loop has been kept from its work by something that runs on it."""
+        return 0.0 if self._thread is None else self._thread.stands_still_s
+
     def get_version(self) -> int:
         return self._version
 

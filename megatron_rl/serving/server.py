@@ -422,8 +422,7 @@ async def open_to_clients(
         batcher.run()
         loop.call_soon_threadsafe(over.set)
 
-    thread = threading.Thread(target=run_batcher, name="batcher", daemon=True)
-    thread.start()
+    thread = watch.start_thread(run_batcher, name="batcher")
     connections = Connections()
     runner = web.AppRunner(
         server.app(token, host, connections),

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import RolloutConfig
@@ -43,6 +44,8 @@ class Server:
     is_ready: bool = False
     fault: str = ""
     """Why it was killed first, if it was."""
+    looked_at: float = field(default_factory=time.monotonic)
+    """When its supervisor last had nothing to wait for from it."""
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ it, however that ends.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import http.client
 import logging
 import subprocess
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch import watch
 from megatron_rl.launch.run_token import token_in
+from megatron_rl.launch.signs_of_life import Silence
 from megatron_rl.serving.server_process import Server, ServerLauncher
 
 logger = logging.getLogger(__name__)
@@ -171,7 +174,7 @@ class Supervisor:
             self.stop()
             raise
         for number in range(len(self._servers)):
-            threading.Thread(target=self._keep, args=(number,), name=f"server-{number}", daemon=True).start()
+            watch.start_thread(functools.partial(self._keep, number), name=f"server-{number}")
         logger.info("%d %s rollout server(s): %s", len(self._servers), self.backend, ", ".join(self.urls))
         return self.urls
 
@@ -201,6 +204,14 @@ class Supervisor:
                 if server.url == url and server.process.poll() is None:
                     server.kill(reason)
 
+    def silent(self) -> Silence:
+        """Which servers, or the threads that look after them, have not been heard of, for how long. From any thread."""
+        now = time.monotonic()
+        with self._changing:
+            servers = [server for server in self._servers if server.process.poll() is None]
+        patience = f" One that does not answer for {self.config.health_timeout_s:g} s is restarted."
+        return {server.name: (now - server.looked_at, f"{patience} Its log is {server.log}.") for server in servers}
+
     @contextmanager
     def publication(self) -> Iterator[None]:
         """Within this block a server that generates nothing is paused, not hung; one that dies is still restarted."""
@@ -212,6 +223,7 @@ class Supervisor:
 
     def _wait_until_healthy(self, server: Server, deadline: float) -> None:
         while not self._stopping.is_set():
+            server.looked_at = time.monotonic()
             if server.process.poll() is not None:
                 raise RuntimeError(
                     f"{server.name} {server.how_it_ended()} before it was ready. Its log, {server.log}, ends with:\n"
@@ -279,7 +291,7 @@ class Supervisor:
         patience_s = self.config.health_timeout_s
         well_at = looked_at = time.monotonic()
         while not self._stopping.wait(POLL_S) and server.process.poll() is None:
-            now = time.monotonic()
+            now = server.looked_at = time.monotonic()
             if self._is_quiet():
                 well_at = now
             elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.experiment.hang import HangWatch, RankReport, describe
 from megatron_rl.experiment.rollouts import Rollouts
+from megatron_rl.launch.signs_of_life import SignsOfLife
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication
 
@@ -155,3 +158,57 @@ def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_
     under_way = "control: 1; the oldest: /x to http://n1 for 9.0 s"
     assert rollouts.waits_for("publish") == f"{published}; {under_way}"
     assert rollouts.waits_for("rollout") == under_way and rollouts.waits_for("update") == ""
+
+
+def stopped(folder: str, victim: int) -> str:
+    """What the other rank says of one that is stopped, until it has let it go on."""
+    groups = parallel.start(ParallelConfig(), seed=1)
+    pids: list = [0, 0]
+    dist.all_gather_object(pids, os.getpid(), group=groups.control)
+    options = {"rank": groups.rank, "world_size": 2, "control": groups.control, "limit_s": 600.0}
+    watch, said = HangWatch(Path(folder), on_hang=lambda m: 1 / 0, **options), ""
+    timers = PhaseTimers(on_change=watch.enter)
+    with timers("update"):
+        if groups.rank != victim:
+            signs = SignsOfLife([watch.silent], say=print)
+            deadline = time.monotonic() + 20
+            while groups.rank == 0 and not watch._beats and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(pids[victim], signal.SIGSTOP)
+            while not said and time.monotonic() < deadline:
+                said = next((who for who, (seconds, _) in watch.silent().items() if seconds > 1.5), "")
+                time.sleep(0.05)
+            signs.look()
+            os.kill(pids[victim], signal.SIGCONT)
+            while said and max(seconds for seconds, _ in watch.silent().values()) > 1.5:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        dist.barrier(group=groups.control)
+    watch.close()
+    return said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_is_known_to_the_other_long_before_its_phase_has_lasted_too_long(
+    victim, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("megatron_rl.experiment.hang.BEAT_S", 0.2)
+    monkeypatch.setattr("megatron_rl.experiment.hang.LOOK_S", 0.1)
+    said = run_ranks(2, stopped, str(tmp_path), victim)[1 - victim]
+    assert said == "rank 0, or the way to it," if victim == 0 else said.startswith("rank 1 ("), said
+
+
+def test_a_main_thread_that_stays_between_two_phases_is_named_with_its_place(tmp_path):
+    run_ranks(1, between_phases, str(tmp_path))
+
+
+def between_phases(folder: str) -> None:
+    groups = parallel.start(ParallelConfig(), seed=1)
+    options = {"rank": 0, "world_size": 1, "control": groups.control, "limit_s": 600.0, "on_hang": print}
+    watch = HangWatch(Path(folder), **options)
+    timers = PhaseTimers(on_change=watch.enter)
+    with timers("update"):
+        assert not [who for who in watch.silent() if "between" in who]
+    seconds, more = watch.silent()["rank 0, between two phases,"]
+    assert seconds < 5 and " It is in " in more
+    watch.close()

@@ -3,6 +3,16 @@
 import os
 import time
 
+from megatron_rl.rollout.workflows import RLVRWorkflow
+
+
+class Blocking(RLVRWorkflow):
+    """Does not await what takes long, and so keeps the event loop from all else."""
+
+    async def arun_episode(self, engine, data):
+        time.sleep(4)
+        return await super().arun_episode(engine, data)
+
 
 def burn(seconds=0.15, **_):
     """Keep the interpreter busy; the reward is the process that did."""

@@ -268,3 +268,20 @@ def test_it_dies_with_its_trainer_and_gives_the_journal_free(tmp_path):
         for left in (trainer.pid, writer):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
+
+
+def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_trainer(run, scripted, monkeypatch):
+    monkeypatch.setattr(process_module, "PULSE_S", 0.1)
+    process = run.start([scripted().url], "rollout.workflow=own_rewards:Blocking")
+    assert max(seconds for seconds, _ in process.silent().values()) < 5
+
+    def is_silent(who):
+        return lambda: [name for name, (seconds, _) in process.silent().items() if seconds > 0.5 and name.endswith(who)]
+
+    pending = process.rollout_batch(0, 1)
+    wait_for(is_silent("its event loop,"), "a workflow blocks it")
+    process.process.send_signal(signal.SIGSTOP)
+    wait_for(is_silent(f"(pid {process.process.pid})"), "nothing of it answers")
+    process.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: not is_silent(f"(pid {process.process.pid})")(), "it answers again")
+    pending.cancel()
