@@ -127,7 +127,15 @@ class RolloutConfig:
     max_cache_age: int = 0
     """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
     request_timeout_s: float = 600.0
+    """For a reply of at most 6,000 tokens; one that may be longer has as much more time, so that 10 tokens a second do.
+    Time without a server, or while servers are paused, does not count.
+
+    A server that gives no reply at all for so long has to generate a token before it is asked for more.
+    """
+    control_timeout_s: float = 60.0
+    """For a command to a server: to pause, to go on, to flush its cache. One that hangs delays a publication by it."""
     start_timeout_s: float = 300.0
+    """For a server to start, and for what loads or compares its weights, or a part of them."""
     publication: str = "group"
     """How new weights reach the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
     host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
@@ -216,6 +224,7 @@ class RolloutConfig:
             ),
             stale=(self.stale, self.stale in ("drop", "mask", "keep"), "must be drop, mask or keep"),
             request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
+            control_timeout_s=(self.control_timeout_s, self.control_timeout_s > 0, "must be above 0 seconds"),
             start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
             episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),
             colocated=(self.colocated, *self._may_be_colocated()),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import start_up, watch
+from megatron_rl.launch import open_files, start_up, watch
 from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
 from megatron_rl.launch.placement import ranks_of_step
 
@@ -54,6 +54,7 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_intermixed_args(words)
     os.environ |= ranks_of_step(os.environ)
+    open_files.raise_limit()
     try:
         config = load_config(args.config, args.overrides)
         config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))

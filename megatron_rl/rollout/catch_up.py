@@ -63,8 +63,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
     The server gets no requests meanwhile; what others had asked of it is aborted.
     """
     assert server.info is not None
-    timeout_s = config.request_timeout_s
-    load_timeout_s = max(timeout_s, config.start_timeout_s)
+    timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
     await _to_the_end(_clear(server, timeout_s))
     if isinstance(source, str):  # SGLang goes on with it whether anyone waits or not
         body = {"model_path": source, "weight_version": UNCONFIRMED, "flush_cache": False}
@@ -74,7 +73,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
         await server.command("/update_weights_from_peer", body, timeout_s=load_timeout_s)
     form = server.info.checksum_form
     if form is not None:
-        held = await server.held_weights(form=form, timeout_s=timeout_s)
+        held = await server.held_weights(form=form, timeout_s=load_timeout_s)
         expected = current.checksums[form]
         names = sorted(n for n in expected.keys() | held.checksums.keys() if expected.get(n) != held.checksums.get(n))
         if names:

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,8 +26,16 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.rollout.catch_up import Current, catch_up, needs_folder, source_for
 from megatron_rl.rollout.membership import Membership
 from megatron_rl.rollout.occupancy import Occupancy
-from megatron_rl.rollout.router import Router, check_versions
-from megatron_rl.rollout.server_client import CommandRefused, ReplyPart, ServerClient, ServerError
+from megatron_rl.rollout.reply_check import Asked, ReplyPart, newest_of
+from megatron_rl.rollout.router import Router
+from megatron_rl.rollout.server_client import (
+    BadReply,
+    Busy,
+    CommandRefused,
+    ServerClient,
+    ServerError,
+    noting_connections,
+)
 from megatron_rl.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -38,6 +48,10 @@ FIRST_HEALTH_S = 5.0
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
+HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
+"""How long a reply with the next version waits where another client publishes, which this one hears of later."""
+FILES_FOR_OTHERS = 256
+"""Of the files that this process may have open: what is not for requests, such as control calls, rewards and logs."""
 
 
 class Fleet:
@@ -51,18 +65,28 @@ class Fleet:
         *,
         run_name: str = "",
         spans: Spans | None = None,
+        version: Callable[[], int] = lambda: 0,
+        vocab_size: int | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """With a run's name, that run's servers in the registry are the fleet's, also those that come later."""
+        """With a run's name, that run's servers in the registry are the fleet's, also those that come later.
+
+        version: the policy's, now. vocab_size: the model's, for servers that do not say theirs. `on_failure(message)`
+        is told of what has ended that the run depends on.
+        """
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=headers, trace_configs=[noting_connections()]
+        )
+        self.slots = asyncio.Semaphore(most_requests())
+        """Requests that may be under way at once, each of which has a connection."""
         self.config, self._spans = config, spans or Spans()
+        self._version, self._vocab_size = version, vocab_size
         self.run_name = run_name
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
-        self.members = Membership(
-            self.servers, catch_up=self._catch_up, on_drop=on_drop, looks_at_weights=self.router is not None
-        )
+        self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop, on_failure=on_failure)
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
         self.open.set()
@@ -81,7 +105,9 @@ class Fleet:
 
     def _client(self, url: str) -> ServerClient:
         freezes_steps = self.config.interruption == "in_place"
-        return ServerClient(url, self._session, freezes_steps=freezes_steps, spans=self._spans)
+        client = ServerClient(url, self._session, freezes_steps=freezes_steps, spans=self._spans)
+        client.vocab_size = self._vocab_size
+        return client
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
@@ -97,11 +123,11 @@ class Fleet:
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.begin(self.config.health_timeout_s)
         if self.run_name:
-            self._watchers.append(asyncio.create_task(self._watch_registry()))
+            self._watchers.append(self.members.lasting(self._watch_registry(), "the watch over rollout.registry"))
         if self.router is not None:
             self.router.client.info = self.servers[0].info
             await self._tell_router()
-            self._watchers.append(asyncio.create_task(self._keep_router()))
+            self._watchers.append(self.members.lasting(self._keep_router(), "the watch over rollout.router"))
 
     async def close(self) -> None:
         for watcher in self._watchers:
@@ -116,19 +142,46 @@ class Fleet:
         """Where requests go to instead of to a server, if to a router."""
         return None if self.router is None else self.router.client
 
-    def accept(self, server: ServerClient, part: ReplyPart, version: int) -> None:
-        """A reply came to a request that was sent under `version`; ServerError where it cannot be meant."""
-        if self.router is None:
-            self.members.praise(server)
-        else:
-            check_versions(part, version)
+    def asked(self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]) -> Asked:
+        """What a reply to a request that is sent to `server` now is held against."""
+        asked = server.asked(rid, tokens, params, version=self._version())
+        weights = None if self.router is not None else self.members.weights_of(server)
+        return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
 
-    def blame(self, server: ServerClient, trouble: str) -> None:
-        """A request failed at `server`."""
+    async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:
+        """A reply came; ServerError where the weights that it is of cannot be those that were published."""
+        newest = newest_of(part, asked)
+        if self.members.follows and newest == self._version() + 1:
+            deadline = time.monotonic() + HEARSAY_S
+            while newest > self._version() and time.monotonic() < deadline:
+                await asyncio.sleep(HEARSAY_POLL_S)
+        if newest > self._version():
+            raise BadReply(
+                f"{server.url}/generate: the reply cannot be used: weight_versions = {newest}: the newest that was "
+                f"published is {self._version()}"
+            )
         if self.router is None:
-            self.members.lose(server, trouble)
-        else:
+            if self.members.is_published(server):
+                await server.check_start(timeout_s=self.config.control_timeout_s)
+            self.members.praise(server)
+
+    def blame(self, server: ServerClient, error: ServerError) -> None:
+        """A request failed at `server`."""
+        if isinstance(error, Busy):
+            return
+        if self.router is not None:
             self.members.suspect()
+        elif isinstance(error, BadReply):
+            self.members.distrust(server, str(error))
+        else:
+            self.members.lose(server, str(error))
+
+    def note_overdue(self, server: ServerClient, since: float) -> None:
+        """The deadline of a reply has passed that `server` was asked for at `since`, on the monotonic clock."""
+        if self.router is not None:
+            self.members.suspect()
+        elif server.last_reply_s < since:
+            self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
         """Let the router send requests to the servers that serve, and to no others."""
@@ -211,7 +264,10 @@ class Fleet:
             server.keeps_cache = server.cache.age < self.config.max_cache_age
             if mode == "in_place" and not server.keeps_cache:
                 mode = "retract"  # frozen requests would hold their keys
-            await server.pause(mode, flush=not server.keeps_cache, timeout_s=self.config.request_timeout_s)
+            timeout_s = self.config.control_timeout_s
+            await server.pause(mode, flush=not server.keeps_cache, timeout_s=timeout_s)
+            server.forget_start()
+            await server.check_start(timeout_s=timeout_s)
 
         await self.on_all(pause)
 
@@ -220,7 +276,7 @@ class Fleet:
 
         Those that have lent memory to the trainer stay paused until `occupy` gives it back.
         """
-        timeout_s = self.config.request_timeout_s
+        timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:
             # What they were generating would go on with a part of the new weights.
             await self.on_all(lambda server: server.command("/abort_request", {"abort_all": True}, timeout_s=timeout_s))
@@ -252,7 +308,7 @@ class Fleet:
         if not self._occupancy.is_whole:
             self.open.clear()
             await self.members.stop_catching_up()
-        timeout_s = self.config.request_timeout_s
+        timeout_s = self.config.start_timeout_s
         bring = (self._occupancy.bring(server, starts[server.url], timeout_s=timeout_s) for server in self.servers)
         failures: dict[str, ServerError] = {}
         for server, error in zip(self.servers, await asyncio.gather(*bring, return_exceptions=True), strict=True):
@@ -309,6 +365,8 @@ class Fleet:
             return None
         if self.router is not None:  # else what the server has begun and aborts now would pass as a reply's beginning
             await self._tell_router()
+        server.forget_start()
+        await server.check_start(timeout_s=self.config.control_timeout_s)
         await catch_up(server, source, current, self.config)
         server.cache.publish(current.version, flushed=True)
         origin = source if isinstance(source, str) else source.url
@@ -321,11 +379,18 @@ class Fleet:
 
     async def follow(self, urls: list[str], version: int) -> None:
         """Another client has published `version` to the servers at `urls`, of which some may be new to this one."""
+        self.members.follows = True
         if self.config.registry:
             self.enlist(urls)
         servers = [server for server in self.servers if server.url in urls]
-        unknown = [server.probe(timeout_s=PROBE_TIMEOUT_S) for server in servers if server.info is None]
-        for failure in await asyncio.gather(*unknown, return_exceptions=True):
+
+        async def meet(server: ServerClient) -> None:
+            if server.info is None:
+                await server.probe(timeout_s=PROBE_TIMEOUT_S)
+            server.forget_start()
+            await server.check_start(timeout_s=PROBE_TIMEOUT_S)
+
+        for failure in await asyncio.gather(*map(meet, servers), return_exceptions=True):
             if isinstance(failure, BaseException) and not isinstance(failure, ServerError):
                 raise failure
         self.settle([server for server in servers if server.info is not None], version)
@@ -337,3 +402,11 @@ class Fleet:
         if self.router is not None:
             self.router.client.cache.publish(str(version), flushed=not any(server.keeps_cache for server in servers))
         self.members.settle(servers, str(version))
+
+
+def most_requests() -> int:
+    """How many requests this process has files for at once, beside all else that it opens."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 2**31
+    return max(1, limit // 4, limit - FILES_FOR_OTHERS)

@@ -26,6 +26,7 @@ from megatron_rl.rollout.configured import make_workflow, serve_rewards
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.process import Beginning
 from megatron_rl.rollout.prompts import PromptIterator
+from megatron_rl.rollout.server_client import model_config
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.standstill import Standstill
 from megatron_rl.rollout.tally import Counts
@@ -52,7 +53,12 @@ class RolloutHead:
         # The head that publishes watches the registry; others learn from it which servers there are.
         run_name = folder.name if config.rollout.registry and place.head == 0 else ""
         self.engine = RemoteSGLangEngine(
-            servers_of(config), seed=config.run.seed, events=events, on_drop=on_drop, run_name=run_name
+            servers_of(config),
+            seed=config.run.seed,
+            events=events,
+            on_drop=on_drop,
+            run_name=run_name,
+            vocab_size=model_config(config.model.path).get("vocab_size"),
         )
         self._standstill = Standstill(folder / "hang" / f"rollout-{place.head}.txt", self.engine.spans)
         self.tokenizer = beginning.tokenizer

@@ -8,9 +8,9 @@ and a reply with a token of an older version than the request's is refused, for 
 from __future__ import annotations
 
 import asyncio
-import re
 
-from megatron_rl.rollout.server_client import ReplyPart, RequestRefused, ServerClient, ServerError
+from megatron_rl.rollout.reply_check import as_object, member
+from megatron_rl.rollout.server_client import RequestRefused, ServerClient, ServerError
 
 POLL_S = 0.05
 
@@ -52,8 +52,9 @@ class Router:
         """URL -> its id."""
         try:
             answer = await self.client.call_json("GET", "/workers", timeout_s=timeout_s)
-            return {worker["url"].rstrip("/"): worker["id"] for worker in answer["workers"]}
-        except (RequestRefused, KeyError, TypeError) as error:
+            workers = [as_object("a worker", worker) for worker in member(answer, "workers", list)]
+            return {member(worker, "url", str).rstrip("/"): member(worker, "id", str) for worker in workers}
+        except ValueError as error:  # RequestRefused too
             raise ServerError(
                 f"rollout.router = {self.client.url!r}: /workers answered nothing that it is known for ({error!r}); "
                 f"is this sglang-router 0.3?"
@@ -64,15 +65,3 @@ class Router:
             await self.client.call(method, endpoint, body, timeout_s=timeout_s)
         except RequestRefused as error:
             raise ServerError(f"rollout.router = {self.client.url!r}: {error}") from error
-
-
-def check_versions(part: ReplyPart, oldest: int) -> None:
-    """Raise ServerError unless every token says that its version is at least `oldest`, the request's."""
-    if part.tokens and sum(tokens for _, tokens in part.spans) < len(part.tokens):
-        raise ServerError("a reply through rollout.router names no version of its tokens; SGLang 0.5.19 or later does.")
-    for version, _ in part.spans:
-        if not re.fullmatch(r"\d+", version) or int(version) < oldest:
-            raise ServerError(
-                f"a reply through rollout.router has tokens of version {version!r}, and {oldest} was published before "
-                f"it was asked for: the router sent it to a server that may not serve."
-            )

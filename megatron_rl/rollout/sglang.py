@@ -7,28 +7,33 @@ interrupted one continues from its partial output, with the log-probability and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch import open_files
 from megatron_rl.rollout.event_loop import EventLoopThread
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.reply_check import Asked, ReplyPart
 from megatron_rl.rollout.server_client import (
-    ReplyPart,
+    BadReply,
+    Busy,
     RequestRefused,
     ServerClient,
     ServerError,
+    backoff,
     sampling_params,
 )
 from megatron_rl.rollout.tally import Counts, Tally, metrics_of
@@ -46,6 +51,8 @@ FRUITLESS_RESUMES = 8
 REMEMBERED_RIDS = 65_536
 EARLY_END_S = 5.0
 """Longest that a cancelled reply waits for the tokens that its server has of it."""
+TOKENS_IN_TIME = 6_000
+"""Tokens of a reply for which rollout.request_timeout_s is meant."""
 
 
 class RemoteSGLangEngine(ServerWeights, InferenceEngine):
@@ -59,14 +66,16 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         events: Sequence[RolloutEvents] = (),
         on_drop: Callable[[str, str], None] | None = None,
         run_name: str = "",
+        vocab_size: int | None = None,
     ) -> None:
-        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication.
+        """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication, or whose
+        replies are not to be believed. `vocab_size`: the model's, for servers that do not say theirs.
 
         With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
         it; others follow that one, by `settle`.
         """
         self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
-        self.run_name = run_name
+        self.run_name, self.vocab_size = run_name, vocab_size
         self._version = 0
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
@@ -85,11 +94,21 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             )
         if self._thread is not None:
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
+        open_files.raise_limit()
         self._thread = EventLoopThread("rollout", blocking_steps=self.config.max_concurrent_episodes)
         self._executor = RolloutExecutor(self, self.config, self._tally, self.events, self.spans)
 
         async def connect() -> None:
-            self._fleet = Fleet(self.config, urls, self.on_drop, run_name=self.run_name, spans=self.spans)
+            self._fleet = Fleet(
+                self.config,
+                urls,
+                self.on_drop,
+                run_name=self.run_name,
+                spans=self.spans,
+                version=self.get_version,
+                vocab_size=self.vocab_size,
+                on_failure=self._executor.fail,
+            )
             await self._fleet.connect()
 
         try:
@@ -138,10 +157,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
         reply = req.begun or LLMResponse.nothing(req.input_ids)
-        started, fruitless = time.monotonic(), 0
+        started, fruitless, timeout_s = time.monotonic(), 0, self._deadline_s(req)
         self._tally.enter()
         try:
-            async with asyncio.timeout(self.config.request_timeout_s) as deadline:
+            async with asyncio.timeout(timeout_s) as deadline:
                 while fruitless <= FRUITLESS_RESUMES:
                     part = await self._generate_part(req, reply.output_tokens, deadline)
                     add_part(reply, part)
@@ -155,9 +174,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                     # The server may have been told to abort before this client hears of the pause that follows.
                     await asyncio.sleep(FIRST_RETRY_S if part.tokens else FIRST_RETRY_S * 2**fruitless)
         except TimeoutError as error:
+            for_length = " for its length" if timeout_s > self.config.request_timeout_s else ""
             raise RuntimeError(
                 f"request {req.rid}: no complete reply within rollout.request_timeout_s = "
-                f"{self.config.request_timeout_s:g} s ({reply.output_len} of {req.gconfig.max_new_tokens} tokens came, "
+                f"{timeout_s:g} s{for_length} ({reply.output_len} of {req.gconfig.max_new_tokens} tokens came, "
                 f"{reply.interruptions} interruptions). Raise it, or ask for fewer tokens."
             ) from error
         finally:
@@ -177,51 +197,83 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         tokens = [*req.input_ids, *generated]
         failed: ServerClient | None = None
-        for attempt in itertools.count(1):
+        attempt, busy = 1, 0
+        while True:
             server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
             check_request(server, tokens, params["max_new_tokens"])
             # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
             rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
             try:
-                part = await self._generate_on(server, rid, tokens, params, req.begun)
+                async with self._slot(deadline):
+                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun)
+            except Busy as error:
+                failed = server
+                logger.info("%s", error)
+                with not_counted(deadline):
+                    await asyncio.sleep(max(error.wait_s, backoff(busy)))
+                busy += 1
             except ServerError as error:
                 if attempt == REQUEST_ATTEMPTS:
                     raise
                 failed = server
                 self._tally.add(request_retries=1)
                 logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
+                await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
+                attempt += 1
             else:
                 self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part))
                 return part
-            await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
+
+    def _deadline_s(self, req: LLMRequest) -> float:
+        """rollout.request_timeout_s, and in proportion more for a reply that may be longer than it is meant for."""
+        return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, deadline: asyncio.Timeout) -> AsyncIterator[None]:
+        """One of the connections that this process may have open; to wait for it does not count."""
+        with not_counted(deadline):
+            await self._fleet.slots.acquire()
+        try:
+            yield
+        finally:
+            self._fleet.slots.release()
 
     async def _generate_on(
-        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], begun: LLMResponse | None
+        self,
+        server: ServerClient,
+        rid: str,
+        tokens: list[int],
+        params: dict[str, Any],
+        deadline: asyncio.Timeout,
+        begun: LLMResponse | None,
     ) -> ReplyPart:
         """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
 
         begun: is added what there is where the caller is cancelled.
         """
-        fleet, version = self._fleet, self._version
-        call = asyncio.create_task(server.generate(rid, tokens, params, version=version))
-        server.calls.add(call)
+        fleet, since = self._fleet, time.monotonic()
+        asked = fleet.asked(server, rid, tokens, params)
+        call = asyncio.create_task(server.generate(asked, tokens, params))
+        server.open_call(call)
         try:
-            with self.spans("replies", "generate", server=server.url, rid=rid, version=version) as span:
+            with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
                 part = await asyncio.shield(call)
                 span.args |= {"tokens": len(part.tokens), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
-            fleet.accept(server, part, version)
+            await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
             task = asyncio.current_task()
+            if deadline.expired():
+                fleet.note_overdue(server, since)
             if task is None or task.cancelling():  # this episode is cancelled, not the call
                 if begun is not None and not self._executor.has_failed:
-                    await self._end_early(server, rid, call, version, begun)
+                    await self._end_early(server, call, asked, begun)
                 raise
             raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
         except ServerError as error:
-            fleet.blame(server, str(error))
-            self._tally.add(server_failures=1)
+            fleet.blame(server, error)
+            if not isinstance(error, Busy):
+                self._tally.add(server_failures=1, bad_replies=isinstance(error, BadReply))
             raise
         finally:
             call.cancel()  # which hangs up, so that the server generates no more
@@ -229,16 +281,16 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         return part
 
     async def _end_early(
-        self, server: ServerClient, rid: str, call: asyncio.Task[ReplyPart], version: int, begun: LLMResponse
+        self, server: ServerClient, call: asyncio.Task[ReplyPart], asked: Asked, begun: LLMResponse
     ) -> None:
         """Have the server end a request at once, and keep what it had generated, if it can say so soon."""
         try:
             async with asyncio.timeout(EARLY_END_S):
-                await server.call("POST", "/abort_request", {"rid": rid}, timeout_s=EARLY_END_S)
+                await server.call("POST", "/abort_request", {"rid": asked.rid}, timeout_s=EARLY_END_S)
                 part = await call
-            self._fleet.accept(server, part, version)
+                await self._fleet.accept(server, part, asked)
         except (ServerError, RequestRefused, TimeoutError) as error:
-            logger.info("%s: request %s is ended without its tokens: %s", server.url, rid, error)
+            logger.info("%s: request %s is ended without its tokens: %s", server.url, asked.rid, error)
         else:
             add_part(begun, part)
 
@@ -247,17 +299,12 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
         Waits while the servers are paused or none is left; that time does not count towards the deadline.
         """
-        members, clock = self._fleet.members, asyncio.get_running_loop().time
+        members = self._fleet.members
         if not (self._fleet.open.is_set() and members.serving):
-            when, left_s = deadline.when(), None
-            if when is not None:
-                left_s = when - clock()
-                deadline.reschedule(None)
-            while not (self._fleet.open.is_set() and members.serving):
-                await self._fleet.open.wait()
-                await members.wait_for_one(self.config.start_timeout_s)
-            if left_s is not None:
-                deadline.reschedule(clock() + left_s)
+            with not_counted(deadline):
+                while not (self._fleet.open.is_set() and members.serving):
+                    await self._fleet.open.wait()
+                    await members.wait_for_one(self.config.start_timeout_s)
         if (entrance := self._fleet.entrance()) is not None:
             return entrance
         home = self._homes.pop(rid, None)
@@ -390,16 +437,13 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     def update_weights(self, path: str | Path, version: int) -> None:
         """Load a HF folder, which the servers must be able to read, into all servers; pauses them for it."""
-        thread = self._running_thread()
-        thread.run(self._update_from_disk(str(path), version))
-        self.set_version(version)
+        self._running_thread().run(self._update_from_disk(str(path), version))
 
     # -- the event loop's thread
 
     async def _update_from_disk(self, path: str, version: int) -> None:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
-        timeout_s = max(self.config.request_timeout_s, self.config.start_timeout_s)
-        fleet = self._fleet
+        timeout_s, fleet = self.config.start_timeout_s, self._fleet
         was_open = fleet.open.is_set()
         if was_open:
             await fleet.pause()
@@ -407,6 +451,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             fleet.begin_update(folder=path)
             await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
             fleet.finish_update(version)
+            self.set_version(version)  # before the first reply that has it
         finally:
             if was_open:
                 await fleet.resume()
@@ -423,6 +468,19 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
     reply.output_versions += part.versions
     reply.text += part.text
     reply.stop_reason = part.stop_reason
+
+
+@contextlib.contextmanager
+def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
+    """What is waited for within does not count towards the deadline."""
+    clock, when = asyncio.get_running_loop().time, deadline.when()
+    left_s = None if when is None else when - clock()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        if left_s is not None:
+            deadline.reschedule(clock() + left_s)
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) -> None:

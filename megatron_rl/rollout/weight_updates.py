@@ -50,7 +50,8 @@ class ServerWeights(abc.ABC):
             return probe.getsockname()[0]
 
     def unreachable(self) -> dict[str, str]:
-        asked = self._ask(lambda server: server.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S))
+        members = self._fleet.members
+        asked = self._ask(lambda server: members.patiently(lambda: server.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)))
         return {server: str(error) for server, answer in asked.items() if (error := answer.exception()) is not None}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
@@ -111,7 +112,7 @@ class ServerWeights(abc.ABC):
             # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
             "flush_cache": False,
         }
-        return self._ask(self._command("/update_weights_from_distributed", body))
+        return self._ask(self._command("/update_weights_from_distributed", body, timeout_s=self.config.start_timeout_s))
 
     def shared_memory_forms(self) -> dict[str, str | None]:
         servers = self._fleet.members.publishing
@@ -129,13 +130,13 @@ class ServerWeights(abc.ABC):
                 body = update | {"serialized_named_tensors": told}
             else:
                 body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
-            await server.command("/update_weights_from_tensor", body, timeout_s=self.config.request_timeout_s)
+            await server.command("/update_weights_from_tensor", body, timeout_s=self.config.start_timeout_s)
 
         return self._ask(load)
 
     def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
         async def load(server: ServerClient) -> None:
-            endpoint, timeout_s = "/update_weights_from_delta", self.config.request_timeout_s
+            endpoint, timeout_s = "/update_weights_from_delta", self.config.start_timeout_s
             await server.command(endpoint, bodies[server.url], timeout_s=timeout_s)
 
         return self._ask(load)
@@ -146,7 +147,7 @@ class ServerWeights(abc.ABC):
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update(folder=str(path))
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        timeout_s = max(self.config.request_timeout_s, self.config.start_timeout_s)
+        timeout_s = self.config.start_timeout_s
         return self._ask(self._command("/update_weights_from_disk", body, timeout_s=timeout_s))
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
@@ -156,7 +157,7 @@ class ServerWeights(abc.ABC):
     def held_weights(self) -> dict[str, Future[HeldWeights]]:
         async def held(server: ServerClient) -> HeldWeights:
             form = server.info.checksum_form if server.info is not None else None
-            answer = await server.held_weights(form=form, timeout_s=self.config.request_timeout_s)
+            answer = await server.held_weights(form=form, timeout_s=self.config.start_timeout_s)
             self._fleet.note_held(server, answer)
             return answer
 
@@ -176,7 +177,7 @@ class ServerWeights(abc.ABC):
     ) -> Callable[[ServerClient], Awaitable[None]]:
         async def command(server: ServerClient) -> None:
             if not sessions_only or (server.info is not None and server.info.has_sessions):
-                await server.command(endpoint, body, timeout_s=timeout_s or self.config.request_timeout_s)
+                await server.command(endpoint, body, timeout_s=timeout_s or self.config.control_timeout_s)
 
         return command
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from collections import Counter
@@ -21,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
+
+from megatron_rl.launch import open_files
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Connections:
     """Lives in the event loop's thread."""
 
     def __init__(self) -> None:
-        self.most = min(MOST_CONNECTIONS, max(32, allow_files() - OTHER_FILES))
+        self.most = min(MOST_CONNECTIONS, max(32, open_files.raise_limit() - OTHER_FILES))
         self.most_strangers = min(MOST_STRANGERS, max(16, self.most // 2))
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
 
@@ -153,11 +154,3 @@ class Connections:
                 chosen.transport.abort()
                 return True
         return False
-
-
-def allow_files() -> int:
-    """Let this process open as many files as it may, and return how many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else MOST_CONNECTIONS + OTHER_FILES

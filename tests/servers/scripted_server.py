@@ -33,7 +33,6 @@ def counting(
             "finish_reason": finish or {"type": "length", "length": count},
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": count,
-            "weight_version": "default",
             "output_token_logprobs": [[-0.25, token, None] for token in range(first, first + count)],
         },
     }
@@ -53,8 +52,10 @@ class ScriptedServer:
         """`endpoints` are those it has, where it has not all."""
         self.endpoints = endpoints
         self.version = tuple(int(part) for part in version.split("."))
-        self.info = {"version": version, "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 1000} | (
-            info or {}
+        self.info = (
+            {"version": version, "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 1000}
+            | {"startup_time": 1.0}
+            | (info or {})
         )
         self.api_key = api_key
         self.script: deque[Answer] = deque()
@@ -66,10 +67,12 @@ class ScriptedServer:
         self.hang_up_on: set[str] = set()
         """Endpoints at which it closes the connection, as a process does that dies."""
         self.weight_version = "default"
-        """The live one, in /model_info. Updates do not change it."""
+        """The live one, in /model_info and in replies that name none. Updates change it."""
         self.on_call: Callable[[str], object] = lambda endpoint: None
         self.hangs = False
         """It takes requests and answers none."""
+        self.scheduler_hangs = False
+        """It generates nothing, and answers everything else."""
         self._thread = EventLoopThread("scripted server")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -83,6 +86,18 @@ class ScriptedServer:
 
     def body_of(self, endpoint: str) -> dict[str, Any]:
         return next(body for called, body in self.calls if called == endpoint)
+
+    def restart(self, *, weight_version: str = "default") -> None:
+        """What a new process on the same port leaves of the old one: no connection, and the weights of the start."""
+
+        async def restart() -> None:
+            assert self._runner.server is not None
+            for handler in self._runner.server.connections:
+                handler.force_close()
+
+        self.weight_version = weight_version
+        self.info["startup_time"] = self.info.get("startup_time", 0.0) + 1.0
+        self._thread.run(restart())
 
     def stop(self) -> None:
         self._thread.run(self._runner.cleanup())
@@ -101,7 +116,9 @@ class ScriptedServer:
             await asyncio.sleep(0.05)
         if self.endpoints is not None and path not in self.endpoints:
             return web.json_response({"detail": "Not Found"}, status=404)
-        if path == "/health":
+        while self.scheduler_hangs and path in ("/generate", "/health_generate"):
+            await asyncio.sleep(0.05)
+        if path in ("/health", "/health_generate"):
             return web.Response(status=self.refusals.get(path, (200, {}))[0])
         if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -127,4 +144,14 @@ class ScriptedServer:
             answer = self.answers.get(path, lambda _: {"success": True, "message": "done"})(body)
         if asyncio.iscoroutine(answer):
             answer = await answer
+        if path.startswith("/update_weight") and not isinstance(answer, web.Response):
+            self.weight_version = body.get("new_version") or body.get("weight_version") or self.weight_version
+        if path == "/generate" and not isinstance(answer, web.Response):
+            self._name_weights(answer["meta_info"])
         return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+    def _name_weights(self, meta: dict[str, Any]) -> None:
+        meta.setdefault("weight_version", self.weight_version)
+        if self.version >= (0, 5, 19) and (count := meta.get("completion_tokens")):
+            span = {"version": meta["weight_version"], "start": 0, "end": count}
+            meta.setdefault("weight_versions", [span])

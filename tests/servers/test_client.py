@@ -272,8 +272,9 @@ def test_hanging_server_meets_the_deadline(scripted, connect):
 
 
 def test_aborted_reply_is_resumed_from_its_tokens(scripted, connect):
-    def aborted(count, version):
+    def aborted(count, version, then):
         def answer(body):
+            engine.set_version(then)
             reply = counting(body, tokens=count, finish={"type": "abort", "message": "Aborted"})
             reply["meta_info"]["weight_versions"] = [{"version": version, "start": 0, "end": count}]
             return reply
@@ -284,9 +285,9 @@ def test_aborted_reply_is_resumed_from_its_tokens(scripted, connect):
         return {"text": "", "meta_info": {"id": "x", "finish_reason": {"type": "abort", "message": "in queue"}}}
 
     server = scripted()
-    server.script.extend([aborted(3, "4"), in_queue, aborted(2, "5")])
+    server.script.extend([aborted(3, "4", then=4), in_queue, aborted(2, "5", then=6)])
     engine = connect(server.url, seed=3)
-    engine.set_version(6)
+    engine.set_version(4)
     reply = ask(engine, input_ids=[10], max_new_tokens=8, min_new_tokens=4, metadata={"sample_key": "k"})
     assert reply.output_tokens == [11, 12, 13, 14, 15, 16, 17, 18]
     assert reply.output_versions == [4, 4, 4, 5, 5, 6, 6, 6]
@@ -453,7 +454,6 @@ def test_update_is_a_session_since_0_5_21(scripted, connect):
         "flush_cache": False,
     }
     assert engine.get_version() == 2
-    # The server named no version, so the engine's at the time of the request counts.
     assert ask(engine, max_new_tokens=2).output_versions == [2, 2]
 
 
@@ -497,7 +497,7 @@ def test_refused_control_call_names_server_endpoint_and_message(scripted, connec
 
 def test_cache_is_flushed_until_the_server_agrees(scripted, connect):
     server = scripted()
-    engine = connect(server.url, request_timeout_s=0.3)
+    engine = connect(server.url, control_timeout_s=0.3)
     server.refusals["/flush_cache"] = (400, {"message": "requests are running"})
     with pytest.raises(RuntimeError, match="requests are running.*could not be flushed within 0.3 s"):
         engine.pause()

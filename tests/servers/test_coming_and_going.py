@@ -126,9 +126,11 @@ def test_other_data_heads_learn_of_servers_from_the_one_that_publishes(honest, c
     folder, _ = registry
     old, new = honest(), honest()
     head = connect(old.url, registry=str(folder))
+    old.weight_version = new.weight_version = "3"
     head.settle([old.url, new.url, "http://127.0.0.1:9"], 3)
     # One that is not there for this head does not stop it.
     assert sorted(head.serving) == sorted([old.url, new.url])
+    new.weight_version = "4"
     head.settle([new.url], 4)
     assert head.serving == [new.url]
     assert ask(head).output_tokens == [2, 3] and old.generations() == []

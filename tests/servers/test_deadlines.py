@@ -38,7 +38,9 @@ CALLS = {
 def test_each_call_to_a_server_that_hangs_ends_by_its_deadline(name, scripted, connect, monkeypatch):
     monkeypatch.setattr(weight_updates, "SIGN_OF_LIFE_S", LIMIT_S)
     server = scripted()
-    engine = connect(server.url, request_timeout_s=LIMIT_S, start_timeout_s=LIMIT_S, health_timeout_s=60.0)
+    engine = connect(
+        server.url, request_timeout_s=LIMIT_S, control_timeout_s=LIMIT_S, start_timeout_s=LIMIT_S, health_timeout_s=60.0
+    )
     server.hangs, begun = True, time.monotonic()
     try:
         answer = CALLS[name](engine)

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server_client import CacheAge, ReplyPart
+from megatron_rl.rollout.reply_check import ReplyPart
+from megatron_rl.rollout.server_client import CacheAge
 from tests.servers.reference import (
     interrupt,
     reference_logprobs,

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.launch.ports import free_port
-from megatron_rl.rollout.router import Router, check_versions
-from megatron_rl.rollout.server_client import ReplyPart, ServerError
+from megatron_rl.rollout.reply_check import Asked, check_reply
+from megatron_rl.rollout.router import Router
 from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.reference import reference_greedy, used_tokens
@@ -135,12 +135,15 @@ def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_agai
     ],
 )
 def test_reply_counts_only_where_each_token_names_a_version_that_may_serve(spans, is_good):
-    tokens = [5, 6]
-    part = ReplyPart(
-        tokens=tokens, logprobs=[0.0] * 2, versions=[3] * 2, stop_reason="stop", text="", cached_tokens=0, spans=spans
-    )
+    ends = [0]
+    for _, tokens in spans:
+        ends.append(ends[-1] + tokens)
+    named = [{"version": v, "start": a, "end": b} for (v, _), a, b in zip(spans, ends, ends[1:], strict=False)]
+    meta = {"finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": [[-1.0, 5, None]] * 2}
+    asked = Asked(rid="r", prompt_tokens=1, max_new_tokens=2, version=3, is_routed=True)
+    answer = {"text": "", "meta_info": meta | {"weight_version": "3", "weight_versions": named}}
     if is_good:
-        check_versions(part, 3)
+        assert check_reply(answer, asked).spans == spans
     else:
-        with pytest.raises(ServerError, match="rollout.router"):
-            check_versions(part, 3)
+        with pytest.raises(ValueError, match="weight_versions = "):
+            check_reply(answer, asked)

@@ -112,6 +112,7 @@ OUR_KEYS = {
         "interruption",
         "max_cache_age",
         "request_timeout_s",
+        "control_timeout_s",
         "start_timeout_s",
         "publication",
         "episode_attempts",

@@ -1,0 +1,314 @@
+"""The one checker of what a server says it generated: nothing of a reply is used before all of it was found possible.
+
+A reply is held against what was asked for: its counts, ids, log-probabilities, reason to finish and weight versions,
+each by type and range and against one another. ValueError names the field, what was found and the rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import reprlib
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import orjson
+
+SPANS_SINCE = (0, 5, 19)
+"""SGLang's first version that says which weights sampled which tokens."""
+HIGHEST_LOGPROB = 1e-3
+"""A kernel may round log 1 to a little above 0."""
+LOWEST_LOGPROB = -1e4
+"""No token that was sampled is less likely."""
+KEPT_BACK = 64
+"""Tokens of its context, and pages of its cache, that a server may keep for itself."""
+VERSION = re.compile(r"[0-9]{1,15}")
+REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
+"""Most that a reply takes, and each token that it may have."""
+NAMED_ONCE = (
+    *("text", "output_ids", "meta_info", "finish_reason", "output_token_logprobs", "completion_tokens"),
+    *("prompt_tokens", "cached_tokens", "weight_version", "weight_versions"),
+)
+"""Keys whose value would be one of two where a reply had them twice."""
+TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
+"""Seconds in a reply's meta_info; SGLang gives the last one always, the others only with --enable-metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a reply is held against."""
+
+    rid: str
+    prompt_tokens: int
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    version: int
+    """The policy version when it was asked for, the oldest that can have sampled a token."""
+    weights: str | None = None
+    """What the server called its weights then; None where it has no name for them, or a router chose the server."""
+    is_routed: bool = False
+    vocab_size: int | None = None
+    room: int | None = None
+    """Tokens of prompt and reply that the server has room for, where that is known."""
+    gives_spans: bool = True
+    gives_text: bool = True
+    late: int = 0
+    """Tokens of a span that were sampled before the server changed the name."""
+
+    @property
+    def bytes_at_most(self) -> int:
+        return REPLY_BYTES + TOKEN_BYTES * self.max_new_tokens
+
+
+@dataclass(kw_only=True)
+class ReplyPart:
+    """What one HTTP call generated; a reply has several parts where it was interrupted."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
+    """stop, length or abort."""
+    text: str
+    cached_tokens: int
+    """Prompt tokens whose keys the server had already."""
+    spans: list[tuple[str, int]]
+    """(weight version, tokens), in order; empty where the server reports none."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """What the server says of its part in the time: those of TIMING that it reports."""
+
+
+def read_reply(content: bytes, asked: Asked) -> ReplyPart:
+    """Parse and check the body of a /generate answer. ValueError for one that this request cannot have."""
+    for name in NAMED_ONCE:
+        # Within a string the quotes would have a backslash before them.
+        if content.count(b'"%s":' % name.encode()) > 1:
+            refuse(name, "two values", "must be there once")
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{content[:80]!r} is not JSON: {error}") from None
+    return check_reply(answer, asked)
+
+
+def check_reply(answer: Any, asked: Asked) -> ReplyPart:
+    """Check a /generate answer and take it apart. ValueError for one that this request cannot have."""
+    meta = member(as_object("the reply", answer), "meta_info", dict)
+    kind, finish = finish_of(meta)
+    entries = member(meta, "output_token_logprobs", list, optional=kind == "abort") or []
+    tokens, logprobs = tokens_of(entries, asked)
+    count = len(tokens)
+    if not count and kind != "abort":
+        refuse("output_token_logprobs", entries, f"must hold tokens where finish_reason = {shown(finish)}")
+    check_counts(answer, meta, tokens, asked)
+    check_finish(kind, finish, tokens, asked)
+    spans = spans_of(meta, count)
+    names = [str(span["version"]) for span in spans]
+    versions = versions_of_names(names, asked)
+    if count and not spans:
+        pinned = pinned_version(meta, asked)
+        token_versions = [pinned] * count
+    else:
+        token_versions = spread(versions, [span["end"] for span in spans], count, late=asked.late)
+    return ReplyPart(
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=token_versions,
+        stop_reason=kind,
+        text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
+        cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
+        spans=named_spans(spans, count, late=asked.late) if count else [],
+        timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
+    )
+
+
+def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]:
+    """Return the ids and log-probabilities of (log-probability, id, text) triples."""
+    if len(entries) > asked.max_new_tokens:
+        refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
+    above = math.inf if asked.vocab_size is None else asked.vocab_size
+    tokens, logprobs = [], []
+    for position, entry in enumerate(entries):
+        if type(entry) is not list or len(entry) != 3:
+            refuse(f"output_token_logprobs[{position}]", entry, "must be [log-probability, id, text or null]")
+        logprob, token, text = entry
+        if type(token) is not int or not 0 <= token < above:
+            rule = f"must be an id of the vocabulary of {asked.vocab_size}" if asked.vocab_size else "must be an id"
+            refuse(f"the token at position {position}", token, rule)
+        if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
+            rule = f"must be a number from {LOWEST_LOGPROB:g} to 0, the log-probability of a token that was sampled"
+            refuse(f"the log-probability at position {position}", logprob, rule)
+        if text is not None and type(text) is not str:
+            refuse(f"the text at position {position}", text, "must be text or null")
+        tokens.append(token)
+        logprobs.append(float(logprob))
+    return tokens, logprobs
+
+
+def check_counts(answer: dict[str, Any], meta: dict[str, Any], tokens: list[int], asked: Asked) -> None:
+    """What the reply says of its own size, and of the prompt's, has to be so. A request that waited may say nothing."""
+    output = member(answer, "output_ids", list, optional=True)
+    if output is not None and (output != tokens or not all(type(token) is int for token in output)):
+        refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(tokens)}")
+    for name in ("completion_tokens", "output_token_logprobs_length"):
+        said = member(meta, name, int, optional=True)
+        if said is not None and said != len(tokens):
+            refuse(name, said, f"{len(tokens)} tokens came")
+    prompt = member(meta, "prompt_tokens", int, optional=True)
+    if prompt is not None and prompt != asked.prompt_tokens:
+        refuse("prompt_tokens", prompt, f"{asked.prompt_tokens} were sent; it answers another prompt")
+    cached = member(meta, "cached_tokens", int, optional=True)
+    if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(tokens):
+        refuse("cached_tokens", cached, f"must be of the {asked.prompt_tokens} tokens that were sent")
+    rid = member(meta, "id", str, optional=True)
+    if tokens and rid is not None and rid != asked.rid:
+        refuse("id", rid, f"the request's is {asked.rid!r}; it answers another one")
+
+
+def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    finish = member(meta, "finish_reason", dict)
+    kind = finish.get("type")
+    if kind not in ("stop", "length", "abort"):
+        refuse("finish_reason", finish, "must be of type stop, length or abort")
+    if finish.get("matched") == "NaN happened":
+        refuse("finish_reason", "'NaN happened'", "the model gave logits that are not numbers")
+    return kind, finish
+
+
+def check_finish(kind: str, finish: dict[str, Any], tokens: list[int], asked: Asked) -> None:
+    """The reason why it ended has to be one that these tokens have."""
+    if kind == "stop":
+        matched = finish.get("matched")
+        if not (type(matched) is int and matched == tokens[-1]) and not (
+            type(matched) is str and matched in asked.stop
+        ):
+            rule = f"what matched must be the last token, {tokens[-1]}, or one of stop = {shown(list(asked.stop))}"
+            refuse("finish_reason", finish, rule)
+    elif kind == "length":
+        if type(finish.get("length")) is not int or finish["length"] != len(tokens):
+            refuse("finish_reason", finish, f"length must be that of the reply, {len(tokens)}")
+        is_full = asked.room is not None and asked.prompt_tokens + len(tokens) >= asked.room - KEPT_BACK
+        if len(tokens) < asked.max_new_tokens and not is_full:
+            rule = f"{asked.max_new_tokens} tokens were asked for, and the server has room for them"
+            refuse("finish_reason", finish, rule)
+    elif type(finish.get("message")) is not str:
+        refuse("finish_reason", finish, "an abort has a message")
+
+
+def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the spans of tokens that one version sampled, which follow on one another and cover all."""
+    spans = member(meta, "weight_versions", list, optional=True) or []
+    end = 0
+    for number, span in enumerate(spans):
+        at = f"weight_versions[{number}]"
+        start, stop = (member(as_object(at, span), name, int) for name in ("start", "end"))
+        member(span, "version", str)
+        if start != end or stop < start or (stop == start and count > 0):
+            refuse(at, span, f"must begin at {end} and hold tokens")
+        end = stop
+    if spans and end != count:
+        refuse("weight_versions", spans, f"must cover all of {count} tokens, and no more")
+    return spans
+
+
+def versions_of_names(names: list[str], asked: Asked) -> list[int]:
+    """Return each name's version, in an order that publications can have."""
+    versions = [version_of(name, asked) for name in names]
+    if versions != sorted(versions) or any(a == b for a, b in itertools.pairwise(names)):
+        refuse("weight_versions", names, "must not go back, and differ")
+    return versions
+
+
+def version_of(name: str, asked: Asked) -> int:
+    """Return the policy version that weights of this name are.
+
+    It is a number, at least that of the request. Before anything was published, what the server called its weights from
+    the start stands for the request's.
+    """
+    if not asked.is_routed and name == asked.weights:
+        return int(name) if VERSION.fullmatch(name) else asked.version
+    if VERSION.fullmatch(name) is None:
+        if not asked.is_routed and asked.weights is None:
+            return asked.version
+        had = "the router chose" if asked.is_routed else f"had {asked.weights!r}"
+        refuse(
+            "weight_versions", name, f"must be a version; the server that {had}, and may have been started anew since"
+        )
+    if int(name) < asked.version:
+        refuse("weight_versions", name, f"{asked.version} was published before the reply was asked for")
+    return int(name)
+
+
+def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
+    """The version of all tokens where the reply has no spans: the oldest that can have sampled one.
+
+    A server that gives spans may leave them out where nothing changed.
+    """
+    name = member(meta, "weight_version", str, optional=True)
+    if asked.is_routed:
+        refuse("weight_versions", name, "a reply through rollout.router must name them; SGLang 0.5.19 or later does")
+    if name is None:
+        if asked.weights is not None:
+            refuse("weight_version", name, f"the server called its weights {asked.weights!r}")
+        return asked.version
+    version = version_of(name, asked)
+    if asked.gives_spans and asked.weights is not None and name != asked.weights:
+        refuse("weight_versions", None, f"weight_version = {name!r}, and it was asked with {asked.weights!r}")
+    return version if name == asked.weights else asked.version
+
+
+def newest_of(part: ReplyPart, asked: Asked) -> int:
+    """Return the newest version that a reply claims beyond what its server had when it was asked."""
+    names = [name for name, _ in part.spans if asked.is_routed or name != asked.weights]
+    return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
+
+
+def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> list[int]:
+    """Return the version of each of `count` tokens from those of spans, which end before `ends`.
+
+    The first `late` tokens of a later span were sampled before the server changed the name: they are of the one before.
+    """
+    each: list[int] = []
+    for version, end in zip(versions, ends, strict=True):
+        each += [version] * (min(count, end + late) - len(each))
+    return each
+
+
+def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
+    """Return (weight version, tokens) of each span, with `late` as above."""
+    ends = [min(count, span["end"] + late) for span in spans]
+    return [(span["version"], end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
+
+
+# -- what fields may be
+
+
+def member(found: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
+    """Return a field of exactly this type (true is no int); ValueError for another, and for none unless `optional`."""
+    value = found.get(name)
+    if value is None and optional:
+        return None
+    if type(value) is not kind:
+        refuse(name, value if name in found else "missing", f"must be of type {kind.__name__}")
+    return value
+
+
+def as_object(name: str, found: Any) -> dict[str, Any]:
+    if type(found) is not dict:
+        refuse(name, found, "must be a JSON object")
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that is finite, in float32 too; a bool or a text is none."""
+    return type(value) in (int, float) and abs(value) < 3e38
+
+
+def refuse(name: str, value: Any, rule: str) -> NoReturn:
+    raise ValueError(f"{name} = {value if type(value) is str else shown(value)}: {rule}"[:1000])
+
+
+def shown(value: Any) -> str:
+    """A value of any size and depth, in a few words."""
+    return reprlib.repr(value)

@@ -1,0 +1,405 @@
+"""Servers that are not what they say: restarted unnoticed, wrong, hung behind a door that answers, busy; and a client
+that is itself late, or out of files. No wrong token counts, no sound server is blamed, and no request is lost.
+"""
+
+import asyncio
+import os
+import resource
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.launch import open_files
+from megatron_rl.rollout import server_client
+from megatron_rl.rollout.membership import BAD_REPLIES
+from megatron_rl.rollout.server_client import seconds_of
+from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.types import LLMRequest
+from tests.servers.scripted_server import counting
+from tests.servers.test_membership import ask, eventually, update
+
+
+def start(engine, rid, *, max_new_tokens=2):
+    """Ask, and give the reply's future."""
+    request = LLMRequest(rid=rid, input_ids=[1], gconfig=GenerationConfig(max_new_tokens=max_new_tokens))
+    return engine._thread.submit(engine.agenerate(request))
+
+
+# -- restarted
+
+
+@pytest.mark.parametrize("name", ["default", "none", "0", "3"])
+def test_server_restarted_while_idle_gives_no_token_of_the_weights_it_started_with(scripted, connect, name):
+    restarted, steady = scripted(), scripted()
+    engine = connect([restarted.url, steady.url])
+    update(engine, version=3)
+    assert sorted(ask(engine, rid=rid).output_versions for rid in "ab") == [[3, 3], [3, 3]]
+    steady.calls.clear()
+    restarted.restart(weight_version=name)
+    replies = [ask(engine, rid=rid) for rid in "cdef"]
+    assert [reply.output_versions for reply in replies] == [[3, 3]] * 4
+    # Every reply that counts is the other's: this one has the weights of its start, whatever it calls them.
+    assert len(steady.generations()) == 4 and engine.serving == [steady.url]
+    time.sleep(0.3)
+    assert engine.serving == [steady.url], "it says that it is well"
+    engine.muster()
+    update(engine, version=4)
+    assert sorted(engine.serving) == sorted([restarted.url, steady.url])
+    assert [ask(engine, rid=rid).output_versions for rid in "gh"] == [[4, 4]] * 2
+
+
+def test_server_restarted_before_any_publication_has_the_weights_of_its_first_start_again(scripted, connect):
+    server = scripted()
+    engine = connect(server.url)
+    assert ask(engine).output_versions == [0, 0]
+    server.restart()
+    assert ask(engine).output_versions == [0, 0] and engine.serving == [server.url]
+
+
+def test_restart_that_nobody_asks_about_is_found_by_the_patrol(scripted, connect):
+    restarted, steady = scripted(), scripted()
+    engine = connect([restarted.url, steady.url], health_timeout_s=0.2)
+    update(engine, version=3)
+    restarted.restart()
+    assert eventually(lambda: engine.serving == [steady.url])
+
+
+def test_weight_group_is_formed_anew_only_where_a_server_in_it_was_started_anew(scripted, connect):
+    failing, restarted = scripted(), scripted()
+    engine = connect([failing.url, restarted.url])
+    update(engine, version=3)
+    before = engine.membership
+    failing.hang_up_on.add("/generate")
+    for reply in [start(engine, rid) for rid in "ab"]:
+        reply.result(10)
+    failing.hang_up_on.clear()
+    assert eventually(lambda: len(engine.serving) == 2)
+    engine.muster()
+    update(engine, version=4)
+    assert engine.membership == before
+    restarted.restart()
+    for reply in [start(engine, rid) for rid in "cd"]:
+        reply.result(10)
+    assert eventually(lambda: engine.membership > before)
+
+
+def test_head_that_does_not_publish_waits_to_hear_of_a_version_before_it_takes_its_tokens(scripted, connect):
+    server = scripted()
+    head = connect(server.url)
+    server.weight_version = "3"
+    head.settle([server.url], 3)
+    server.script.append(lambda body: named(body, [("3", 0, 1), ("4", 1, 2)]))
+    early = start(head, "a")
+    time.sleep(0.2)
+    assert not early.done()
+    server.weight_version = "4"
+    head.settle([server.url], 4)
+    assert early.result(10).output_versions == [3, 4]
+
+
+# -- wrong
+
+
+def named(body, spans):
+    reply = counting(body)
+    reply["meta_info"]["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+    return reply
+
+
+def spoilt(**meta):
+    return lambda body: (reply := counting(body))["meta_info"].update(meta) or reply
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda body: named(body, [("999", 0, 2)]),
+        lambda body: named(body, [("4", 0, 2)]),
+        lambda body: named(body, [("2", 0, 2)]),
+        lambda body: named(body, [("-1", 0, 2)]),
+        lambda body: named(body, [("incomplete", 0, 2)]),
+        lambda body: counting(body, tokens=300),
+        spoilt(output_token_logprobs=[["NaN", 2, None], [-1e308, 3, None]]),
+        lambda body: [counting(body)],
+        lambda body: {"error": {"message": "nothing"}},
+        lambda _: web.Response(status=404, body=b"\xff<html>"),
+        lambda _: web.Response(status=403, body=b"[" * 5000),
+        lambda _: web.Response(status=500, body=b"[" * 900 + b"]" * 900),
+        lambda _: web.Response(body=b"\x00" * 100, headers={"Content-Encoding": "gzip"}),
+    ],
+)
+def test_server_with_wrong_replies_trains_nobody_and_the_others_go_on(scripted, connect, wrong):
+    bad, good = scripted(), scripted()
+    engine = connect([bad.url, good.url])
+    update(engine, version=3)
+    bad.script.extend([wrong] * 2)
+    for rid in "abcd":
+        reply = ask(engine, rid=rid)
+        assert (reply.output_tokens, reply.output_logprobs) == ([2, 3], [-0.25, -0.25])
+        assert reply.output_versions == [3, 3]
+    assert engine.metrics()["rollout/server_failures"] >= 1
+
+
+def test_server_whose_replies_are_wrong_again_and_again_is_dropped_with_the_reason(scripted, connect):
+    dropped = []
+    bad, good = scripted(), scripted()
+    engine = connect([bad.url, good.url], on_drop=lambda url, reason: dropped.append((url, reason)))
+    update(engine, version=3)
+    bad.script.extend([spoilt(completion_tokens=7)] * 100)
+
+    def is_dropped():
+        replies = [start(engine, f"{time.monotonic()}-{number}") for number in range(2)]
+        assert [reply.result(10).output_tokens for reply in replies] == [[2, 3]] * 2
+        return bool(dropped)
+
+    assert eventually(is_dropped)
+    ((url, reason),) = dropped
+    assert url == bad.url and f"{BAD_REPLIES} of its replies could not be used" in reason
+    assert "completion_tokens = 7: 2 tokens came" in reason
+    assert engine.metrics()["rollout/bad_replies"] == BAD_REPLIES
+    sent = len(bad.generations())
+    time.sleep(0.3)
+    ask(engine, rid="x"), ask(engine, rid="y")
+    assert len(bad.generations()) == sent and engine.serving == [good.url]
+    # Started anew, or published to, it has another chance.
+    bad.script.clear()
+    engine.muster(), update(engine, version=4)
+    assert sorted(engine.serving) == sorted([bad.url, good.url])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("info", {"tp_size": "two"}),
+        ("info", {"vocab_size": [1]}),
+        ("info", {"context_length": -5}),
+        ("info", {"version": None}),
+        ("name", 3),
+        ("name", ["default"]),
+    ],
+)
+def test_server_that_says_nonsense_of_itself_is_lost_until_it_talks_sense(scripted, connect, place, value):
+    odd, steady = scripted(), scripted()
+    engine = connect([odd.url, steady.url])
+    before = dict(odd.info)
+    if place == "info":
+        odd.info |= value
+    else:
+        odd.weight_version = value
+    odd.hang_up_on.add("/generate")
+    ask(engine, rid="a"), ask(engine, rid="b")
+    odd.hang_up_on.clear()
+    time.sleep(0.3)
+    assert engine.serving == [steady.url]
+    odd.info.update(before)
+    odd.weight_version = "default"
+    assert eventually(lambda: len(engine.serving) == 2)
+
+
+# -- hung
+
+
+def test_server_whose_scheduler_hangs_is_lost_at_the_first_deadline_and_gets_no_more(scripted, connect):
+    hung, steady = scripted(), scripted()
+    engine = connect([hung.url, steady.url], request_timeout_s=0.5, health_timeout_s=60.0)
+    hung.scheduler_hangs = True
+    replies = [start(engine, rid) for rid in "ab"]
+    ends = [reply.exception(10) for reply in replies]
+    assert sorted(str(type(end)) for end in ends) == sorted([str(type(None)), str(RuntimeError)])
+    assert eventually(lambda: engine.serving == [steady.url])
+    for rid in "cdefgh":
+        assert ask(engine, rid=rid).output_tokens == [2, 3]
+    assert engine.serving == [steady.url] and "/generate" not in hung.controls()
+    hung.scheduler_hangs = False
+    assert eventually(lambda: len(engine.serving) == 2)
+
+
+def test_requests_of_a_server_that_generates_nothing_move_before_their_deadline(scripted, connect):
+    hung, steady = scripted(), scripted()
+    engine = connect([hung.url, steady.url], health_timeout_s=0.3)
+    hung.scheduler_hangs = True
+    replies = [start(engine, rid) for rid in "abcd"]
+    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 4
+    assert engine.serving == [steady.url]
+
+
+def test_server_that_is_only_slow_keeps_its_requests(scripted, connect):
+    async def slow(body):
+        await asyncio.sleep(1.0)
+        return counting(body)
+
+    server = scripted()
+    server.script.append(slow)
+    engine = connect(server.url, health_timeout_s=0.2)
+    assert ask(engine).output_tokens == [2, 3] and len(server.generations()) == 1
+    assert engine.metrics()["rollout/server_failures"] == 0
+
+
+def test_server_that_hangs_in_a_pause_delays_a_publication_by_the_deadline_of_commands_alone(scripted, connect):
+    hung, steady = scripted(), scripted()
+    engine = connect([hung.url, steady.url], request_timeout_s=600.0, control_timeout_s=0.3)
+    hung.hangs, begun = True, time.monotonic()
+    update(engine, version=3)
+    assert engine.serving == [steady.url] and time.monotonic() - begun < 5.0
+
+
+def test_long_reply_has_time_in_proportion_to_its_length():
+    engine = RemoteSGLangEngine(RolloutConfig())
+
+    def deadline_s(tokens):
+        request = LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(max_new_tokens=tokens))
+        return engine._deadline_s(request)
+
+    assert deadline_s(128) == 600.0 and 32_768 / deadline_s(32_768) == 10.0
+
+
+# -- the patrol
+
+
+def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
+    forgotten, hanging, steady = (scripted() for _ in range(3))
+    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5)
+    members = engine._fleet.members
+    forgotten.hangs = True
+    time.sleep(0.6)  # its visit is under way
+    (gone,) = [server for server in members.serving if server.url == forgotten.url]
+
+    async def act(what):
+        what(gone)
+
+    engine._thread.run(act(members.forget))
+    time.sleep(0.6)
+    hanging.hangs = True
+    assert eventually(lambda: engine.serving == [steady.url])
+    for late in (
+        members.forget,
+        members.praise,
+        lambda one: members.lose(one, "late"),
+        lambda one: members.drop(one, ""),
+    ):
+        engine._thread.run(act(late))
+    engine._thread.run(act(lambda one: members.settle([one, *members.serving], "3")))
+    assert engine.serving == [steady.url]
+
+
+def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scripted, connect):
+    engine = connect(scripted().url)
+
+    async def fault():
+        raise KeyError("a bug of ours")
+
+    async def begin():
+        engine._fleet.members.lasting(fault(), "the patrol of rollout servers")
+
+    engine._thread.run(begin())
+    assert eventually(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._executor._fatal))
+
+
+def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
+    async def slow(body):
+        await asyncio.sleep(3.0)
+        return counting(body)
+
+    servers = [scripted() for _ in range(2)]
+    for server in servers:
+        server.script.append(slow)
+    engine = connect([server.url for server in servers], health_timeout_s=0.2)
+    replies = [start(engine, rid) for rid in "ab"]
+    for _ in range(3):
+        time.sleep(0.25)
+        engine._thread.loop.call_soon_threadsafe(time.sleep, 0.5)
+    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 2
+    assert engine.metrics()["rollout/server_failures"] == 0
+    assert [len(server.generations()) for server in servers] == [1, 1], "nothing was asked again"
+
+
+# -- busy
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_server_that_is_busy_is_asked_again_and_neither_blamed_nor_refused(scripted, connect, status):
+    server = scripted()
+    server.script.extend([lambda _: web.Response(status=status, headers={"Retry-After": "0"})] * 8)
+    engine = connect(server.url, request_timeout_s=5.0)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(server_client, "LONGEST_BUSY_S", 0.05)
+    monkey.setattr(server_client, "FIRST_BUSY_S", 0.01)
+    try:
+        assert ask(engine).output_tokens == [2, 3]
+    finally:
+        monkey.undo()
+    assert engine.serving == [server.url] and len(server.generations()) == 9
+    metrics = engine.metrics()
+    assert (metrics["rollout/server_failures"], metrics["rollout/request_retries"]) == (0, 0)
+
+
+def test_command_is_sent_again_where_the_server_is_busy(scripted, connect):
+    server = scripted()
+    engine = connect(server.url)
+    server.refusals["/pause_generation"] = (429, {"error": "too many"})
+    threading.Timer(0.3, server.refusals.clear).start()
+    update(engine, version=3)
+    assert engine.serving == [server.url] and engine.get_version() == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("2", 2.0), ("", 0.1), ("-5", 0.1), ("1e9", 0.1), ("99999999", 30.0), ("nan", 0.1), ("9" * 500, 0.1)]
+    + [("Wed, 21 Oct 2015 07:28:00 GMT", 0.1), ("Wed, 21 Oct 9999 07:28:00 GMT", 30.0), ("soon", 0.1)],
+)
+def test_time_to_come_again_is_bounded(header, seconds):
+    assert seconds_of(header) == seconds
+
+
+# -- out of files
+
+
+def test_process_that_is_out_of_files_waits_and_blames_no_server(scripted, connect, caplog):
+    servers = [scripted(), scripted()]
+    engine = connect([server.url for server in servers])
+    ask(engine)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        replies = [start(engine, str(number)) for number in range(8)]
+        wait(replies, 0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 8
+    assert "wait until files are closed. Raise the limit" in caplog.text
+    assert len(engine.serving) == 2 and engine.metrics()["rollout/server_failures"] == 0
+
+
+def test_requests_wait_for_one_another_where_there_are_fewer_files_than_requests(scripted, connect, monkeypatch):
+    running = most = 0
+
+    async def count(body):
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return counting(body)
+
+    server = scripted()
+    server.script.extend([count] * 12)
+    monkeypatch.setattr("megatron_rl.rollout.fleet.most_requests", lambda: 3)
+    engine = connect(server.url)
+    assert [reply.result(20).output_len for reply in [start(engine, str(n)) for n in range(12)]] == [2] * 12
+    assert most == 3
+
+
+def test_soft_limit_of_open_files_is_raised_to_the_hard_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(hard, 900) if hard != resource.RLIM_INFINITY else 900
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
+        raised = open_files.raise_limit()
+        assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(hard, 2**20) if hard > 0 else 2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
