@@ -8,6 +8,8 @@ at age 0; by position in the reply, errors that grow along a sequence.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,8 @@ AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
 POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 8192}
 """Trained tokens of the sequence before the token: the lowest of each class."""
 CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
-COLUMNS = 6
-"""tokens, |d|, d, k3, w, w^2."""
+COLUMNS = 7
+"""tokens, |d|, d, k3, w, w^2, and of all classes together the tokens whose d is no finite number, in none of these."""
 
 
 def tally(
@@ -28,9 +30,10 @@ def tally(
     """Return the sums `[classes, COLUMNS]` and the largest |d| `[classes]` of one rank's tokens, float64.
 
     The first four are `[N]`, entry t belongs to token t; lengths: `[B]` of the sequences; version: the trainer's.
-    Differences that are no number are left out; the loss counts them.
+    Differences that are no finite number are counted apart.
     """
-    kept = loss_mask.bool() & (logprobs - behavior_logprobs).isfinite()
+    is_finite = (logprobs - behavior_logprobs).isfinite()
+    kept = loss_mask.bool() & is_finite
     before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()
     first = torch.cumsum(lengths, 0) - lengths
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -38,7 +41,7 @@ def tally(
     d = (logprobs - behavior_logprobs)[kept].double()
     near = bounded(d)
     w = near.exp()
-    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w], 1)
+    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w, torch.zeros_like(d)], 1)
     sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
     places = (
         torch.zeros(len(d), dtype=torch.int64),
@@ -48,6 +51,7 @@ def tally(
     for place in places:
         sums.index_add_(0, place, values)
         largest.scatter_reduce_(0, place, d.abs(), "amax")
+    sums[0, -1] = (loss_mask.bool() & ~is_finite).sum()
     return sums, largest
 
 
@@ -60,10 +64,10 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
     mean, max: of |d| in nats; k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer); ess: effective
     sample size as a share of the tokens, (sum w)^2 / (n sum w^2); chi2: mean w^2 - 1, the chi-squared distance. By age
-    and position: mean, max and k3, for classes that have tokens.
+    and position: mean, max and k3, for classes that have tokens. not_finite: tokens that are in none of these, if any.
     """
-    found: dict[str, float] = {}
-    for name, (count, distance, d, k3, w, w2), most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
+    found: dict[str, float] = {"mismatch/not_finite": sums[0, -1].item()} if sums[0, -1] > 0 else {}
+    for name, (count, distance, d, k3, w, w2, _), most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
         if count == 0:
             continue
         values = {"mean": distance / count, "max": most, "k3": k3 / count}
@@ -74,12 +78,23 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
     return found
 
 
-def check_alarm(found: dict[str, float], threshold: float) -> None:
-    """Raise RuntimeError where trainer and server differ by more than `threshold` nats; 0 never does."""
+def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
+    """Raise RuntimeError where trainer and server differ by more than `threshold` nats; 0 allows any finite number.
+
+    A difference that is no finite number is an alarm under every threshold, unless the update that it would have been
+    trained in was skipped, and so counted.
+    """
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"
-    if threshold > 0 and found.get(key, 0.0) > threshold:
+    if not is_skipped and found.get("mismatch/not_finite", 0.0) > 0:
         raise RuntimeError(
-            f"{key} = {found[key]:.4g} nats: trainer and servers differ by more than correction.alarm = {threshold:g} "
+            f"mismatch/not_finite = {found['mismatch/not_finite']:.0f} tokens: the trainer or the server that sampled "
+            f"them gave a log-probability that is not finite. Look for infinite weights or logits in both, and at the "
+            f"learning rate."
+        )
+    value = found.get(key, 0.0)
+    if not math.isfinite(value) or (threshold > 0 and value > threshold):
+        raise RuntimeError(
+            f"{key} = {value:.4g} nats: trainer and servers differ by more than correction.alarm = {threshold:g} "
             f"in the log-probability of the same tokens. Compare their dtypes, sampling options and weights (a wrong "
             f"temperature or a stale server shows like this), or raise the threshold."
         )

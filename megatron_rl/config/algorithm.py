@@ -198,7 +198,7 @@ class CorrectionConfig:
     high: float = 5.0
     alarm: float = 0.0
     """Stop the run when trainer and server differ by more than this, mean |log p - log q| in nats of a step's tokens of
-    the current version (of all tokens where there are none). 0 never stops."""
+    the current version (of all tokens where there are none). 0 stops only where a difference is not finite."""
 
     def __post_init__(self) -> None:
         check(

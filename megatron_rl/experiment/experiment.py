@@ -316,7 +316,8 @@ class Experiment(Run):
         self.traces.begin(step + 1)
         samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
         self.log_file.log_step(step, metrics, samples)
-        mismatch.check_alarm(differences, self.config.correction.alarm)
+        is_skipped = bool(stats) and not stats[0].applied
+        mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
 
     def finish(self) -> None:
         if self.groups.is_main and self.evaluations.scores:

@@ -62,7 +62,37 @@ def test_no_tokens_and_differences_that_are_no_number_give_no_metric():
     found = mismatch.metrics(
         *mismatch.tally(minus, torch.tensor([-1.0, -1.5]), torch.ones(2), torch.zeros(2).long(), torch.tensor([2]), 0)
     )
-    assert found["mismatch/mean"] == 0.5
+    assert found["mismatch/mean"] == 0.5 and found["mismatch/not_finite"] == 1
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "server"),
+    [
+        ([NAN, -1.0], [-1.0, -1.0]),
+        ([-1.0, -1.0], [NAN, -1.0]),
+        ([-1.0, -1.0], [-INF, -1.0]),
+        ([-INF, 0.0], [-INF, -1.0]),
+    ],
+)
+def test_difference_that_is_no_finite_number_is_an_alarm_by_default(trainer, server):
+    columns = (torch.tensor(trainer), torch.tensor(server), torch.ones(2), torch.zeros(2).long(), torch.tensor([2]))
+    found = mismatch.metrics(*mismatch.tally(*columns, 0))
+    assert found["mismatch/not_finite"] == 1
+    with pytest.raises(RuntimeError, match="mismatch/not_finite = 1 tokens"):
+        mismatch.check_alarm(found, 0.0)
+    mismatch.check_alarm(found, 0.0, is_skipped=True)
+    # Of tokens that are not trained it is none.
+    masked = (*columns[:2], torch.tensor([0.0, 1.0]), *columns[3:])
+    mismatch.check_alarm(mismatch.metrics(*mismatch.tally(*masked, 0)), 0.0)
+
+
+def test_mean_that_is_no_number_is_an_alarm_by_default():
+    for value in (NAN, INF):
+        with pytest.raises(RuntimeError, match="mismatch/mean = "):
+            mismatch.check_alarm({"mismatch/mean": value}, 0.0)
 
 
 def test_the_alarm_speaks_of_fresh_tokens_first():
