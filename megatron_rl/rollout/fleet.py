@@ -71,7 +71,7 @@ class Fleet:
     ) -> None:
         """With a run's name, that run's servers in the registry are the fleet's, also those that come later.
 
-        version: the policy's, now. vocab_size: the model's, for servers that do not say theirs. `on_failure(message)`
+        version: the policy's, now. vocab_size: the model's, where it is known. `on_failure(message)`
         is told of what has ended that the run depends on.
         """
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
@@ -164,6 +164,10 @@ class Fleet:
             if self.members.is_published(server):
                 await server.check_start(timeout_s=self.config.control_timeout_s)
             self.members.praise(server)
+
+    def has_another(self, server: ServerClient) -> bool:
+        """Whether a request that this server refused can be sent to another one."""
+        return self.router is None and any(other is not server for other in self.members.serving)
 
     def blame(self, server: ServerClient, error: ServerError) -> None:
         """A request failed at `server`."""

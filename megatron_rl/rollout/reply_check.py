@@ -7,7 +7,6 @@ each by type and range and against one another. ValueError names the field, what
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import reprlib
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ HIGHEST_LOGPROB = 1e-3
 """A kernel may round log 1 to a little above 0."""
 LOWEST_LOGPROB = -1e4
 """No token that was sampled is less likely."""
+MOST_IDS = 2**31
+"""Of a vocabulary whose size nobody knows."""
 KEPT_BACK = 64
 """Tokens of its context, and pages of its cache, that a server may keep for itself."""
 VERSION = re.compile(r"[0-9]{1,15}")
@@ -127,15 +128,14 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]
     """Return the ids and log-probabilities of (log-probability, id, text) triples."""
     if len(entries) > asked.max_new_tokens:
         refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
-    above = math.inf if asked.vocab_size is None else asked.vocab_size
+    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
     tokens, logprobs = [], []
     for position, entry in enumerate(entries):
         if type(entry) is not list or len(entry) != 3:
             refuse(f"output_token_logprobs[{position}]", entry, "must be [log-probability, id, text or null]")
         logprob, token, text = entry
         if type(token) is not int or not 0 <= token < above:
-            rule = f"must be an id of the vocabulary of {asked.vocab_size}" if asked.vocab_size else "must be an id"
-            refuse(f"the token at position {position}", token, rule)
+            refuse(f"the token at position {position}", token, f"must be an id of the vocabulary of {above}")
         if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
             rule = f"must be a number from {LOWEST_LOGPROB:g} to 0, the log-probability of a token that was sampled"
             refuse(f"the log-probability at position {position}", logprob, rule)

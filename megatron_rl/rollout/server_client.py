@@ -169,7 +169,7 @@ class ServerClient:
         self.keeps_cache = False
         """The pause under way, or the last one, flushed nothing."""
         self.vocab_size: int | None = None
-        """Of the model, where the server does not say."""
+        """Of the model, as this side knows it; the server may say less, and nothing above."""
         self.last_reply_s = 0.0
         """On the monotonic clock, as the next ones: when it last gave a reply, whatever of."""
         self.busy_since = 0.0
@@ -395,13 +395,14 @@ class ServerClient:
     def asked(self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int) -> Asked:
         """What a reply to this request is held against; the version is the policy's now."""
         info = self.info
+        sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
         return Asked(
             rid=rid,
             prompt_tokens=len(input_ids),
             max_new_tokens=sampling_params["max_new_tokens"],
             stop=tuple(sampling_params.get("stop", ())),
             version=version,
-            vocab_size=(info.vocab_size if info else None) or self.vocab_size,
+            vocab_size=min(sizes, default=None),
             room=info.room if info else None,
             gives_spans=info is not None and info.version >= SPANS_SINCE,
             gives_text=info is None or info.gives_text,

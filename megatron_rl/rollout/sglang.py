@@ -69,7 +69,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         vocab_size: int | None = None,
     ) -> None:
         """`on_drop(url, reason)` is called, on the rollout thread, for a server that fails a publication, or whose
-        replies are not to be believed. `vocab_size`: the model's, for servers that do not say theirs.
+        replies are not to be believed. `vocab_size`: the model's, where it is known.
 
         With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
         it; others follow that one, by `settle`.
@@ -197,6 +197,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         tokens = [*req.input_ids, *generated]
         failed: ServerClient | None = None
+        refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
         while True:
             server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
@@ -212,6 +213,12 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 with not_counted(deadline):
                     await asyncio.sleep(max(error.wait_s, backoff(busy)))
                 busy += 1
+            except RequestRefused as refusal:
+                # One that refuses everything would soon be the one with the fewest requests, and end them all.
+                if refused or not self._fleet.has_another(server):
+                    raise
+                refused[server] = refusal
+                failed = server
             except ServerError as error:
                 if attempt == REQUEST_ATTEMPTS:
                     raise
@@ -221,7 +228,9 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
                 attempt += 1
             else:
-                self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part))
+                for one, refusal in refused.items():
+                    self._fleet.blame(one, BadReply(f"{refusal} (which another server did not)"))
+                self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
                 return part
 
     def _deadline_s(self, req: LLMRequest) -> float:

@@ -19,6 +19,7 @@ from megatron_rl.rollout.membership import BAD_REPLIES
 from megatron_rl.rollout.server_client import seconds_of
 from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest
+from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.scripted_server import counting
 from tests.servers.test_membership import ask, eventually, update
 
@@ -171,6 +172,29 @@ def test_server_whose_replies_are_wrong_again_and_again_is_dropped_with_the_reas
     assert sorted(engine.serving) == sorted([bad.url, good.url])
 
 
+def test_request_is_refused_by_two_servers_or_the_one_that_did_is_to_blame(scripted, connect):
+    refusing, good = scripted(), scripted()
+    engine = connect([refusing.url, good.url])
+    refusing.refusals["/generate"] = (400, {"error": {"message": "top_p must be in (0, 1]"}})
+    replies = [start(engine, rid) for rid in "abcd"]
+    assert [reply.result(10).output_tokens for reply in replies] == [[2, 3]] * 4
+    assert engine.metrics()["rollout/bad_replies"] >= 1
+    good.refusals["/generate"] = refusing.refusals["/generate"]
+    with pytest.raises(ValueError, match="HTTP 400: top_p must be in"):
+        ask(engine)
+
+
+def test_server_that_claims_more_ids_than_the_model_has_is_not_believed(scripted):
+    server = scripted(info={"vocab_size": 10**9})
+    engine = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE), vocab_size=1000)
+    engine.initialize(server.url)
+    try:
+        server.script.append(lambda body: counting(body | {"input_ids": [5000]}))
+        assert ask(engine).output_tokens == [2, 3] and engine.metrics()["rollout/bad_replies"] == 1
+    finally:
+        engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -301,7 +325,7 @@ def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scrip
 
 def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
     async def slow(body):
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(2.2)
         return counting(body)
 
     servers = [scripted() for _ in range(2)]
