@@ -199,39 +199,39 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
-        while True:
-            server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
-            check_request(server, tokens, params["max_new_tokens"])
-            # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
-            rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
-            try:
-                async with self._slot(deadline):
+        async with self._slot(deadline):
+            while True:
+                server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
+                check_request(server, tokens, params["max_new_tokens"])
+                # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
+                rid = f"{req.rid}-{self._client_id}-{next(self._rid_numbers)}"
+                try:
                     part = await self._generate_on(server, rid, tokens, params, deadline, req.begun)
-            except Busy as error:
-                failed = server
-                logger.info("%s", error)
-                with not_counted(deadline):
-                    await asyncio.sleep(max(error.wait_s, backoff(busy)))
-                busy += 1
-            except RequestRefused as refusal:
-                # One that refuses everything would soon be the one with the fewest requests, and end them all.
-                if refused or not self._fleet.has_another(server):
-                    raise
-                refused[server] = refusal
-                failed = server
-            except ServerError as error:
-                if attempt == REQUEST_ATTEMPTS:
-                    raise
-                failed = server
-                self._tally.add(request_retries=1)
-                logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
-                await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
-                attempt += 1
-            else:
-                for one, refusal in refused.items():
-                    self._fleet.blame(one, BadReply(f"{refusal} (which another server did not)"))
-                self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
-                return part
+                except Busy as error:
+                    failed = server
+                    logger.info("%s", error)
+                    with not_counted(deadline):
+                        await asyncio.sleep(max(error.wait_s, backoff(busy)))
+                    busy += 1
+                except RequestRefused as refusal:
+                    # One that refuses everything would soon be the one with the fewest requests, and end them all.
+                    if refused or not self._fleet.has_another(server):
+                        raise
+                    refused[server] = refusal
+                    failed = server
+                except ServerError as error:
+                    if attempt == REQUEST_ATTEMPTS:
+                        raise
+                    failed = server
+                    self._tally.add(request_retries=1)
+                    logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
+                    await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
+                    attempt += 1
+                else:
+                    for one, refusal in refused.items():
+                        self._fleet.blame(one, BadReply(f"{refusal} (which another server did not)"))
+                    self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
+                    return part
 
     def _deadline_s(self, req: LLMRequest) -> float:
         """rollout.request_timeout_s, and in proportion more for a reply that may be longer than it is meant for."""
