@@ -210,9 +210,44 @@ class RunCheckpoints:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps."""
-    state: dict[str, Any] = json.loads((path / RUN_STATE).read_text())
+    """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps.
+
+    RuntimeError where that is no state of a run after the step that the folder is named for.
+    """
+    where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
+    try:
+        state = json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RuntimeError(f"{where} cannot be read ({error}); give an earlier checkpoint.") from error
+    if not isinstance(state, dict):
+        raise RuntimeError(f"{where} is a {type(state).__name__} and no object; give an earlier checkpoint.")
+    named = re.fullmatch(r"step-(\d+)(\..*)?", path.name)
+    prompts, ledgers = state.get("prompts"), state.get("ledgers", [])
+    is_place = isinstance(prompts, dict) and all(is_count(prompts.get(name)) for name in ("number", "count"))
+    rules = {
+        "step": (is_count(state.get("step")), "must be a whole number of at least 0"),
+        "version": (is_count(state.get("version", 0)), "must be a whole number of at least 0"),
+        "prompts": (is_place or "prompts" not in state, "must have number and count, whole numbers of at least 0"),
+        "ledgers": (isinstance(ledgers, list) and all(map(is_ledger, ledgers)), "must be a list of ledgers' states"),
+    }
+    if named and rules["step"][0]:
+        rules["step"] = state["step"] == int(named[1]), f"must be that of the folder, {named[1]}"
+    for key, (holds, rule) in rules.items():
+        if not holds:
+            raise RuntimeError(
+                f"{where} has {key} = {state.get(key)!r:.200}, which {rule}; give an earlier checkpoint."
+            )
     return state
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_ledger(state: Any) -> bool:
+    if not (isinstance(state, dict) and is_count(state.get("next")) and is_count(state.get("size"))):
+        return False
+    return state["size"] > 0 and isinstance(state.get("open"), list) and all(map(is_count, state["open"]))
 
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:

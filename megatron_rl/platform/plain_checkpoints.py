@@ -12,18 +12,25 @@ import enum
 import io
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import CheckpointException, default_planner, filesystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 CHECKPOINT_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
 FUNCTIONS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+KEY_PARTS = (str, int, type(None), torch.Size)
+FAULTS = (
+    *(AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RecursionError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What reading a broken pickle may end in."""
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
     *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # numpy's random state
@@ -32,7 +39,27 @@ DATA = [
 ]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+# In Python, as the one in C cannot be told what it may change: half a minute more for a million pieces of tensors.
+class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
+    """Makes records of data alone. Nothing that was there before is changed: no class, enum or function."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def load(self) -> Metadata:
+        try:
+            found = super().load()
+        except pickle.UnpicklingError:
+            raise
+        except FAULTS as error:
+            raise pickle.UnpicklingError(f"no pickle of records ({type(error).__name__}: {error})") from error
+        if type(found) is not Metadata:
+            raise pickle.UnpicklingError(f"holds a {type(found).__name__} and no Metadata")
+        for place in (found.storage_data or {}).values():
+            name = place.relative_path if type(place) is filesystem._StorageInfo else place
+            if not (isinstance(name, str) and PurePath(name).name == name != ".."):
+                raise pickle.UnpicklingError(f"keeps a tensor in {name!r:.200}, outside of its folder")
+        return found
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in FUNCTIONS:
             return super().find_class(module, name)
@@ -42,6 +69,47 @@ class _MetadataUnpickler(pickle.Unpickler):
             if isinstance(found, torch.dtype) or (is_record and found.__module__ == module):
                 return found
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")  # torch's words
+
+    def load_build(self) -> None:
+        state, record = self.stack[-1], self.stack[-2]
+        kind = type(record)
+        is_own = dataclasses.is_dataclass(kind) and (
+            hasattr(kind, "__setstate__")
+            or (isinstance(state, dict) and all(isinstance(name, str) and name[:1] != "_" for name in state))
+        )
+        if not is_own:
+            name = record.__name__ if isinstance(record, type) else f"a {kind.__name__}"
+            raise pickle.UnpicklingError(f"sets attributes of {name}, which is no record")
+        super().load_build()
+
+    def _check_keys(self, keys: Iterable[Any]) -> None:
+        for key in keys:  # what is deeply nested cannot be hashed: C would run out of stack
+            parts = (key.fqn, key.offset, key.index) if type(key) is MetadataIndex else (key,)
+            if not all(type(part) in KEY_PARTS for part in parts):
+                raise pickle.UnpicklingError(f"has a key of type {type(key).__name__}")
+
+    def load_setitem(self) -> None:
+        self._check_keys([self.stack[-2]])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    for _code in (
+        pickle.DICT,
+        pickle.ADDITEMS,
+        pickle.FROZENSET,
+        pickle.INST,
+        pickle.OBJ,
+        pickle.EXT1,
+        pickle.EXT2,
+        pickle.EXT4,
+    ):
+        del dispatch[_code[0]]  # which nothing of ours is written with
 
 
 def check_objects(file: str | Path | IO[bytes]) -> None:
@@ -58,7 +126,11 @@ def refusing_code(path: str | Path) -> Iterator[None]:
     except (pickle.UnpicklingError, CheckpointException) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # an exception that torch has passed on is text by now
         if named is None:
-            raise
+            fault = str(error).rstrip().rpartition("\n")[2].rpartition("metadata read failed: ")[2]
+            raise RuntimeError(
+                f"checkpoint {str(path)!r}: cannot be read ({fault}); take a checkpoint that this package has "
+                f"written, or safetensors."
+            ) from error
         raise RuntimeError(
             f"checkpoint {str(path)!r}: names {named[1]}, which is no data but could run code, and is not read; take a "
             f"checkpoint that this package has written, or safetensors."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]
 
 def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     try:
-        lines = Path(source).read_text(encoding="utf-8").split("\n")  # a JSON string may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # a string may hold other ends
+    except OSError as error:
         raise ValueError(
             f"{key} = {source!r}: cannot be read ({error}); give a UTF-8 file with one JSON object per line."
         ) from error
@@ -46,12 +47,31 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                rows.append(json.loads(line.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant))
+                if b"\\ud" in line.lower():  # half of a character, which no tokenizer takes
+                    json.dumps(rows[-1], ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:  # of UTF-8, JSON, or a number of 5,000 digits
+                reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
                 raise ValueError(
-                    f"{key} = {source!r}, line {number}: not JSON ({error}); write one JSON object per line."
+                    f"{key} = {source!r}, line {number}: not JSON ({reason}); write one JSON object per line."
                 ) from error
+            if not isinstance(rows[-1], dict):
+                kind = type(rows[-1]).__name__
+                raise ValueError(f"{key} = {source!r}, line {number}: is a {kind}; write one JSON object per line.")
     return rows
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return found
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON; leave it out or write null")
 
 
 def read_parquet(source: str, key: str) -> list[dict[str, Any]]:
@@ -61,8 +81,9 @@ def read_parquet(source: str, key: str) -> list[dict[str, Any]]:
         raise RuntimeError(f"{key} = {source!r}: needs pyarrow, which is not installed; {NEEDS}.") from error
     try:
         return list(parquet.read_table(source).to_pylist())
-    except (OSError, ArrowException) as error:
-        raise ValueError(f"{key} = {source!r}: cannot be read ({error}); give a Parquet file.") from error
+    except (OSError, ArrowException, ValueError, OverflowError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise ValueError(f"{key} = {source!r}: cannot be read ({reason}); give a Parquet file.") from error
 
 
 def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import time
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.telemetry.sinks import Sinks
 
+logger = logging.getLogger(__name__)
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
     # heading, metric, format
@@ -90,7 +92,7 @@ class RunLog:
         self._console = console or Console(highlight=False)
         self._opened = time.monotonic()
         # What a resumed run says of its age goes on where it was cut off.
-        self._start = self._opened - max((line["elapsed_s"] for line in kept[0]), default=0.0)
+        self._start = self._opened - max((float(line.get("elapsed_s", 0.0)) for line in kept[0]), default=0.0)
         self._first_logged: tuple[int, float] | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -246,18 +248,36 @@ def happened_at(line: dict[str, Any], step: int) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file; a last line without its end is dropped. RuntimeError for other damage."""
+    """Return the objects of a .jsonl file; a last line without its end is dropped.
+
+    What is no line of a log, as a crash of the machine may leave (zeros where a write did not reach the disk), is left
+    out with a warning: a run can go on without it. Zeros in front of a whole line cost nothing but themselves.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
     complete = text[: text.rfind("\n") + 1]
-    rows = []
+    rows, damaged = [], []
     for number, line in enumerate(complete.split("\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise RuntimeError(
-                f"{path}, line {number}: not JSON ({error}); the file was damaged, remove that line."
-            ) from error
+            row = json.loads(line.lstrip("\0"))
+        except (ValueError, RecursionError):
+            row = None
+        if is_line(row, of_samples=path.name == SAMPLES):
+            rows.append(row)
+        else:
+            damaged.append(str(number))
+    if damaged:
+        shown = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
+        logger.warning("%s: %d line(s) are damaged and left out: %s", path, len(damaged), shown)
     return rows
+
+
+def is_line(row: Any, *, of_samples: bool) -> bool:
+    """True for what this module writes: a sample, or else a step or an evaluation."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return False
+    if of_samples:
+        return isinstance(row.get("split"), str) and type(row.get("number")) is int
+    return row.get("kind") == "step" or isinstance(row.get("name"), str)
 
 
 @dataclass

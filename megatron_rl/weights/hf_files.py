@@ -10,7 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 import torch
@@ -95,7 +95,7 @@ class HFFolder:
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
+        return _read_index(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
@@ -111,6 +111,23 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         except SafetensorError as error:
             raise ValueError(f"{path}: unreadable safetensors file ({error}); copy the model folder again.") from error
     return names
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the index's files by tensor. Each lies in its folder, which may be somebody else's."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
+            raise TypeError("weight_map must give each tensor the name of its file")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: unreadable index ({error}); copy the model folder again.") from error
+    for tensor, name in files.items():
+        if PurePath(name).name != name or name == ".." or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{path}: has {tensor!r} in {name!r}, which must be a .safetensors file of this folder; copy the model "
+                f"folder again, from a place that you trust."
+            )
+    return files
 
 
 class RandomWeights:

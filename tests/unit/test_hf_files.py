@@ -1,12 +1,13 @@
 """A folder is replaced whole or not at all, wherever the process is killed."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.weights.hf_files import recover_folder, replace_folder
+from megatron_rl.weights.hf_files import HFFolder, recover_folder, replace_folder
 
 
 def killed_at(call: int, aside: Path, folder: Path) -> bool:
@@ -45,3 +46,19 @@ def test_a_folder_is_the_old_or_the_new_one_wherever_its_replacement_is_killed(c
     if aside.exists():
         replace_folder(aside, folder)
     assert (folder / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    "file", ["../other.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "model.bin", "/dev/zero"]
+)
+def test_index_does_not_lead_out_of_its_folder(file, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": file}}))
+    with pytest.raises(ValueError, match="index.json: has 'a.weight' in .*must be a .safetensors file of this folder"):
+        HFFolder(tmp_path, {"a.weight": (1,)})
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": {"a": 1}}', '{"weight_map": 3}', "[" * 100_000])
+def test_index_that_is_none_is_named(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="model.safetensors.index.json: unreadable index .*copy the model folder"):
+        HFFolder(tmp_path, {"a.weight": (1,)})

@@ -48,7 +48,7 @@ def test_function_is_called_with_its_arguments():
         ('{"answer": "4"}\n', "prompt 1: has only answer; must have exactly one of input_ids, prompt, messages"),
         ('{"prompt": "a", "messages": [1]}\n', "prompt 1: has prompt and messages; must have exactly one"),
         ('{"prompt": ""}\n', "prompt 1: prompt is empty; a server needs at least one token"),
-        ('["a"]\n', "prompt 1: is list; must be an object"),
+        ('["a"]\n', "line 1: is a list; write one JSON object"),
         ('{"prompt": "a", "epoch": 3}\n', "prompt 1: has 'epoch', which the iterator writes; rename it"),
     ],
 )

@@ -179,10 +179,18 @@ def test_killed_process_loses_no_logged_step(tmp_path):
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
 
 
-def test_damage_in_the_middle_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 0}\nrubbish\n{"kind": "step", "step": 2}\n')
-    with pytest.raises(RuntimeError, match="metrics.jsonl, line 2: not JSON"):
-        read_run(tmp_path)
+def test_damage_in_the_middle_is_named_and_a_resumed_run_goes_on_without_it(tmp_path, caplog):
+    lines = ['{"kind": "step", "step": 0, "elapsed_s": 1.0}', "rubbish", "\0" * 9 + '{"kind": "step", "step": 2}']
+    lines += ["\0" * 5000, "[1]", '{"step": -5, "kind": "step"}', '{"step": "3", "kind": "step"}', "[" * 100_000]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "step", "step": 4}', '{"kind": "st']))
+    (tmp_path / "samples.jsonl").write_text('{"step": 0}\n{"step": 0, "split": "train", "number": 0, "reply": "a"}\n')
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.steps] == [0, 2, 4] and len(run.samples["train", 0]) == 1
+    assert "metrics.jsonl: 6 line(s) are damaged and left out: 2, 4, 5, 6, 7, 8" in caplog.text
+    assert "samples.jsonl: 1 line(s) are damaged and left out: 1" in caplog.text
+    with RunLog(tmp_path, 5, first_step=3, console=text_console()) as log:
+        log.log_step(3, METRICS)
+    assert steps_of(tmp_path) == [0, 2, 3]
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
