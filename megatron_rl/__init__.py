@@ -31,6 +31,7 @@ _HOME = {
     "RemoteSGLangEngine": "rollout.sglang",
     "gather_logprobs": "ops",
     "start_servers": "serving.supervisor",
+    "stats_tracker": "telemetry.stats_tracker",
 }
 __all__ = sorted(_HOME)
 
@@ -38,4 +39,5 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    return home if home.__name__.endswith(f".{name}") else getattr(home, name)

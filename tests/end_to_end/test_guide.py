@@ -1,16 +1,15 @@
 """The guide's ReMax, written by a user, runs as written and does what its formula says."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import guide_remax
 import pytest
 import torch
-from guide_remax import MegatronReinforceActor, ReMaxRLVRWorkflow
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
-from megatron_rl.rollout.rewards import exact_match
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
 from megatron_rl.rollout.tasks import count_ones
 from megatron_rl.serving.supervisor import start_servers
 from megatron_rl.types import FinetuneSpec, GenerationConfig
@@ -18,35 +17,29 @@ from megatron_rl.types import FinetuneSpec, GenerationConfig
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
 
 
-def composed_loop(model: Path, folder: Path):
-    """The guide's third step: compose rollout, actor and workflow; returns the batch, the stats and the new weights."""
-    config = RolloutConfig(backend="embedded")
-    ft_spec = FinetuneSpec(total_updates=1)
-    actor = MegatronReinforceActor(
-        config=EngineConfig(
-            model=ModelConfig(path=str(model)), parallel=ParallelConfig(), optimizer=OptimizerConfig(lr=1e-3)
-        )
+def reward(completion_ids, answer, **data):
+    """A random model is hardly ever right, so that its rewards would say nothing of the formula: any number will do."""
+    return float((sum(completion_ids) + int(answer)) % 7) / 7
+
+
+def composed_loop(name: str, model: Path, folder: Path):
+    torch.cuda.synchronize = lambda: None  # the guide's machine has a GPU
+    engine = EngineConfig(
+        model=ModelConfig(path=str(model)), parallel=ParallelConfig(), optimizer=OptimizerConfig(lr=1e-3)
     )
-    actor.initialize(None, ft_spec)
-    with start_servers(model, folder, config) as served:
-        rollout = RemoteSGLangEngine(served, seed=1)
-        rollout.initialize(ft_spec=ft_spec)
+    with start_servers(model, folder, RolloutConfig(backend="embedded")) as served:
+        config = SimpleNamespace(
+            rollout=served,
+            actor=engine,
+            gconfig=GenerationConfig(max_new_tokens=3),
+        )
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = "{{ messages[0]['content'] }}"
-        workflow = ReMaxRLVRWorkflow(
-            reward_fn=exact_match, gconfig=GenerationConfig(max_new_tokens=3), tokenizer=tokenizer
-        )
         prompts = [
             {"messages": [{"role": "user", "content": p["prompt"]}], "answer": p["answer"]} for p in count_ones()
         ]
-        batch = rollout.rollout_batch(prompts[:8], workflow=workflow).to(actor.device)
-        # A random model is hardly ever right; the formula is what is tested, so give the differences by hand.
-        batch["rewards"] = torch.linspace(-1, 1, 8)[batch.sequence_ids]
-        stats = actor.train_reinforce(batch)
-        actor.step_lr_scheduler()
-        actor.update_weights(rollout, actor.get_version())
-        rollout.destroy()
-    return batch, stats, {name: tensor.clone() for name, tensor in actor.hf_tensors()}
+        spec = FinetuneSpec(total_updates=1)
+        return guide_remax.main(config, spec, tokenizer, reward, [prompts[:8]], 1, getattr(guide_remax, name))
 
 
 @pytest.fixture
@@ -60,9 +53,13 @@ def random_model(tmp_path):
     return folder
 
 
-def test_guide_remax_takes_the_step_of_its_formula(random_model, tmp_path):
-    batch, stats, weights = run_ranks(1, composed_loop, random_model, tmp_path / "servers")[0]
-    assert len(batch) == 8 and stats.applied and stats.weight == int(batch["loss_mask"].sum())
+@pytest.mark.parametrize("actor", ["FSDPReinforceActor", "MegatronReinforceActor"])
+def test_guide_remax_takes_the_step_of_its_formula(actor, random_model, tmp_path):
+    found = run_ranks(1, composed_loop, actor, random_model, tmp_path / "servers")[0]
+    batch, stats, weights, exported = found
+    assert list(exported) == ["time/rollout", "time/train_step", "time/update_weights", "time/step"]
+    assert len(batch) == 8 and len(set(batch["rewards"].tolist())) > 2
+    assert stats.applied and stats.weight == int(batch["loss_mask"].sum())
     model = AutoModelForCausalLM.from_pretrained(random_model)
     model.get_input_embeddings().padding_idx = None  # transformers drops the gradient of pad tokens, which were sampled
     total = 0.0
