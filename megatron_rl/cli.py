@@ -6,12 +6,37 @@ launch | sft | preferences | plan | eval | serve | convert | report | compare | 
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+ENDED_BY_SIGPIPE = 141
+"""What a shell says of a program that wrote to a pipe without a reader."""
+
 
 def main(argv: list[str] | None = None) -> None:
+    try:
+        try:
+            run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not nobody_reads(sys.stdout.fileno()):  # it is another pipe's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        sys.exit(ENDED_BY_SIGPIPE)
+
+
+def nobody_reads(pipe: int) -> bool:
+    """Whether what is written is lost, as behind `| head`."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def run(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {version('megatron_rl')}")
@@ -116,6 +141,8 @@ def main(argv: list[str] | None = None) -> None:
             from megatron_rl.telemetry.report import write_report
 
             print(write_report(args.run))
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"megatron-rl {args.command}: {error}")
     except KeyboardInterrupt:

@@ -63,7 +63,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class TelemetryConfig:
-    """Where a run's numbers go besides its own folder."""
+    """What a run keeps of its samples, and where its numbers go besides its own folder."""
 
     loggers: list[str] = field(default_factory=list)
     """Any of tensorboard, wandb, trackio."""
@@ -71,6 +71,9 @@ class TelemetryConfig:
     """The run's project in services that have them; the run is called as its folder."""
     prometheus: str = ""
     """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+    samples_logged: int = 8
+    """Trajectories of each training step, drawn at random, that go to samples.jsonl as text; 0 for none, more than a
+    step has for all."""
     trace_steps: list[int] = field(default_factory=list)
     """Steps, counted from 0, of which trace/step-N.json.gz shows what trainer ranks, rollouts and servers did when: for
     ui.perfetto.dev."""
@@ -86,6 +89,7 @@ class TelemetryConfig:
                 not self.prometheus or bool(re.fullmatch(r".+:\d{1,5}", self.prometheus)),
                 "must be host:port, e.g. 127.0.0.1:9464",
             ),
+            samples_logged=(self.samples_logged, self.samples_logged >= 0, "must be at least 0; 0 logs none"),
             trace_steps=(
                 self.trace_steps,
                 all(step >= 0 for step in self.trace_steps),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,11 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.algo.reward import take_out_greedy
+from megatron_rl.algo.reward import take_out_greedy, written_tokens
 from megatron_rl.config import TrainConfig
 from megatron_rl.rollout.answer_scores import as_samples, final_answer, summarize
 from megatron_rl.rollout.groups import reward_of_each, trained_versions
-from megatron_rl.telemetry.run_log import RunLog, Sample
+from megatron_rl.telemetry.run_log import RunLog, Sample, Turn
 from megatron_rl.types import TrajectoryBatch
 
 
@@ -35,7 +37,15 @@ class Evaluations:
         self.config, self.prompts, self.log_file, self.tokenizer = config, prompts, log_file, tokenizer
         self.scores: list[float] = []
         """Mean reward on the first set of each evaluation that was logged."""
+        self.are_right_or_wrong = True
+        """Whether no reply to that set has had another reward than 0 or 1."""
         self._under_way: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
+
+    @property
+    def change(self) -> str:
+        """The first and the last of the scores, at least one."""
+        name = "accuracy" if self.are_right_or_wrong else "reward"
+        return f"held-out {name} {self.scores[0]:.2f} -> {self.scores[-1]:.2f}"
 
     def is_due(self, step: int) -> bool:
         every = self.config.run.evaluate_every_steps
@@ -77,7 +87,9 @@ class Evaluations:
                 self.log_file.log_evaluation(
                     step, name, one.metrics | {"prompts": len(one.rewards)} | ages, one.samples
                 )
-            self.scores.append(mean_reward(next(iter(scored.values()))))
+            first = next(iter(scored.values()))
+            self.scores.append(mean_reward(first))
+            self.are_right_or_wrong &= {reward for row in first.rewards for reward in row} <= {0.0, 1.0}
 
 
 @dataclass(kw_only=True)
@@ -122,7 +134,7 @@ def score_sets(
             for place, numbers in zip(places, replies, strict=True)
         ]
         values = [[float(rewards[row]) for row in numbers] for numbers in replies]
-        answers = [[final_answer(sample.reply) for sample in samples] for samples in decoded]
+        answers = [[final_answer(sample.said) for sample in samples] for samples in decoded]
         if "sample" in batch:
             tries = [[int(batch["sample"][row]) for row in numbers] for numbers in replies]
             pairs = [as_samples(*columns) for columns in zip(tries, values, answers, strict=True)]
@@ -137,18 +149,44 @@ def score_sets(
     return found
 
 
-def decode_samples(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, count: int) -> list[Sample]:
-    """Decode the first `count` trajectories."""
-    return [decode(tokenizer, batch, row) for row in range(min(count, len(batch)))]
+def decode_samples(
+    tokenizer: PreTrainedTokenizerBase,
+    batch: TrajectoryBatch,
+    count: int,
+    *,
+    seed: int = 0,
+    prompts: list[dict[str, Any]] | None = None,
+) -> list[Sample]:
+    """Decode `count` trajectories drawn at random by `seed`: of as many prompts as there are, then of these again.
+
+    prompts: those that the batch's `prompt_index` numbers, for their answers.
+    """
+    answers = [""] * len(batch)
+    if prompts is not None and "prompt_index" in batch:
+        answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
+    waiting: dict[int, list[int]] = {}
+    for row in random.Random(seed).sample(range(len(batch)), len(batch)):
+        waiting.setdefault(int(batch["group"][row]), []).append(row)
+    rounds = itertools.zip_longest(*waiting.values())
+    drawn = [row for rows in rounds for row in rows if row is not None][:count]
+    return [decode(tokenizer, batch, row, answers[row]) for row in drawn]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int, answer: Any = "") -> Sample:
     first, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
     ids, mask = batch["input_ids"][first:end], batch["loss_mask"][first:end]
+    written = written_tokens(batch)[first:end]
     reward = batch["rewards"][first:end][mask].sum() if "rewards" in batch.tokens else batch["rewards"][row]
+    bounds = [0, *((written[1:] != written[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
+    turns = [
+        Turn(by="policy" if written[a] else "others", text=tokenizer.decode(ids[a:b]))
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    replies = [turn.text for turn in turns if turn.by == "policy"]
     return Sample(
-        prompt=tokenizer.decode(ids[~mask]),
-        reply=tokenizer.decode(ids[mask]),
+        prompt=turns[0].text if turns[0].by == "others" else "",
+        reply=replies[-1] if replies else "",
         reward=float(reward),
         answer=str(answer),
+        turns=turns if len(replies) > 1 else [],
     )

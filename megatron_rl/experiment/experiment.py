@@ -41,9 +41,6 @@ from megatron_rl.rollout.prompts import PromptIterator
 from megatron_rl.rollout.tally import metrics_of
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
-SAMPLES_LOGGED = 8
-"""Trajectories of a training step that go to samples.jsonl."""
-
 
 class Experiment(Run):
     """All parts of one run of RL on this rank."""
@@ -314,13 +311,15 @@ class Experiment(Run):
         metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
         self.traces.end(step)
         self.traces.begin(step + 1)
-        samples = decode_samples(self.tokenizer, batch, SAMPLES_LOGGED) if self.groups.is_main else []
+        samples, count = [], self.config.telemetry.samples_logged
+        if self.groups.is_main:
+            seed = self.config.run.seed * 1_000_003 + step
+            samples = decode_samples(self.tokenizer, batch, count, seed=seed, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
 
     def finish(self) -> None:
         if self.groups.is_main and self.evaluations.scores:
-            before, after = self.evaluations.scores[0], self.evaluations.scores[-1]
-            self.say(f"held-out accuracy {before:.2f} -> {after:.2f} after {self.config.run.steps} steps")
+            self.say(f"{self.evaluations.change} after {self.config.run.steps} steps")
         super().finish()

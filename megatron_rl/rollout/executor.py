@@ -314,6 +314,10 @@ class RolloutExecutor:
             for finished in taken:
                 masked = mask_older(finished.group, version - self._config.max_staleness)
                 self._tally.add(masked_tokens=masked)
+        if all({"prompt_index", "epoch"} <= finished.episode.data.keys() for finished in taken):
+            for finished in taken:
+                place = finished.episode.data["prompt_index"]
+                finished.group.sequences["prompt_index"] = torch.full((len(finished.group),), place)
         batch = join_groups([finished.group for finished in taken])
         ages = version - trained_versions(batch)
         if len(ages):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 """Margins in pixels for the axis labels."""
+HOVER_POINTS = 50
+"""Of a curve."""
 NOTHING = '<p class="empty">no values</p>'
 
 
@@ -89,7 +91,19 @@ def draw_series(series: Series, frame: Frame) -> str:
         if value is not None:
             path.append(f"{'M' if pen_is_up else 'L'}{frame.x(place):.1f} {frame.y(value):.1f}")
         pen_is_up = value is None
-    return f'<path class="{series.style}" d="{" ".join(path)}"/>'
+    return f'<path class="{series.style}" d="{" ".join(path)}"/>{hover_points(series, frame)}'
+
+
+def hover_points(series: Series, frame: Frame) -> str:
+    """Invisible points that tell their values, of a long curve every k-th; none where a smoother one lies above it."""
+    if "faint" in series.style or "dashed" in series.style:
+        return ""
+    color, points = series.style.split()[-1], series.points
+    return "".join(
+        f'<circle class="hover {color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5">'
+        f"<title>step {short(x)}: {y:.4g}</title></circle>"
+        for x, y in points[:: -(-len(points) // HOVER_POINTS) or 1]
+    )
 
 
 def stacked_bars(
@@ -164,7 +178,8 @@ def heat_map(
 
 def svg(body: str, width: int, height: int, title: str) -> str:
     name = html.escape(title, quote=True)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
+    size = "wide" if width > 600 else "half" if width > 400 else "small"  # a phone shrinks the wider ones
+    return f'<svg class="{size}" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:

@@ -1,4 +1,4 @@
-"""The report's sample explorer: every reply that was logged, found by words, reward and step, without a network.
+"""The report's sample explorer: the replies that were logged, found by words, reward and step, without a network.
 
 The samples are data in the page (JSON whose `<` is escaped), and become text nodes only: nothing that a model wrote is
 ever read as markup.
@@ -7,18 +7,19 @@ ever read as markup.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from megatron_rl.telemetry.run_log import RunRecord
 
 TEXT_BUDGET = 4_000_000
 """Characters of samples in a page; of a longer run the first and the newest of each split stay, thinned out evenly."""
-COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply")
+COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 
 
 def explorer_section(run: RunRecord) -> str:
     """Return the section's HTML, with its data and script; nothing where the run has no samples."""
     rows = [
-        [split, step, sample["reward"], sample["prompt"], sample["answer"], sample["reply"]]
+        [split, step, *(sample[name] for name in ("reward", "prompt", "answer", "reply")), turns_of(sample)]
         for (split, step), samples in sorted(run.samples.items())
         for sample in samples
     ]
@@ -42,6 +43,12 @@ def explorer_section(run: RunRecord) -> str:
     )
 
 
+def turns_of(sample: dict[str, Any]) -> list[list[str]]:
+    """By whom and what, of a dialogue after its prompt; empty for a single reply, and where an earlier run has none."""
+    turns = [[turn["by"], turn["text"]] for turn in sample.get("turns") or []]
+    return turns[1:] if turns and turns[0][0] != "policy" else turns
+
+
 def thin_out(rows: list[list[object]]) -> list[list[object]]:
     """Return every k-th sample, with the smallest k that keeps the text within TEXT_BUDGET."""
     size = sum(len(str(cell)) for row in rows for cell in row)
@@ -60,19 +67,29 @@ SCRIPT = """
   let found = [], shown = 0;
   const orders = {
     newest: (a, b) => b[1] - a[1], oldest: (a, b) => a[1] - b[1], best: (a, b) => (b[2] ?? -1e9) - (a[2] ?? -1e9),
-    worst: (a, b) => (a[2] ?? 1e9) - (b[2] ?? 1e9), longest: (a, b) => b[5].length - a[5].length,
+    worst: (a, b) => (a[2] ?? 1e9) - (b[2] ?? 1e9), longest: (a, b) => said(b).length - said(a).length,
   };
+  const said = row => row[6].length ? row[6].map(turn => turn[1]).join('\\n') : row[5];
   const cell = (text, style) => {
     const td = document.createElement('td'), div = document.createElement('div');
     div.className = style; div.textContent = text; td.append(div); return td;
   };
+  const dialogue = turns => {
+    const td = cell('', 'text');
+    for (const [by, text] of turns) {
+      const div = document.createElement('div');
+      div.className = by === 'policy' ? 'turn policy' : 'turn others';
+      div.textContent = text; td.firstChild.append(div);
+    }
+    return td;
+  };
   const more = () => {
-    for (const [split, step, reward, prompt, answer, reply] of found.slice(shown, shown + PAGE)) {
+    for (const [split, step, reward, prompt, answer, reply, turns] of found.slice(shown, shown + PAGE)) {
       const row = document.createElement('tr');
       const grade = reward === null ? 'none' : reward >= 0.999 ? 'good' : reward <= 0 ? 'bad' : 'part';
       row.append(cell(split === 'train' ? step : `${split} ${step}`, 'note'),
         cell(reward === null ? '–' : +reward.toFixed(3), 'reward ' + grade),
-        cell(prompt, 'text'), cell(answer, 'text'), cell(reply, 'text'));
+        cell(prompt, 'text'), cell(answer, 'text'), turns.length ? dialogue(turns) : cell(reply, 'text'));
       get('rows').append(row);
     }
     shown = Math.min(shown + PAGE, found.length);
@@ -82,7 +99,7 @@ SCRIPT = """
   const search = () => {
     const words = get('find').value.toLowerCase().split(/\\s+/).filter(Boolean), split = get('split').value;
     found = all.filter(row => (split === 'all' || row[0] === split) &&
-      words.every(word => row.slice(3).some(text => text.toLowerCase().includes(word))));
+      words.every(word => [row[3], row[4], said(row)].some(text => text.toLowerCase().includes(word))));
     found.sort(orders[get('order').value]);
     get('rows').replaceChildren(); shown = 0; more();
   };

@@ -20,11 +20,11 @@ small{color:var(--soft);font-weight:400;font-size:14px}
 .label,.note{color:var(--soft);font-size:13px}
 .value{font-size:21px;font-weight:650;line-height:1.35;white-space:nowrap;font-variant-numeric:tabular-nums}
 .big .value{font-size:32px;line-height:1.2}
-figure{margin:0;padding:12px}
+figure{margin:0;padding:12px;min-width:0}
 figcaption{font-size:13px;color:var(--soft);margin:0 0 4px 4px;overflow-wrap:anywhere}
-.grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:12px}
-.halves{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr));gap:12px}
-svg{display:block;width:100%;height:auto}
+.grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:12px}
+.halves{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:12px}
+svg{display:block;width:100%;height:auto;overflow:visible}
 svg .grid{stroke:var(--rule);stroke-width:1}
 svg .tick{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
 svg path{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
@@ -32,6 +32,8 @@ svg path.faint{stroke-width:1.2;opacity:.35}
 svg path.dashed{stroke-width:1.5;stroke-dasharray:4 4;opacity:.8}
 svg .marker{fill:var(--c);stroke:var(--panel);stroke-width:1.5}
 svg .fill,svg .dot{fill:var(--c)}
+svg .hover{fill:transparent}
+svg .hover:hover{fill:var(--c)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;padding:8px 4px 0 54px;font-size:13px;color:var(--soft)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--c);margin-right:6px}
 .c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}
@@ -39,7 +41,7 @@ svg .fill,svg .dot{fill:var(--c)}
 .scroll{overflow-x:auto}
 table{width:100%;min-width:560px;border-collapse:collapse;table-layout:fixed;font-size:14px}
 th{text-align:left;color:var(--soft);font-weight:500;font-size:13px}
-th,td{padding:8px 12px;border-bottom:1px solid var(--rule);vertical-align:top}
+th,td{padding:8px 12px;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:anywhere}
 tr:last-child td{border-bottom:0}
 th:nth-child(2){width:14%}
 .columns-4 th:nth-child(1){width:26%}
@@ -48,6 +50,8 @@ th:nth-child(2){width:14%}
 font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .reply{display:flex;gap:10px;align-items:flex-start}
 .reply .text{flex:1;min-width:0}
+.turn{padding:4px 8px;border-left:3px solid var(--rule);margin-bottom:6px}
+.turn.policy{border-left-color:var(--c0)}.turn.others{color:var(--soft)}
 .reward{flex:none;min-width:34px;text-align:center;border-radius:6px;padding:0 7px;font-size:13px;font-weight:600;
 font-variant-numeric:tabular-nums}
 .good{color:var(--good);background:var(--good-bg)}.bad{color:var(--bad);background:var(--bad-bg)}
@@ -63,8 +67,10 @@ border:1px solid var(--rule);border-radius:8px;padding:6px 10px}
 .finder input{flex:1;min-width:200px}
 #found{color:var(--soft);font-size:13px}
 #more{margin-top:10px;cursor:pointer}
-.samples th:nth-child(1){width:9%}.samples th:nth-child(2){width:9%}.samples th:nth-child(3){width:30%}
+.samples th:nth-child(1){width:12%}.samples th:nth-child(2){width:10%}.samples th:nth-child(3){width:30%}
 .samples th:nth-child(4){width:12%}
 .samples .reward{display:inline-block}
+@media(max-width:600px){main{padding:18px 12px 40px}.legend{padding-left:4px}.big .value{font-size:26px}
+svg.half .tick{font-size:14px}svg.wide .tick{font-size:24px}}
 @media print{.text{max-height:none}}
 """

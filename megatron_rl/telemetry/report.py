@@ -83,13 +83,20 @@ def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
         metric_section(run),
         evaluation_section(run),
         explorer_section(run),
-        f"<h2>Config</h2><pre class='config'>{escape(run.config)}</pre>" if run.config else "",
+        config_section(run),
     ]
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
     )
+
+
+def config_section(run: RunRecord) -> str:
+    if not run.config:
+        return ""
+    text = f"<pre class='config'>{escape(run.config)}</pre>"
+    return f"<h2>Config</h2><details><summary>config.yaml</summary>{text}</details>"
 
 
 # -- headline ----------------------------------------------------------------------------------------------------------
@@ -317,4 +324,16 @@ def reply(sample: Row) -> str:
     reward = sample["reward"]
     style = "none" if reward is None else "good" if reward >= 0.999 else "bad" if reward <= 0.0 else "part"
     number = "–" if reward is None else short(reward)
-    return f"<div class='reply'><span class='reward {style}'>{number}</span>{text(sample['reply'])}</div>"
+    said = dialogue(sample["turns"]) if sample.get("turns") else text(sample["reply"])  # earlier runs have no turns
+    return f"<div class='reply'><span class='reward {style}'>{number}</span>{said}</div>"
+
+
+def dialogue(turns: list[dict[str, str]]) -> str:
+    """A dialogue after its prompt, turn by turn."""
+    spoken = turns[1:] if turns[0]["by"] != "policy" else turns
+    return f"<div class='text'>{''.join(turn_of(turn) for turn in spoken)}</div>"
+
+
+def turn_of(turn: dict[str, str]) -> str:
+    by = "policy" if turn["by"] == "policy" else "others"
+    return f"<div class='turn {by}'>{escape(turn['text'])}</div>"

@@ -1,7 +1,7 @@
 """A run's files and its console lines. Rank 0 writes; on the other ranks every call does nothing.
 
     metrics.jsonl   one object per step (`kind: step`) or evaluation (`kind: evaluation`, `name`), in order
-    samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name)
+    samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name); `turns` of dialogues
     config.yaml     the experiment as it ran
 
 A line is written as a whole, so a killed process leaves at most one torn line, which `read_run` drops. RuntimeError,
@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,28 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(kw_only=True)
+class Turn:
+    """A part of a dialogue as text: what `others` wrote, such as the prompt or an environment, or the `policy`."""
+
+    by: str
+    text: str
+
+
+@dataclass(kw_only=True)
 class Sample:
-    """One prompt and one reply to it, as text."""
+    """One prompt and one reply to it, as text. Of a dialogue these are its beginning and its last reply."""
 
     prompt: str
     reply: str
     reward: float
     answer: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    """A dialogue of several replies, all of it in order."""
+
+    @property
+    def said(self) -> str:
+        """All that the policy wrote."""
+        return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
 
 
 class RunLog:
@@ -178,9 +193,7 @@ class RunLog:
         line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
         # Samples first: a reader that sees a step's metrics then finds its samples too.
         rows = [
-            {"step": head["step"], "split": split, "number": number}
-            | asdict(sample)
-            | {"reward": as_json(sample.reward)}
+            {"step": head["step"], "split": split, "number": number} | as_row(sample)
             for number, sample in enumerate(samples)
         ]
         append(self._samples, rows)
@@ -210,6 +223,11 @@ class RunLog:
     def _show(self, line: str) -> None:
         # soft_wrap keeps one line per step in a log file, however narrow rich thinks the terminal is.
         self._console.print(line, soft_wrap=True)
+
+
+def as_row(sample: Sample) -> dict[str, Any]:
+    row = asdict(sample) | {"reward": as_json(sample.reward)}
+    return row if sample.turns else {name: value for name, value in row.items() if name != "turns"}
 
 
 def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,17 @@ def test_one_run_and_folders_without_one_are_refused(tmp_path):
         cli.main(["compare", str(run)])
     with pytest.raises(SystemExit, match="has no metrics.jsonl"):
         cli.main(["compare", str(run), str(tmp_path)])
+
+
+@pytest.mark.parametrize("arguments", [["compare", "one", "two"], ["--help"]], ids=lambda a: a[0])
+def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path, arguments):
+    """As `| head` does: nothing is said on the terminal."""
+    for name in ("one", "two"):
+        with RunLog(tmp_path / name, 1, console=Console(file=io.StringIO())) as log:
+            log.log_step(0, {"reward/mean": 0.5})
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
+    os.close(writing)
+    assert done.stderr == ""

@@ -146,7 +146,7 @@ OUR_KEYS = {
         "threads_per_rank",
         "offload",
     ],
-    "telemetry": ["loggers", "project", "prometheus", "trace_steps"],
+    "telemetry": ["loggers", "project", "prometheus", "samples_logged", "trace_steps"],
 }
 """A new option is a decision: add it here too, and say in the change which two experiments need different values."""
 

@@ -198,7 +198,7 @@ def test_what_a_workflow_returns_is_looked_at_before_it_is_trained(make, what):
     result, message = UNFIT[what]
     executor = make(episode_attempts=1)
     batch = executor.rollout_batch(prompts(0, 1), Scripted(lambda data, _: result if data["n"] == 0 else one(data, 1)))
-    assert batch["rewards"].tolist() == [1.0] and executor.tally.take()["rollout/episodes_failed"] == 1
+    assert batch["rewards"].tolist() == [1.0]
     with pytest.raises(RuntimeError, match=message) as error:
         executor.prepare_batch(iter(prompts(0) * 3), Scripted(lambda *_: result), 1)
     assert "1 episodes failed 1 times each and none succeeded" in str(error.value)
@@ -417,6 +417,12 @@ def test_sample_keys_do_not_depend_on_who_runs_the_prompt(make):
     first.rollout_batch(step[:1], Scripted(act))
     make().rollout_batch(step[1:], Scripted(act))
     assert keys[:2] == ["version 0 prompt 2/10", "version 0 prompt 2/11"] == keys[3:]
+
+
+def test_a_batch_knows_the_places_of_its_prompts_in_the_data(make):
+    named = [{"n": n, "prompt_index": 7 - n, "epoch": 0} for n in range(2)]
+    assert make().rollout_batch(named, Scripted(one))["prompt_index"].tolist() == [7, 6]
+    assert "prompt_index" not in make().rollout_batch([*named, {"n": 3}], Scripted(one))
 
 
 def test_unnamed_prompts_get_new_samples_with_every_batch(make):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from megatron_rl.telemetry.charts import Series, line_chart, short, smooth, tick_label, ticks, whole_ticks
 from megatron_rl.telemetry.report import write_report
-from megatron_rl.telemetry.run_log import RunLog, Sample, read_run
+from megatron_rl.telemetry.run_log import RunLog, Sample, Turn, read_run
 from megatron_rl.telemetry.summary import AIMS, aim_of, evaluation_curves
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td>'
@@ -159,6 +160,62 @@ def test_page_of_a_long_run_keeps_its_size(tmp_path, monkeypatch):
     write_run(tmp_path, steps=12)
     _, source = report(tmp_path)
     assert re.search(r"<h2>Samples <small>\d+ of 40 in samples.jsonl", source)
+
+
+def write_dialogue(folder, reply="is it 2?"):
+    turns = [Turn(by="others", text="guess"), Turn(by="policy", text=reply), Turn(by="others", text="more")]
+    dialogue = Sample(prompt="guess", reply="7", reward=1.0, answer="7", turns=[*turns, Turn(by="policy", text="7")])
+    with RunLog(folder, 1, console=Console(file=io.StringIO())) as log:
+        log.log_evaluation(0, "held_out", {"accuracy": 1.0}, [dialogue])
+        log.log_step(0, {"reward/mean": 1.0}, [dialogue, Sample(prompt="p", reply="alone", reward=0.0)])
+
+
+def test_a_dialogue_is_shown_turn_by_turn(tmp_path):
+    write_dialogue(tmp_path, reply=HOSTILE)
+    page, source = report(tmp_path)
+    shown = f"{html.escape(HOSTILE)}</div><div class='turn others'>more</div><div class='turn policy'>7</div>"
+    assert f"<div class='text'><div class='turn policy'>{shown}" in source and "img" not in page.tags
+    assert '[["policy", "\\u003cscript>' in source and '["train", 0, 0.0, "p", "", "alone", []]' in source
+
+
+def test_a_browser_shows_and_finds_what_was_said_in_a_dialogue(tmp_path):
+    write_dialogue(tmp_path)
+    ask = "box = document.getElementById('find'); box.value = 'MORE'; box.dispatchEvent(new Event('input'));"
+    dom = dom_in_a_browser(write_report(tmp_path), ask)
+    turns = re.findall(r'<div class="turn (\w+)">(.*?)</div>', dom[dom.index('id="rows"') :])
+    assert turns[:3] == [("policy", "is it 2?"), ("others", "more"), ("policy", "7")] and "alone</div>" not in dom
+
+
+def test_a_run_from_before_dialogues_had_turns_has_a_report(tmp_path):
+    write_dialogue(tmp_path)
+    path = tmp_path / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "turns"}) + "\n" for row in rows))
+    page, source = report(tmp_path)
+    assert "class='turn" not in source and "guess" in page.text
+
+
+def test_a_phone_scrolls_nothing_sideways_and_can_read_the_charts(tmp_path):
+    """As far as the style sheet goes: no column and no chart is wider than its place, whatever stands in a cell."""
+    write_run(tmp_path)
+    _, source = report(tmp_path)
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert not re.search(r"minmax\(\d", style) and style.count(",100%)") == 2
+    assert re.search(r"th,td\{[^}]*overflow-wrap:anywhere", style)
+    on_a_phone = style[style.index("@media(max-width:600px)") :]
+    for size, width in (("wide", 960), ("half", 470)):
+        font = float(re.search(rf"svg\.{size} \.tick\{{font-size:(\d+)px", on_a_phone)[1])
+        assert font * (420 - 2 * 12 - 2 * 13) / width > 9  # a phone's width without margins and frame
+    assert 'svg class="wide" viewBox="0 0 960' in source and 'svg class="small" viewBox="0 0 340' in source
+
+
+def test_curves_tell_their_values_and_the_config_is_folded(tmp_path):
+    write_run(tmp_path, steps=20)
+    _, source = report(tmp_path)
+    assert "<title>step 4: 0.4</title>" in source
+    long = Series(x=range(1000), y=[0.5] * 1000)
+    assert line_chart([long], title="long").count('class="hover') == 50
+    assert "<details><summary>config.yaml</summary><pre class='config'>" in source
 
 
 def test_page_asks_no_network(tmp_path):
