@@ -16,12 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_rl.telemetry.timers import PhaseTimers
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Tensor = Any
+"""torch's, which this room does not import."""
 
 
 class StatsTracker:
