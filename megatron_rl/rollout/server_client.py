@@ -85,6 +85,10 @@ class RequestRefused(ValueError):
         self.status = status
 
 
+class ContextOutgrown(RequestRefused):
+    """A prompt leaves no room for a reply: of a dialogue that has replies, this is the end."""
+
+
 class NotFound(RequestRefused):
     """The server has no such endpoint."""
 

@@ -30,6 +30,7 @@ from megatron_rl.rollout.reply_check import Asked, ReplyPart
 from megatron_rl.rollout.server_client import (
     BadReply,
     Busy,
+    ContextOutgrown,
     RequestRefused,
     ServerClient,
     ServerError,
@@ -506,7 +507,7 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) 
             "use the tokenizer of the served model."
         )
     if info.context_length is not None and len(tokens) + max_new_tokens > info.context_length:
-        raise RequestRefused(
+        raise ContextOutgrown(
             f"{len(tokens)} tokens of prompt + {max_new_tokens} of generation.max_new_tokens exceed the context of "
             f"{info.context_length} of {server.url}. Lower max_new_tokens, drop long prompts, or start the server with "
             "a larger --context-length."

@@ -1,6 +1,7 @@
 """An unmodified agent on OpenAI's client: every token that was served is recorded as it was, and trained once."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import threading
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.workflows import AgentWorkflow
-from megatron_rl.rollout.workflows.agent import AgentTimeout
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.rollout.server_client import RequestRefused
+from megatron_rl.rollout.tally import Tally, metrics_of
+from megatron_rl.rollout.workflows import AgentWorkflow, agent_threads
 from megatron_rl.rollout.workflows.agent_proxy import AgentSession, ProxyOptions
+from megatron_rl.rollout.workflows.agent_threads import AgentTimeout
 from megatron_rl.rollout.workflows.conversation import ChatTemplate
 from tests.servers.tiny_model import make_tokenizer
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
@@ -355,3 +359,170 @@ def test_the_agent_of_the_documentation_is_trained_on_both_tries(tokenizer):
     workflow = AgentWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=8), tokenizer, names["solve"], 400)
     (trajectory,) = asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "answer": "42"}))
     assert trajectory.reward == 1.0 and len(check_trajectory(trajectory, engine.served)) == 2
+
+
+def in_an_executor(workflow, engine, **config):
+    """One episode as the executor runs it: what it gave and how many tries it took, or its error."""
+
+    async def main():
+        tally = Tally()
+        executor = RolloutExecutor(engine, RolloutConfig(**config), tally)
+        try:
+            return await executor.rollout_batch([{"messages": QUESTION}], workflow), metrics_of([tally.take()])
+        except RuntimeError as error:
+            return error.__cause__, metrics_of([tally.take()])
+
+    return asyncio.run(main())
+
+
+class Counting(RecordingEngine):
+    def get_version(self):
+        return 0
+
+
+def workflow_of(agent, tokenizer, n_samples=1, max_tokens=150, **options):
+    gconfig = GenerationConfig(n_samples=n_samples, max_new_tokens=40)
+    return AgentWorkflow(lambda **_: 0.25, gconfig, tokenizer, agent, max_tokens, **options)
+
+
+def test_an_agent_that_outgrows_its_context_is_scored_as_it_stands_and_costs_its_group_nothing(tokenizer):
+    codes, started = [], []
+
+    def agent(base_url, api_key, data):
+        client, messages = client_of(base_url, api_key), list(data["messages"])
+        started.append(api_key)
+        number = len(started)
+        try:
+            for _ in range(50 if number == 2 else 2):
+                reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+                messages += [reply, {"role": "user", "content": "and what is the half of that?"}]
+        except openai.BadRequestError as error:
+            codes.append(error.code)
+            raise
+        return 1.0
+
+    engine = Counting(tokenizer, seed=2, ends=("stop",))
+    batch, metrics = in_an_executor(workflow_of(agent, tokenizer, n_samples=4), engine)
+    assert sorted(batch["rewards"].tolist()) == [0.25, 1.0, 1.0, 1.0] and codes == ["context_length_exceeded"]
+    assert len(started) == 4 and metrics["rollout/episodes_retried"] == 0
+    assert batch["turns"].sum() == len(engine.served) and max(batch.lengths.tolist()) <= 150
+
+
+def test_a_prompt_without_room_is_a_dead_letter_at_once(tokenizer):
+    started = []
+
+    def agent(base_url, api_key, data):
+        started.append(api_key)
+        messages = [{"role": "user", "content": "x " * 500}]
+        client_of(base_url, api_key).chat.completions.create(model="policy", messages=messages)
+
+    error, metrics = in_an_executor(workflow_of(agent, tokenizer), Counting(tokenizer))
+    assert isinstance(error, RequestRefused) and "the context is 150" in str(error)
+    assert len(started) == 1 and metrics["rollout/episodes_retried"] == 0
+
+
+def test_only_the_agent_that_failed_runs_again_with_the_replies_that_it_had(tokenizer):
+    started = []
+
+    def agent(base_url, api_key, data):
+        client, messages = client_of(base_url, api_key), list(data["messages"])
+        started.append(api_key)
+        number = len(started)
+        for _ in range(2):
+            reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            messages += [reply, {"role": "user", "content": "go on"}]
+        if number == 1:
+            raise OSError("its own database is down")
+        return 1.0
+
+    engine = Counting(tokenizer, seed=4)
+    batch, metrics = in_an_executor(workflow_of(agent, tokenizer, n_samples=3, max_tokens=400), engine)
+    assert len(batch) == 3 and len(started) == 4 and metrics["rollout/episodes_retried"] == 1
+    assert len(engine.served) == 6, "nothing is generated twice"
+
+
+def test_requests_of_an_agent_whose_time_is_over_fail_at_once_and_its_thread_ends(tokenizer):
+    hears, ended = [], threading.Event()
+
+    class Slow(Counting):
+        async def agenerate(self, req):
+            await asyncio.sleep(60)
+
+    def agent(base_url, api_key, data):
+        for _ in range(2):
+            try:
+                client_of(base_url, api_key).chat.completions.create(model="policy", messages=QUESTION)
+            except openai.OpenAIError as error:
+                hears.append(type(error).__name__)
+        ended.set()
+
+    async def main():
+        workflow = workflow_of(agent, tokenizer, agent_timeout_s=0.2)
+        with pytest.raises(AgentTimeout):
+            await workflow.arun_episode(Slow(tokenizer), {"messages": QUESTION})
+        assert await asyncio.to_thread(ended.wait, 10.0), "the request that was under way ended with the agent"
+        assert hears[0] in ("PermissionDeniedError", "APIConnectionError") and len(hears) == 2
+
+    asyncio.run(main())
+
+
+def test_agents_are_so_many_at_a_time_and_their_time_begins_with_their_thread(tokenizer):
+    lock, running, most = threading.Lock(), [], []
+
+    def agent(base_url, api_key, data):
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        threading.Event().wait(0.05)
+        with lock:
+            running.pop()
+        return 1.0
+
+    run(agent, RecordingEngine(tokenizer), n_samples=8, concurrent_agents=2, agent_timeout_s=0.15)
+    assert len(most) == 8 and max(most) == 2
+
+
+def test_agents_that_never_end_end_the_run_by_their_name(tokenizer, monkeypatch):
+    monkeypatch.setattr(agent_threads, "MOST_ABANDONED", 2)
+    release = threading.Event()
+
+    def stuck_for_ever(base_url, api_key, data):
+        release.wait(20)
+
+    workflow = workflow_of(stuck_for_ever, tokenizer, agent_timeout_s=0.02)
+
+    async def main():
+        executor = RolloutExecutor(Counting(tokenizer), RolloutConfig(episode_attempts=1), Tally())
+        try:
+            for _ in range(5):
+                with pytest.raises(RuntimeError):
+                    await executor.rollout_batch([{"messages": QUESTION}], workflow)
+        finally:
+            release.set()
+        with pytest.raises(RuntimeError, match="stuck_for_ever.*: 3 of its threads have not ended"):
+            executor.raise_if_fatal()
+
+    asyncio.run(main())
+
+
+def test_long_messages_are_tokenised_beside_the_event_loop_and_longer_than_any_context_not_at_all(tokenizer):
+    here, threads, codes = threading.current_thread(), [], []
+
+    class Watched(ChatTemplate):
+        def opening(self, data):
+            threads.append(threading.current_thread() is here)
+            return super().opening(data)
+
+    def agent(base_url, api_key, data):
+        client = client_of(base_url, api_key)
+        for text in ("12", "12 + 30 " * 5000, "x" * 2_000_000, "x" * 3_000_000):
+            try:
+                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+            except openai.BadRequestError as error:
+                codes.append(error.code)
+
+    workflow = workflow_of(agent, tokenizer, max_tokens=20_000)
+    workflow.options = dataclasses.replace(workflow.options, template=Watched(tokenizer))
+    assert workflow.options.longest_token < 100
+    asyncio.run(workflow.arun_episode(RecordingEngine(tokenizer), {"messages": QUESTION}))
+    assert threads == [True, False] and codes == ["context_length_exceeded"] * 2

@@ -16,6 +16,7 @@ from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
 from megatron_rl.rollout.configured import make_workflow
 from megatron_rl.rollout.environments import MOST_CALLS, Environment, SelfCorrection, ToolUse, Turn
 from megatron_rl.rollout.rewards.grading import Grading, NoVerdict
+from megatron_rl.rollout.server_client import ContextOutgrown
 from megatron_rl.rollout.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
 from megatron_rl.rollout.workflows import (
     AgentWorkflow,
@@ -507,3 +508,27 @@ def test_the_environment_of_the_documentation_guesses(tokenizer):
     (trajectory,) = run(workflow, engine, **asked("guess"), answer="7")
     assert (trajectory.reward, trajectory.sequence) == (1.0, {"turns": 3})
     assert "more<|end|>" in tokenizer.decode(trajectory.input_ids)
+
+
+class ShortContext(RecordingEngine):
+    """A server whose context is shorter than the workflow believes."""
+
+    async def agenerate(self, req):
+        if len(req.input_ids) > 60:
+            raise ContextOutgrown(f"{len(req.input_ids)} tokens of prompt exceed the context")
+        return await super().agenerate(req)
+
+
+def test_a_dialogue_that_outgrows_the_servers_context_ends_with_what_it_has_earned(tokenizer):
+    gconfig = GenerationConfig(n_samples=3, max_new_tokens=8)
+    engine = ShortContext(tokenizer, seed=1, ends=("stop",))
+    environment = {"environment": Chatter, "environment_args": {"turns": 40}, "max_turns": 50}
+    workflow = MultiTurnWorkflow(lambda **_: 1.0, gconfig, tokenizer, max_tokens=400, **environment)
+    for trajectory in run(workflow, engine, **asked("12")):
+        turns = check_trajectory(trajectory, engine.served)
+        assert 1 < len(turns) < 40 and trajectory.reward == 0.25 * len(turns)
+    debate = DebateWorkflow(lambda **_: 1.0, gconfig, tokenizer, {"ann": "", "bob": ""}, max_tokens=400, rounds=20)
+    for trajectory in run(debate, engine, **asked("12")):
+        assert check_trajectory(trajectory, engine.served)
+    with pytest.raises(ContextOutgrown):
+        run(workflow, engine, **asked("12 + 30 " * 40))

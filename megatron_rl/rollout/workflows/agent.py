@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.import_path import check_call
+from megatron_rl.rollout.attempts import RunBroken
+from megatron_rl.rollout.server_client import ContextOutgrown
+from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.workflows.agent_proxy import AgentProxy, AgentSession, ProxyOptions
+from megatron_rl.rollout.workflows.agent_threads import AgentThreads, AgentTimeout
 from megatron_rl.rollout.workflows.conversation import ChatTemplate
 from megatron_rl.rollout.workflows.rlvr import sample_key
 from megatron_rl.rollout.workflows.scoring import RewardCall, RewardFn
@@ -21,17 +26,16 @@ from megatron_rl.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class AgentTimeout(RuntimeError):
-    """An agent took longer than it may. Its requests are refused from then on, which ends most of them."""
+logger = logging.getLogger(__name__)
 
 
 class AgentWorkflow(RolloutWorkflow):
     """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, in a thread each.
 
     The agent, a function or a coroutine function, returns its reward, or None to have the reward function score the
-    last reply that it got. Every dialogue that it led through the proxy becomes a trajectory with that reward; all of
-    them are one group. `sequence["turns"]` counts a dialogue's replies, `sequence["sample"]` numbers its sample.
+    last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
+    that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
+    counts a dialogue's replies, `sequence["sample"]` numbers its sample.
     """
 
     IMPORT_PATHS = ("agent",)
@@ -45,37 +49,45 @@ class AgentWorkflow(RolloutWorkflow):
         max_tokens: int,
         agent_args: dict[str, Any] | None = None,
         agent_timeout_s: float = 1800.0,
+        concurrent_agents: int = 128,
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """max_tokens: longest dialogue, prompt and all, at most the model's context."""
+        """max_tokens: longest dialogue, prompt and all, at most the model's context. concurrent_agents: threads at a
+        time, of all episodes; an agent's time begins with its thread.
+        """
+        if concurrent_agents < 1:
+            raise ValueError(f"concurrent_agents = {concurrent_agents}: must be at least 1; agents run in threads.")
         check_call(agent, 3, agent_args or {}, key="rollout.workflow_args.agent_args")
         self.agent, self.agent_args, self.agent_timeout_s = agent, agent_args or {}, agent_timeout_s
-        self.n_samples = gconfig.n_samples
+        self.n_samples, self.threads = gconfig.n_samples, AgentThreads(repr(agent), concurrent_agents)
         template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.options = ProxyOptions(tokenizer=tokenizer, gconfig=gconfig, max_tokens=max_tokens, template=template)
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
-        sessions = [AgentSession(engine, self.options, sample_key(data, n)) for n in range(self.n_samples)]
-        async with AgentProxy(sessions) as proxy:
-            groups = await asyncio.gather(*(self._run(n, one, proxy.base_url, data) for n, one in enumerate(sessions)))
+        async with AgentProxy(self.options.max_tokens) as proxy:
+            groups = await samples(partial(self._run, n, engine, proxy, data) for n in range(self.n_samples))
         return [trajectory for group in groups for trajectory in group] or None
 
-    async def _run(self, sample: int, session: AgentSession, base_url: str, data: dict[str, Any]) -> list[Trajectory]:
+    async def _run(
+        self, sample: int, engine: InferenceEngine, proxy: AgentProxy, data: dict[str, Any]
+    ) -> list[Trajectory]:
+        session = AgentSession(engine, self.options, sample_key(data, sample))
         given = {name: value for name, value in data.items() if name != "sample_key"}
-        try:
-            async with asyncio.timeout(self.agent_timeout_s) as limit:
-                value = await in_own_thread(
-                    lambda: finished(self.agent(base_url, session.key, given, **self.agent_args))
-                )
-        except TimeoutError as error:
-            if not limit.expired():  # it is the agent's own
+        call = partial(self.agent, proxy.base_url, session.key, given, **self.agent_args)
+        async with proxy.serving(session):
+            try:
+                value = await self.threads.run(lambda: finished(call()), timeout_s=self.agent_timeout_s)
+            except (AgentTimeout, RunBroken):
                 raise
-            raise AgentTimeout(
-                f"agent {self.agent!r}: did not end within {self.agent_timeout_s:g} s; raise the workflow's "
-                f"agent_timeout_s, or let it give up earlier."
-            ) from error
+            except Exception as error:  # of the agent's or its client's
+                if session.outgrown is None:
+                    raise
+                if session.last_reply is None:
+                    raise ContextOutgrown(session.outgrown) from error
+                logger.info("agent %s ended with its context: %s", self.threads.name, session.outgrown)
+                value = None
         if value is None and session.last_reply is None:
             return []
         reward = await self.reward(session.last_reply, data) if value is None else float(value)
@@ -91,33 +103,3 @@ def finished(result: Any) -> Any:
 
 async def as_coroutine(awaitable: Any) -> Any:
     return await awaitable
-
-
-async def in_own_thread(call: Callable[[], Any]) -> Any:
-    """Run a call that may take long. A pool, which rewards share, would let a few agents keep all others waiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if future.done():  # given up
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except BaseException as raised:  # goes to the one who waits
-            error = raised
-            # No future takes the one, and from a task the others would end the event loop with all its episodes.
-            if isinstance(raised, StopIteration) or not isinstance(raised, Exception):
-                error = RuntimeError(f"the agent ended by {type(raised).__name__}: {raised}")
-                error.__cause__ = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return await future

@@ -7,20 +7,25 @@ trained in one trajectory only, also where an agent goes back and takes another 
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import hashlib
 import json
 import secrets
 import time
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.server_client import RequestRefused
+from megatron_rl.rollout.server_client import ContextOutgrown, RequestRefused
 from megatron_rl.rollout.tools import ToolCall, split_tool_calls
 from megatron_rl.rollout.workflows.agent_request import BadRequest, as_rendered, check_options, messages_of, normal
 from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation, Message
@@ -30,7 +35,14 @@ from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LARGEST_REQUEST = 64 * 2**20
+LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
+"""A request may have so many, and so many more for each token of the context: more text than any dialogue's."""
+INLINE_CHARACTERS = 8192
+"""Longer ones are rendered and tokenised in a thread, as that takes longer than a few milliseconds."""
+
+
+class SessionOver(Exception):
+    """An agent asked for something after its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +53,11 @@ class ProxyOptions:
     gconfig: GenerationConfig
     max_tokens: int
     template: ChatTemplate
+    longest_token: int = field(init=False)
+    """Characters of the longest one in the vocabulary."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_token", max(map(len, self.tokenizer.get_vocab())))
 
 
 @dataclass
@@ -78,35 +95,71 @@ class AgentSession:
     """The agent's API key: it names the session, and opens nothing else. Hexadecimal, as an agent may make it a word of
     a command, where a dash would begin an option."""
     last_reply: LLMResponse | None = None
+    outgrown: str | None = None
+    """Why the last request was not answered, where its dialogue had no room for a reply."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the sample that it is for, which its requests are a part of."""
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
         self._asked: Counter[str] = Counter()
+        self._calls: set[asyncio.Task[tuple[Message, LLMResponse]]] = set()
 
     def trajectories(self, reward: float, **sequence: float) -> list[Trajectory]:
         """Return one for each dialogue, and each way that it took, in the order of their first replies' ends."""
         tips = [state for states in self._states.values() for state in states if not state.is_continued]
         return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
 
+    async def close(self) -> None:
+        """End what is generated for it, and answer nothing any more."""
+        self.is_over = True
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    async def answer(self, body: dict[str, Any]) -> tuple[Message, LLMResponse]:
+        """The same as `complete`, until `close`. SessionOver after that."""
+        call = asyncio.get_running_loop().create_task(self.complete(body), context=self.context)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            if self.is_over:
+                call.cancel()
+            return await call
+        except asyncio.CancelledError:
+            if self.is_over:
+                raise SessionOver("the agent's time is over: nobody waits for its answer any more") from None
+            raise
+
     async def complete(self, body: dict[str, Any]) -> tuple[Message, LLMResponse]:
         """Answer a request of the chat completions API: the assistant's message, and the reply that it was read from.
 
         BadRequest and RequestRefused for what cannot be answered.
         """
+        try:
+            message, reply = await self._complete(body)
+        except ContextOutgrown as error:
+            self.outgrown = str(error)
+            raise
+        self.outgrown = None
+        return message, reply
+
+    async def _complete(self, body: dict[str, Any]) -> tuple[Message, LLMResponse]:
         check_options(body)
         messages = messages_of(body)
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         names = prefix_names(messages, tools)
         parent, kept = self._continued(names)
         if parent is None:
-            conversation = Conversation(
-                self.options.template.opening({"messages": as_rendered(messages), "tools": tools})
-            )
+            asked = {"messages": as_rendered(messages), "tools": tools}
+            conversation = Conversation(await self._tokens(asked, partial(self.options.template.opening, asked)))
         else:
             conversation = parent.fork()
-            added = self.options.template.following(as_rendered(messages[kept:]), conversation.last_reply)
-            conversation.add(added)
+            added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
+            conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
         reply = await self._generate(conversation, body, names[-1])
         conversation.take(reply)
         if parent is None or parent.is_continued:
@@ -129,11 +182,21 @@ class AgentSession:
                 return min(states, key=lambda state: state.is_continued), kept
         return None, 0
 
+    async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
+        """Render and tokenise what an agent said, not on the event loop where that takes long."""
+        characters = sum(map(len, texts_in(rendered)))
+        if characters > self.options.max_tokens * self.options.longest_token:
+            raise ContextOutgrown(
+                f"messages: have {characters} characters, more than the {self.options.max_tokens} tokens of the "
+                f"context can"
+            )
+        return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+
     async def _generate(self, conversation: Conversation, body: dict[str, Any], name: str) -> LLMResponse:
         room = self.options.max_tokens - len(conversation)
         if room < 1:
-            raise BadRequest(
-                "messages", f"messages: have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
+            raise ContextOutgrown(
+                f"messages: have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
             )
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
         stop = body.get("stop") or []
@@ -158,9 +221,11 @@ class AgentSession:
 class AgentProxy:
     """The HTTP side of some sessions, from `async with` to its end; after that agents find nothing there."""
 
-    def __init__(self, sessions: list[AgentSession]) -> None:
-        self._sessions = {session.key: session for session in sessions}
-        app = web.Application(client_max_size=LARGEST_REQUEST)
+    def __init__(self, max_tokens: int) -> None:
+        """max_tokens: of the longest dialogue."""
+        self._sessions: dict[str, AgentSession] = {}
+        self._most_bytes = LEAST_BYTES + BYTES_PER_TOKEN * max_tokens
+        app = web.Application(client_max_size=self._most_bytes)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         # An agent that goes away ends what was generated for it.
@@ -177,6 +242,15 @@ class AgentProxy:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    @asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[None]:
+        """Answer a session's requests; afterwards they are refused, whatever its agent still does."""
+        self._sessions[session.key] = session
+        try:
+            yield
+        finally:
+            await session.close()
+
     def _session(self, request: web.Request) -> AgentSession | None:
         return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
 
@@ -187,17 +261,30 @@ class AgentProxy:
             {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "run"}]}
         )
 
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise ContextOutgrown(
+                f"the body has more than {self._most_bytes} bytes, and no dialogue of the context's tokens has"
+            ) from error
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         if session is None:
             return refusal(401, "wrong API key; use the one that the agent was started with")
         try:
-            body = json.loads(await request.read())
+            body = json.loads(await self._body(request))
             if not isinstance(body, dict):
                 return refusal(400, f"the body is a JSON {type(body).__name__}: must be an object")
-            message, reply = await session.complete(body)
+            message, reply = await session.answer(body)
         except BadRequest as error:
             return refusal(400, str(error), error.field)
+        except SessionOver as error:
+            return refusal(403, str(error))
+        except ContextOutgrown as error:
+            session.outgrown = str(error)
+            return refusal(400, str(error), "messages", "context_length_exceeded")
         except (RequestRefused, ValueError, RecursionError) as error:
             return refusal(400, str(error))
         except RuntimeError as error:
@@ -218,10 +305,19 @@ class AgentProxy:
         return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
 
 
-def refusal(status: int, message: str, field: str | None = None) -> web.Response:
+def texts_in(value: Any) -> Iterator[str]:
+    """Go through all texts of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)
+
+
+def refusal(status: int, message: str, field: str | None = None, code: str | None = None) -> web.Response:
     """Say no as OpenAI's API does; `field` is the one of the request that is at fault."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": field, "code": None}
+    error = {"message": message, "type": kind, "param": field, "code": code}
     return web.json_response({"error": error}, status=status)
 
 

@@ -69,6 +69,11 @@ class Conversation:
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
         return copy
 
+    def take_back(self, length: int) -> None:
+        """Forget what comes after the first `length` tokens, which end with a reply."""
+        for column in (self.ids, self.loss_mask, self.logprobs, self.versions):
+            del column[length:]
+
     def leave_out_before(self, length: int) -> None:
         """Do not train the first `length` tokens: another trajectory has them."""
         self.loss_mask[:length] = [False] * length

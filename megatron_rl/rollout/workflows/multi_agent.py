@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.server_client import ContextOutgrown
 from megatron_rl.rollout.together import samples, together
 from megatron_rl.rollout.workflows.conversation import ChatTemplate, Conversation
 from megatron_rl.rollout.workflows.multi_turn import within
@@ -76,9 +77,15 @@ class DebateWorkflow(RolloutWorkflow):
             ]
             if any(len(talk) + len(added) >= self.max_tokens for talk, added in zip(talks, heard, strict=True)):
                 break  # all agents have had as many rounds
+            lengths = [len(talk) for talk in talks]
             for talk, added in zip(talks, heard, strict=True):
                 talk.add(added)
-            replies = await together(map(speak, range(len(talks))))
+            try:
+                replies = await together(map(speak, range(len(talks))))
+            except ContextOutgrown:  # of the server's context
+                for talk, length in zip(talks, lengths, strict=True):
+                    talk.take_back(length)
+                break
         rewards = await together(self.reward(reply, data) for reply in replies)
         if self.shared_reward:
             rewards = [sum(rewards) / len(rewards)] * len(rewards)
@@ -95,7 +102,7 @@ class DebateWorkflow(RolloutWorkflow):
 
     def _check_room(self, tokens: int) -> None:
         if tokens >= self.max_tokens:
-            raise ValueError(f"max_tokens = {self.max_tokens}: the prompt alone has {tokens}; raise it.")
+            raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {tokens}; raise it.")
 
 
 def messages_of(data: dict[str, Any]) -> list[dict[str, Any]]:

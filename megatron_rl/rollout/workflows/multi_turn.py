@@ -13,6 +13,7 @@ from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.import_path import check_call
 from megatron_rl.rollout.environments import Environment, ToolUse
+from megatron_rl.rollout.server_client import ContextOutgrown
 from megatron_rl.rollout.together import samples
 from megatron_rl.rollout.tools import Tool
 from megatron_rl.rollout.workflows.conversation import Conversation, form_of
@@ -81,12 +82,20 @@ class MultiTurnWorkflow(RolloutWorkflow):
             form = form_of(opening, self.tokenizer, enable_thinking=self.enable_thinking)
             conversation, reward = Conversation(form.opening(opening)), 0.0
             if len(conversation) >= self.max_tokens:
-                raise ValueError(
+                raise ContextOutgrown(
                     f"max_tokens = {self.max_tokens}: the prompt alone has {len(conversation)}; raise it, or leave "
                     f"such prompts out."
                 )
+            length = len(conversation)
             while True:
-                reply = await self._reply(engine, conversation, rid, key)
+                try:
+                    reply = await self._reply(engine, conversation, rid, key)
+                except ContextOutgrown:
+                    if conversation.replies == 0:
+                        raise
+                    conversation.take_back(length)
+                    break
+                length = len(conversation)
                 step = environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
                 reward += turn.reward
