@@ -264,6 +264,9 @@ class TrainEngine(abc.ABC):
         `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is
         that of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns
         sums, and so does a `ValueLoss`, the one that an engine with a value head takes.
+
+        Where the loss or the gradient's norm is not finite on any rank, nothing changes: weights, optimizer and version
+        stay, `applied` is False and `fault` says why.
         """
 
     @abc.abstractmethod
@@ -291,7 +294,8 @@ class TrainEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_lr_scheduler(self) -> None: ...
+    def step_lr_scheduler(self) -> None:
+        """Advance the schedule by an update. Behind one that was skipped it does nothing."""
 
     @abc.abstractmethod
     def get_version(self) -> int:

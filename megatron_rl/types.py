@@ -353,9 +353,12 @@ class StepStats:
     grad_norm: float
     """Before clipping."""
     applied: bool
+    """False where loss or gradient were not finite: the update was skipped, and the model is as it was."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the loss function's statistics; divide by `weight` or by one another."""
+    fault: str = ""
+    """Of an update that was skipped: what was not finite, and on which rank."""
     logprobs: Tensor | None = field(default=None, compare=False)
     """Log p of each trained token of this rank's share before the update, `[N]` float32, 0 elsewhere.
 

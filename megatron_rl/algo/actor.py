@@ -111,9 +111,11 @@ class PolicyActor:
         stats = update_each(self.engine, shares, for_engine, weigh)
         self.engine.set_version(version + any(s.applied for s in stats))
         if options.entropy_target > 0 and stats:
-            tokens = sum(s.sums["tokens"] for s in stats)
             self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
-            self.entropy.update(sum(s.sums["entropy"] for s in stats) / max(tokens, 1.0))
+            applied = [s for s in stats if s.applied]  # what another saw may be no number
+            if applied:
+                tokens = sum(s.sums["tokens"] for s in applied)
+                self.entropy.update(sum(s.sums["entropy"] for s in applied) / max(tokens, 1.0))
         return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def update_each(
     loss: LogprobLoss | ValueLoss,
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
-    """Apply one optimizer step per share, each followed by one of the learning rate's schedule.
+    """Apply one optimizer step per share, each that is not skipped followed by one of the learning rate's schedule.
 
     weigh: the loss's weight where it is not the number of trained tokens.
     """

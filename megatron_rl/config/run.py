@@ -36,6 +36,9 @@ class RunConfig:
     phase_timeout_s: float = 3600.0
     """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
     and the run ends: with a checkpoint where only rollouts are waited for."""
+    most_skipped_updates: int = 3
+    """Updates of one model that may be skipped in a row, because their loss or gradient was no number, or infinite;
+    behind one more the run ends and names the tokens. 0: the first one ends it."""
     threads_per_rank: int = 0
     """CPU threads of one trainer rank, and of an embedded server; 0 takes the cores that are free when the run starts
     (of those that the process may use, within its container's quota), shared evenly among the ranks of this host. Other
@@ -56,7 +59,13 @@ class RunConfig:
         for key in ("steps", "keep_checkpoints"):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 1, "must be at least 1")})
-        for key in ("evaluate_every_steps", "save_every_steps", "checkpoint_every_steps", "threads_per_rank"):
+        for key in (
+            "evaluate_every_steps",
+            "save_every_steps",
+            "checkpoint_every_steps",
+            "threads_per_rank",
+            "most_skipped_updates",
+        ):
             value = getattr(self, key)
             check("run", **{key: (value, value >= 0, "must be at least 0")})
 

@@ -120,6 +120,7 @@ class FSDPEngine(ModelEngine):
         if lr is not None:
             options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
         self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
+        self.was_skipped = False
         # Megatron leaves norms and biases out of weight decay.
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
@@ -152,10 +153,12 @@ class FSDPEngine(ModelEngine):
         for parameter in self.model.parameters():
             parameter.grad.div_(max(totals["weight"], 1.0))  # the one division
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_grad or math.inf)
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.version += 1
-        return step_stats(totals, grad_norm=float(norm.full_tensor()), applied=True, lr=lr)
+        grad_norm, lr, loss = float(norm.full_tensor()), self.optimizer.param_groups[0]["lr"], totals["loss"]
+        applied = self.is_sound(loss, grad_norm)
+        if applied:
+            self.optimizer.step()
+        fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm)
+        return step_stats(totals, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         with torch.no_grad():
@@ -179,6 +182,8 @@ class FSDPEngine(ModelEngine):
         return result.to(batch["input_ids"].device)
 
     def step_lr_scheduler(self) -> None:
+        if self.was_skipped:
+            return
         self.scheduled_updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.options, self.scheduled_updates, self.total_updates)

@@ -125,6 +125,7 @@ class MegatronEngine(ModelEngine):
         options = self.config.optimizer
         if lr is not None:
             options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
+        self.was_skipped = False
         self.optimizer = build_optimizer(options, self.wrapped, self.dtype)
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
@@ -175,11 +176,10 @@ class MegatronEngine(ModelEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
-        lr = self.optimizer.param_groups[0]["lr"]
-        applied, grad_norm, _ = self.optimizer.step()
-        self.version += bool(applied)
-        found = {"grad_norm": float(grad_norm or 0.0), "applied": bool(applied), "lr": float(lr)}
-        return step_stats(totals, logprobs=logprobs, **found)
+        lr, loss = float(self.optimizer.param_groups[0]["lr"]), totals["loss"]
+        applied, grad_norm = self.optimizer.step_if(lambda norm: self.is_sound(loss, norm))
+        fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm, results=logprobs)
+        return step_stats(totals, logprobs=logprobs, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
@@ -208,7 +208,8 @@ class MegatronEngine(ModelEngine):
         return self._by_token(batch, microbatches, rows)
 
     def step_lr_scheduler(self) -> None:
-        self.scheduler.step(increment=1)
+        if not self.was_skipped:
+            self.scheduler.step(increment=1)
 
     def _accumulate(
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool

@@ -1,22 +1,32 @@
-"""What an engine does alike on either backend: the version, which head computes what, scores, and statistics."""
+"""What an engine does alike on either backend: the version, which head computes what, scores, statistics, and updates
+that are skipped."""
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any, Self
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl.api import TrainEngine, ValueLoss
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
+from megatron_rl.engine import soundness
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import Architecture
+
+logger = logging.getLogger(__name__)
 
 
 class ModelEngine(TrainEngine):
     """An engine of the model `arch`, whose head says what it computes: a policy's log-probs, or values."""
 
     arch: Architecture
+    groups: ParallelGroups | None
     version = 0
+    was_skipped = False
+    """Whether the last update was, so that the schedule does not count it."""
 
     def eval(self) -> Self:
         return self.train(False)
@@ -35,6 +45,33 @@ class ModelEngine(TrainEngine):
         self.check_head("score", "value")
         longer, last = TrajectoryBatch.of(data).with_one_more_token()
         return self.forward(longer)[last]
+
+    def is_sound(self, loss: float, grad_norm: float) -> bool:
+        """Whether the update's loss and gradient are numbers on every rank. All ranks call it."""
+        return not self.groups.any(not (math.isfinite(loss) and math.isfinite(grad_norm)))
+
+    def note_update(
+        self, applied: bool, data: Any, loss_fn: Any, *, loss: float, grad_norm: float, results: Tensor | None = None
+    ) -> str:
+        """Count an update that was applied; of one that was skipped return why, and log it. All ranks call it.
+
+        results: the log-probs that the loss was computed from, where they are known.
+        """
+        self.version += applied
+        self.was_skipped = not applied
+        if applied:
+            return ""
+        batch, name = (
+            TrajectoryBatch.of(data),
+            "own value" if self.arch.head == "value" else "own log p",
+        )
+        if results is None:
+            temperature = loss_fn.temperature if isinstance(loss_fn, LogprobLoss) else 1.0
+            results = self.forward(batch, temperature=temperature)
+        fault = soundness.explain(loss, grad_norm, batch, results, name, self.groups)
+        if self.groups.is_main:
+            logger.warning("an update is skipped: %s", fault)
+        return fault
 
     def check_loss(self, loss_fn: Any) -> None:
         """ValueError for a loss of the other head."""

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype):
+class CheckedOptimizer(ChainedOptimizer):
+    """Megatron's optimizers of one model, whose step can be left out once the gradient's norm is known.
+
+    `ChainedOptimizer.step` of megatron.core 0.16 to 0.19 prepares the gradients, calls `get_grad_norm`, clips, and
+    calls `step_with_ready_grads`, the first to change weights, moments and step counts. Upstream looks for gradients
+    that are no number in float16 only.
+    """
+
+    def step_if(self, is_sound: Callable[[float], bool]) -> tuple[bool, float]:
+        """Apply the gradients, unless `is_sound` is False of their norm; return whether they were, and the norm."""
+        self._is_sound = is_sound
+        applied = bool(self.step()[0])
+        return applied, self._norm
+
+    def get_grad_norm(self) -> float:
+        self._norm = float(super().get_grad_norm() or 0.0)
+        return self._norm
+
+    def step_with_ready_grads(self) -> bool:
+        return self._is_sound(self._norm) and super().step_with_ready_grads()
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -> CheckedOptimizer:
     """Return Megatron's AdamW over DDP-wrapped model chunks."""
     options = MegatronOptimizerConfig(
         optimizer="adam",
@@ -26,8 +50,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype):
         use_distributed_optimizer=config.distributed,
         overlap_param_gather=config.overlap,
     )
-    optimizer = get_megatron_optimizer(options, chunks)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    optimizer = CheckedOptimizer(get_megatron_optimizer(options, chunks).chained_optimizers)
+    for part in optimizer.chained_optimizers:
         # Megatron takes apex's or Transformer Engine's Adam where there is CUDA, and torch's unfused one elsewhere.
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and not torch.cuda.is_available():
             for group in part.optimizer.param_groups:

@@ -158,12 +158,15 @@ class DataRun(Run):
         return [self.prompts.at(place)["prompt_index"] for place in range(step * count, (step + 1) * count)]
 
     def update(self, step: int) -> None:
-        """Train on the step's rows and log what came out."""
+        """Train on the step's rows and log what came out. RuntimeError where too many updates in a row were skipped."""
         with self.timers("update"):
             stats = self.training.update(self._batch(step), step)
         found = self._metrics_of(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
+        found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.SECTION}/{name}": value for name, value in found.items()}
         self.log_file.log_step(step, metrics | self.timers.snapshot())
+        rows = ", ".join(map(str, self._numbers(step)))
+        self.check_updates("model", [stats], trained_on=f", whose groups are the rows {rows} of data.train")
 
     def evaluate(self, *, step: int) -> None:
         """Measure the held-out rows where it is time to."""

@@ -285,7 +285,8 @@ class Experiment(Run):
     ) -> None:
         """Write the step's metrics. Means over the step's updates weigh trained tokens.
 
-        RuntimeError where trainer and servers differ by more than correction.alarm.
+        RuntimeError where trainer and servers differ by more than correction.alarm, or too many updates in a row were
+        skipped.
         """
         metrics = (
             batch_metrics(batch, self.trained_version)
@@ -318,6 +319,8 @@ class Experiment(Run):
         self.log_file.log_step(step, metrics, samples)
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
+        self.check_updates("policy", stats)
+        self.check_updates("critic", critic_stats)
 
     def finish(self) -> None:
         if self.groups.is_main and self.evaluations.scores:

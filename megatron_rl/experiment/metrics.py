@@ -20,15 +20,21 @@ from megatron_rl.weights.publish import Publication
 
 def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
     """What the updates of a step, at least one, have in common whatever the model."""
-    weight = max(sum(s.weight for s in stats), 1.0)  # 0 where not one token of the step is trained
+    seen = applied_of(stats)
+    weight = max(sum(s.weight for s in seen), 1.0)  # 0 where not one token of the step is trained
     return {
-        "loss": sum(s.loss * s.weight for s in stats) / weight,
+        "loss": sum(s.loss * s.weight for s in seen) / weight,
         "first_loss": stats[0].loss,
         "first_grad_norm": stats[0].grad_norm,
-        "grad_norm": max(s.grad_norm for s in stats),
+        "grad_norm": max(s.grad_norm for s in seen),
         "skipped_updates": sum(not s.applied for s in stats),
         "lr": stats[-1].lr,
     }
+
+
+def applied_of(stats: list[StepStats]) -> list[StepStats]:
+    """The updates that means are taken over: those applied, for the others' numbers may be none; all where none was."""
+    return [s for s in stats if s.applied] or stats
 
 
 def trained_tokens(stats: StepStats) -> float:
@@ -36,19 +42,26 @@ def trained_tokens(stats: StepStats) -> float:
     return stats.sums.get("tokens", stats.weight)
 
 
+COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
+"""What a skipped update has counted says why it was skipped."""
+
+
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
     """The loss is aggregated as configured; what the loss counts beside it are means over trained tokens."""
-    tokens = max(sum(map(trained_tokens, stats)), 1.0)
-    names = [key for key in stats[0].sums if key != "tokens"]
-    metrics = update_metrics(stats) | {key: sum(s.sums[key] for s in stats) / tokens for key in names}
+    metrics = update_metrics(stats)
+    for key in stats[0].sums:
+        over = stats if key in COUNTED_IN_ALL else applied_of(stats)
+        metrics[key] = sum(s.sums[key] for s in over) / max(sum(map(trained_tokens, over)), 1.0)
+    metrics.pop("tokens", None)
     if "ratio_deviation" in metrics:
         metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
     return {f"policy/{key}": value for key, value in metrics.items()}
 
 
 def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    weight = max(sum(s.weight for s in stats), 1.0)
-    sums = {key: sum(s.sums[key] for s in stats) for key in stats[0].sums}
+    seen = applied_of(stats)
+    weight = max(sum(s.weight for s in seen), 1.0)
+    sums = {key: sum(s.sums[key] for s in seen) for key in stats[0].sums}
     metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
     metrics["mean_return"] = sums["returns"] / weight
     if "clipped_values" in sums:

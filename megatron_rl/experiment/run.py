@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from megatron_rl.telemetry.report import write_report
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.sinks import Sinks
 from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.types import StepStats
 
 LOCK = "run.lock"
 """In run.folder: keeps other runs out of it."""
@@ -51,6 +53,7 @@ class Run(ABC):
         self.is_interrupted = False
         """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
         KeyboardInterrupt."""
+        self._skipped_in_a_row: Counter[str] = Counter()
 
     # -- what a kind of run says of itself ----------------------------------------------------------------------------
 
@@ -159,6 +162,23 @@ class Run(ABC):
     def say(self, text: str) -> None:
         """Print one line on the main rank."""
         self.log_file.say(text)
+
+    def check_updates(self, model: str, updates: list[StepStats], *, trained_on: str = "") -> None:
+        """RuntimeError where more updates of `model` in a row than run.most_skipped_updates were skipped.
+
+        trained_on: what the last of them saw, where it has a name.
+        """
+        most = self.config.run.most_skipped_updates
+        for update in updates:
+            self._skipped_in_a_row[model] = 0 if update.applied else self._skipped_in_a_row[model] + 1
+            if self._skipped_in_a_row[model] > most:
+                raise RuntimeError(
+                    f"run.most_skipped_updates = {most}: {self._skipped_in_a_row[model]} updates of the {model} in a "
+                    f"row had a loss or a gradient that is no number, and were skipped. The last one{trained_on}: "
+                    f"{update.fault}. Correct the reward, advantage or loss that makes such numbers, or the data "
+                    f"that have them, or lower optimizer.lr; the weights are those before the first of them, and "
+                    f"--resume auto continues from the last checkpoint."
+                )
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

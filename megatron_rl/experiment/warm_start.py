@@ -85,7 +85,9 @@ class WarmStart:
         for update in range(options.updates):
             chosen = prompts.next_batch(options.prompts_per_update)
             batch = rows.batch(prompt["prompt_index"] for prompt in chosen)
-            losses.append(training.update(batch, update).loss)
+            stats = training.update(batch, update)
+            losses.append(stats.loss)
+            x.check_updates("policy", [stats])
             is_check = bool(x.held_out) and (update + 1) % options.check_every_updates == 0
             if is_check and self._sampled_reward() >= options.stop_at_reward:
                 break

@@ -1,12 +1,17 @@
 """A tiny model really learns, in every layout the same way, and a run says what it did."""
 
+import itertools
+
 import pytest
 from kills import served_by
+from ranks import run_ranks
 from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train, train_forked
 
+from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +90,32 @@ def test_token_of_a_run_is_in_no_file_but_its_own(four_ranks, folder):
     others = [path for path in (folder / "four").rglob("*") if path.is_file() and path != own]
     assert {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html"} <= {p.name for p in others}
     assert not [path for path in others if token.encode() in path.read_bytes()] and token not in four_ranks
+
+
+def first_steps_skipped(arguments):
+    """Train with advantages that are no number in the first two steps' updates."""
+    update, steps = PolicyActor.update, itertools.count()
+
+    def spoiled(self, shares):
+        if next(steps) < 2:
+            for share in shares:
+                share.tokens["advantages"][share["loss_mask"]] = float("nan")
+        return update(self, shares)
+
+    PolicyActor.update = spoiled
+    main(arguments)
+
+
+def test_a_step_whose_updates_are_all_skipped_keeps_its_version_and_the_next_one_gets_its_prompts(
+    folder, warm, servers
+):
+    more = ("run.steps=4", "run.most_skipped_updates=4", "rollout.max_staleness=1", f"run.folder={folder}/skipped")
+    run_ranks(1, first_steps_skipped, [COUNT, *warm, *servers, *more])
+    steps = steps_of(folder / "skipped")
+    assert [step["policy/skipped_updates"] for step in steps] == [2, 2, 0, 0]
+    assert [step["policy/version"] for step in steps] == [0, 0, 1, 2]
+    assert steps[0]["policy/loss"] is None and steps[3]["policy/loss"] is not None
+    assert all(step["mismatch/max"] < 1e-3 for step in steps[:3]), "servers hold the weights of the version"
 
 
 def test_demo_config_passes_its_checks_where_the_model_is(folder, warm, capfd):

@@ -8,6 +8,7 @@ from megatron_rl.algo import loss
 from megatron_rl.algo.actor import PolicyActor, proximal_share
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
+from megatron_rl.types import StepStats
 from tests.unit.counting_engine import CountingEngine
 from tests.unit.ragged import ragged_batch
 
@@ -147,6 +148,21 @@ def test_updates_of_a_step_make_one_version_or_none_where_all_were_skipped(appli
     actor = PolicyActor(CountingEngine(7), AlgorithmConfig(), temperature=1.0)
     assert [stats.applied for stats in actor.update(applied)] == applied
     assert actor.engine.version == version
+
+
+def test_the_entropy_of_a_skipped_update_steers_no_coefficient():
+    class Engine(CountingEngine):
+        def train_batch(self, share, loss, weigh=None):
+            applied, entropy = share
+            sums = {"tokens": 1.0, "entropy": entropy}
+            return StepStats(loss=0.0, weight=1, grad_norm=0.0, applied=applied, lr=0.0, sums=sums)
+
+    options = AlgorithmConfig(entropy_coefficient=0.01, entropy_target=0.5, entropy_step=0.002)
+    actor = PolicyActor(Engine(0), options, temperature=1.0)
+    actor.update([(False, float("nan"))])
+    assert actor.entropy.value == 0.01
+    actor.update([(False, float("nan")), (True, 0.4)])
+    assert actor.entropy.value == pytest.approx(0.012)
 
 
 def test_log_probs_of_the_first_pass_are_not_computed_again():

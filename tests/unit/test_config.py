@@ -143,6 +143,7 @@ OUR_KEYS = {
         "keep_checkpoints",
         "grace_s",
         "phase_timeout_s",
+        "most_skipped_updates",
         "threads_per_rank",
         "offload",
     ],

@@ -67,6 +67,19 @@ def test_groups_of_equal_rewards_have_no_variance_whatever_the_rewards():
     assert is_uniform(one) and is_uniform(batch.select([0, 1])) and not is_uniform(batch.select([0, 5]))
 
 
+def test_means_of_a_step_are_those_of_its_applied_updates_and_what_was_bounded_counts_in_all():
+    def update(loss, *, applied, bounded):
+        sums = {"entropy": loss, "tokens": 4.0, "bounded_tokens": bounded, "not_finite": float(not applied)}
+        return StepStats(loss=loss, weight=4.0, grad_norm=loss, applied=applied, lr=1e-3, sums=sums)
+
+    skipped, applied = update(float("nan"), applied=False, bounded=3.0), update(2.0, applied=True, bounded=1.0)
+    metrics = policy_metrics([skipped, applied])
+    assert metrics["policy/loss"] == metrics["policy/grad_norm"] == 2.0 and metrics["policy/entropy"] == 0.5
+    assert metrics["policy/bounded_tokens"] == 0.5 and metrics["policy/not_finite"] == 1 / 8
+    assert metrics["policy/skipped_updates"] == 1 and "policy/tokens" not in metrics
+    assert policy_metrics([skipped])["policy/skipped_updates"] == 1
+
+
 def test_a_step_without_a_trained_token_has_metrics_too():
     sums = dict.fromkeys(("tokens", "entropy", "returns", "squared_returns", "errors", "squared_errors"), 0.0)
     nothing = StepStats(loss=0.0, weight=0.0, grad_norm=0.0, applied=True, lr=1e-3, sums=sums)

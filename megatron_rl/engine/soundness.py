@@ -1,0 +1,78 @@
+"""Which numbers of an update are none (NaN or infinite), for the update that is skipped because of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.types import TrajectoryBatch
+
+SHOWN = 3
+"""Tokens that each rank names."""
+
+
+def explain(
+    loss: float, grad_norm: float, batch: TrajectoryBatch, results: Tensor, name: str, groups: ParallelGroups
+) -> str:
+    """Say which trained tokens have a number that is none, and on which rank. All ranks call it, with their share.
+
+    loss, grad_norm: as this rank has them; one of them is none on one rank at least. results: `[N]`, what the model
+    makes of each token; name: what that is. Where all numbers are finite, names the token with the largest one.
+    """
+    own = tokens_without_number(batch, results, name) if groups.is_data_head else []
+    largest = largest_number(batch, results, name) if groups.is_data_head and not own else (-1.0, "")
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, (loss, grad_norm, own, largest), group=groups.control)
+    bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]
+    where = "" if len(bad) == groups.world_size else f" on rank {', '.join(map(str, bad))} alone"
+    loss, grad_norm = found[bad[0]][:2]
+    said = f"loss = {loss:g}, gradient norm = {grad_norm:g}{where}"
+    named = [f"rank {rank}, {token}" for rank, (_, _, tokens, _) in enumerate(found) for token in tokens]
+    if named:
+        return f"{said}; not finite: {'; '.join(named)}"
+    value, token, rank = max((*largest, rank) for rank, (_, _, _, largest) in enumerate(found))
+    if value < 0:
+        return f"{said}, though no token is trained"
+    return (
+        f"{said}, though the model's results and all that the loss is given are finite: the loss makes it so, or the "
+        f"way back through the model; the largest number is that of rank {rank}, {token}"
+    )
+
+
+def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) -> list[str]:
+    """Name the first trained tokens with a number that is none, and all that is known of them."""
+    columns = columns_of(batch, results, name)
+    bad = torch.stack([~column.isfinite() for column in columns.values()]).any(0) & batch["loss_mask"]
+    places = bad.nonzero()[:, 0].tolist()
+    named = [describe(place, batch, columns) for place in places[:SHOWN]]
+    return named + ([f"{len(places) - SHOWN} more tokens"] if len(places) > SHOWN else [])
+
+
+def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
+    """Return the largest absolute number of a trained token, -1 without one, and name the token."""
+    columns = columns_of(batch, results, name)
+    sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
+    sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)
+    if not batch["loss_mask"].any():
+        return -1.0, ""
+    place = int(sizes.argmax())
+    return float(sizes[place]), describe(place, batch, columns)
+
+
+def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, Tensor]:
+    """`[N]` floats by name: the model's results, and what the batch says of tokens and their sequences."""
+    columns = {name: results.cpu()} | {key: column.cpu() for key, column in batch.tokens.items()}
+    columns |= {key: batch.spread(column.cpu()) for key, column in batch.sequences.items()}
+    return {key: column for key, column in columns.items() if column.is_floating_point()}
+
+
+def describe(place: int, batch: TrajectoryBatch, columns: dict[str, Tensor]) -> str:
+    sequence = int(batch.sequence_ids[place])
+    group = f" of group {int(batch['group'][sequence])}" if "group" in batch else ""
+    numbers = ", ".join(f"{key} = {float(column[place]):.4g}" for key, column in columns.items())
+    return f"sequence {sequence}{group}, token {place - int(batch.cu_seqlens[sequence])}: {numbers}"
