@@ -117,7 +117,8 @@ class RolloutConfig:
     many times a step's groups; the rest is trained as it is. 0 replaces none."""
     oversample: float = 1.0
     """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
-    others' prompts are the first of the next step, which waits for them."""
+    others' prompts are the first of the next step, which waits for them. With `stale` = mask or keep their replies go
+    on where they were; with drop, which trains no token of an earlier version, they begin anew."""
     interruption: str = "retract"
     """What new weights do to replies under way, which all go on with them afterwards.
 

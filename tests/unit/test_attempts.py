@@ -33,7 +33,7 @@ class TimedEngine:
 
     def __init__(self, length=lambda req: 10, fault=lambda req: None):
         self.length, self.fault, self.version = length, fault, 0
-        self.asked, self.open, self.most_open, self.tokens = [], 0, 0, 0
+        self.asked, self.continued, self.open, self.most_open, self.tokens = [], [], 0, 0, 0
 
     def get_version(self):
         return self.version
@@ -43,6 +43,8 @@ class TimedEngine:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         reply = req.begun
+        if reply.output_len:
+            self.continued.append(req.input_ids[0])
         try:
             for _ in range(self.length(req) - reply.output_len):
                 if (error := self.fault(req)) is not None:
@@ -122,7 +124,7 @@ class Plain(RLVRWorkflow):
     """RLVR without a tokenizer."""
 
     def __init__(self, reward, n_samples):
-        super().__init__(lambda **_: 0.0, GenerationConfig(n_samples=n_samples, max_new_tokens=64), None)
+        super().__init__(lambda **_: 0.0, GenerationConfig(n_samples=n_samples, max_new_tokens=1000), None)
         self.reward = reward
 
     async def arun_episode(self, engine, data):
@@ -410,3 +412,56 @@ def test_whatever_fails_each_group_is_had_once_or_given_up_and_nothing_is_left_o
     assert engine.tokens <= 3 * samples * 10, "no token is generated twice"
     if ends_at is None:
         assert ends.lines["accepted"] + ends.lines["dead_lettered"] == 3 and None not in ends.errors
+
+
+def long_of_four(req):
+    """The length of replies belongs to the prompt."""
+    return 100 if req.input_ids[0] % 4 == 0 else 10
+
+
+def steps_with(engine, ledger, *, count=4, steps=8, **config):
+    """Train steps of so many groups; returns their batches and how long they took."""
+
+    async def main():
+        executor = RolloutExecutor(engine, RolloutConfig(**config), Tally(), [ledger])
+        source, batches = ({"n": n} for n in itertools.count()), []
+        workflow = Plain(Reward(at_once), 2)
+        for _ in range(steps):
+            batches.append(await executor.prepare_batch(source, workflow, count))
+            engine.version += 1
+            executor.notice_version()
+        return batches, asyncio.get_running_loop().time()
+
+    return simulate(main())
+
+
+class Placed(RolloutEvents):
+    def __init__(self):
+        self.consumed_prompts = []
+
+    def consumed(self, episodes, version):
+        self.consumed_prompts.append([episode.data["n"] for episode in episodes])
+
+
+@pytest.mark.parametrize("stale", ["mask", "keep", "drop"])
+def test_a_recalled_prompt_goes_on_where_it_was_and_oversampling_gains_time(stale):
+    _, alone_s = steps_with(TimedEngine(length=long_of_four), Placed())
+    engine, ledger = TimedEngine(length=long_of_four), Placed()
+    batches, seconds = steps_with(engine, ledger, oversample=1.5, stale=stale)
+    consumed = sum(ledger.consumed_prompts, [])
+    assert len(consumed) == len(set(consumed)) == 32
+    assert all(prompts == sorted(prompts) for prompts in ledger.consumed_prompts), "in the order of the prompts"
+    for version, batch in enumerate(batches):
+        versions = batch["versions"][batch["loss_mask"]]
+        assert versions.max() == version and (stale == "keep" or versions.min() == version)
+    tokens = {n: 0 for n in consumed}
+    for prompts, batch in zip(ledger.consumed_prompts, batches, strict=True):
+        for n, length in zip(prompts, batch.lengths[::2].tolist(), strict=True):
+            tokens[n] = length - 1
+    assert all(tokens[n] == long_of_four(LLMRequest(rid="", input_ids=[n + 1])) for n in consumed)
+    if stale == "drop":  # of which none may be trained: they are generated anew, as the bound is strict
+        return
+    assert seconds < 0.75 * alone_s
+    assert engine.continued and all(prompt % 4 == 0 for prompt in engine.continued)
+    finished, surplus, under_way = 2 * sum(tokens.values()), 2 * 10 * 8, 2 * 100 * 2
+    assert engine.tokens <= finished + surplus + under_way, "no long reply begins anew"
