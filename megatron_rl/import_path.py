@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 OURS = "megatron_rl"
@@ -106,6 +107,24 @@ def _not_offered(path: str, kind: str) -> str:
     hint = f"did you mean {near[0]}" if near else f"they are {', '.join(choices)}" if choices else "it has none"
     what = f"no {kind}" if kind else "nothing"
     return f"{path} is {what} that {OURS} offers to configs; {hint}. One of your own goes into run.import_from."
+
+
+def refuse_while_importing(what: str) -> None:
+    """Raise ValueError where a module starts something at the moment that `resolve` imports it to find a name in it.
+
+    A program without `if __name__ == "__main__":` would start itself again in every process that looks for its reward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    file, line = "", 0
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and not file:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+        if frame.f_code is resolve.__code__ and file:
+            raise ValueError(
+                f"{file}, line {line}: starts {what} while it is imported, which is how {frame.f_locals['path']!r} is "
+                f'found; put what starts the run under `if __name__ == "__main__":`.'
+            )
+        frame = frame.f_back
 
 
 def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:

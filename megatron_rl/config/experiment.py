@@ -19,6 +19,7 @@ from megatron_rl.config.algorithm import (
     SupervisedConfig,
 )
 from megatron_rl.config.data import DataConfig, EvalConfig, WarmStartConfig
+from megatron_rl.config.given import MAIN, GivenPath, name_of_main
 from megatron_rl.config.model import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.rollout import GenerationConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
@@ -51,6 +52,7 @@ class TrainConfig:
     """Passed to megatron.core's TransformerConfig by its own field names."""
 
     def __post_init__(self) -> None:
+        self._trust_what_is_given()
         batch, samples = self.batch, self.generation.n_samples
         if self.supervised.answer and self.preference.loss:
             raise ValueError(
@@ -116,6 +118,18 @@ class TrainConfig:
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
                 f"algo.advantage=gae, or leave the section out."
             )
+
+    def _trust_what_is_given(self) -> None:
+        """Have the modules of functions that code gave in run.import_from: who runs them trusts them."""
+        allowed = [name_of_main("run.import_from", MAIN) if it == MAIN else it for it in self.run.import_from]
+        for path in (self.rollout.reward, *(part.get("reward") for part in self.rollout.recipe)):
+            module = path.partition(":")[0] if isinstance(path, GivenPath) else ""
+            if module and module.partition(".")[0] != "megatron_rl" and module not in allowed:
+                allowed.append(module)
+        if allowed != list(self.run.import_from):
+            self.run = dataclasses.replace(self.run, import_from=allowed)
+        recipe = [{**part, "reward": str(part["reward"])} if "reward" in part else part for part in self.rollout.recipe]
+        self.rollout = dataclasses.replace(self.rollout, reward=str(self.rollout.reward), recipe=recipe)
 
     @property
     def evaluation_generation(self) -> GenerationConfig:

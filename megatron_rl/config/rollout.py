@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.given import path_of
 from megatron_rl.config.rules import check
 
 
@@ -61,7 +62,8 @@ class RolloutConfig:
     """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward: str = "megatron_rl.rollout.rewards:exact_match"
-    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
+    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`; in Python also the
+    function itself, of a module or of the program that runs."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
     """A weighted sum of rewards in its place. Each is `{reward: import path, weight: 1.0, args: {}, name: its own}`.
 
@@ -154,6 +156,13 @@ class RolloutConfig:
     """
 
     def __post_init__(self) -> None:
+        self.reward = path_of(self.reward, key="rollout.reward")
+        for number, part in enumerate(self.recipe):
+            if "reward" in part:
+                self.recipe[number] = {
+                    **part,
+                    "reward": path_of(part["reward"], key=f"rollout.recipe[{number}].reward"),
+                }
         for key in ("workflow", "reward"):
             value = getattr(self, key)
             module, _, name = value.partition(":")

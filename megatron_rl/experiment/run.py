@@ -25,6 +25,7 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.experiment.hang import HangWatch
+from megatron_rl.import_path import refuse_while_importing
 from megatron_rl.launch import file_lock, watch
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.notice import StopNotice
@@ -48,6 +49,7 @@ class Run(ABC):
 
     def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        refuse_while_importing("a run")
         self.config, self.resume = config, resume
         self.folder, self.timers = Path(config.run.folder), PhaseTimers()
         self.is_interrupted = False

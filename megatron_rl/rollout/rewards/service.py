@@ -29,6 +29,7 @@ from typing import Any
 
 import orjson
 
+from megatron_rl.import_path import refuse_while_importing
 from megatron_rl.rollout.rewards.worker import LENGTH, Setup
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RewardService:
         stacks: int | None = None,
     ) -> None:
         """rewards: of each its name, import path and further arguments. stacks: an open file for `show_stacks`."""
+        refuse_while_importing("a reward service")
         self.names = [name for name, _, _ in rewards]
         self._setup = Setup(
             rewards=list(rewards),
