@@ -363,7 +363,16 @@ class Membership:
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
-        member.watcher = self.lasting(self._look_after(member), f"the watch over {member.server.url}")
+
+        def look(task: asyncio.Task[None]) -> None:  # a bug of ours: the server is not to be forgotten for it
+            if not task.cancelled() and (error := task.exception()) is not None:
+                member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
+                logger.error("the watch over %s begins again", member.server.url, exc_info=error)
+                if self._members.get(member.server) is member:
+                    self._watch(member)
+
+        member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
+        member.watcher.add_done_callback(look)
 
     def _stop_watching(self, member: Member) -> None:
         if member.watcher is not None:

@@ -323,6 +323,24 @@ def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scrip
     assert eventually(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._executor._fatal))
 
 
+def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(scripted, connect, monkeypatch):
+    failing, steady = scripted(), scripted()
+    engine = connect([failing.url, steady.url])
+    faults = [KeyError("a bug"), TypeError("another")]
+    probe = server_client.ServerClient.probe
+
+    async def odd_probe(self, *, timeout_s):
+        if faults:
+            raise faults.pop()
+        return await probe(self, timeout_s=timeout_s)
+
+    monkeypatch.setattr(server_client.ServerClient, "probe", odd_probe)
+    failing.hang_up_on.add("/generate")
+    assert [reply.result(10).output_len for reply in [start(engine, rid) for rid in "ab"]] == [2, 2]
+    failing.hang_up_on.clear()
+    assert eventually(lambda: len(engine.serving) == 2) and not faults
+
+
 def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
     async def slow(body):
         await asyncio.sleep(2.2)
