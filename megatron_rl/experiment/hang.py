@@ -119,8 +119,10 @@ class HangWatch:
     def close(self) -> None:
         """The run is over, or fails by itself."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(REPORT_PATIENCE_S)
         faulthandler.cancel_dump_traceback_later()
+        if self._thread.is_alive():  # it waits for rank 0, which does not answer
+            return
         if self._stacks.tell() == 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._stacks.name)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_rl.launch import watch
 
+CLOSE_S = 10.0
 _COUNT = struct.Struct("<I")
 
 
@@ -310,9 +311,9 @@ class Caller:
         self._send((None, name, args, {}))
 
     def close(self) -> None:
-        """Hang up; the thread ends."""
+        """Hang up; the thread ends, unless what it was told keeps it."""
         self.wire.hang_up()
-        self.hearing.join()
+        self.hearing.join(CLOSE_S)
         self.wire.close()
 
     def _send(self, message: Any) -> None:

@@ -131,7 +131,11 @@ class RolloutProcess:
             except (TimeoutError, RuntimeError):  # a workflow that cannot be cancelled, or it is dying
                 self.process.kill()
         self._caller.close()
-        self.process.wait()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:  # it has answered, and was stopped then, or its log's disk hangs
+            self.process.kill()
+            self.process.wait()
 
     # -- groups
 

@@ -238,6 +238,14 @@ def test_one_that_cannot_begin_says_why(run, scripted):
     assert not run.died
 
 
+def test_one_that_is_stopped_while_it_ends_does_not_hold_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_module, "STOP_S", 0.5)
+    process = RolloutProcess(tmp_path / "log", on_death=print)
+    process.process.send_signal(signal.SIGSTOP)
+    process.close()  # which it hears no more
+    assert process.process.returncode == -signal.SIGKILL
+
+
 TRAINER = """
 import os, subprocess, sys, time
 from pathlib import Path
