@@ -30,6 +30,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
+import quick
 from modelled_server import PREFILL_SPEEDUP
 from rollout_server import commit, cpu_name
 
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--etas", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--decode-ms", type=float, help="of a full decode step; measured if left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = quick.arguments(parser, steps=2, etas=[1], decode_ms=0.1)
     if args.child:
         return train_and_measure(json.loads(args.child))
 
@@ -223,7 +224,11 @@ def main() -> None:
             first = run(folder, eta=0, drains=False, decode_ms=CALIBRATION_MS, steps=CALIBRATION_STEPS)
             args.decode_ms = CALIBRATION_MS * 4 * first["others_s"] / first["rollout_s"]
         cases = [("synchronous", 0, False)]
-        cases += [(f"eta {eta}, {how}", eta, how == "drain") for how in ("interrupt", "drain") for eta in args.etas]
+        cases += [
+            (f"eta {eta}, {how}", eta, how == "drain")
+            for how in ("interrupt", *([] if args.quick else ["drain"]))
+            for eta in args.etas
+        ]
         for label, eta, drains in cases:
             rows.append((label, run(folder, eta=eta, drains=drains, decode_ms=args.decode_ms, steps=args.steps)))
             print(f"{label}: {rows[-1][1]['seconds']:.1f} s", file=sys.stderr, flush=True)

@@ -12,9 +12,11 @@ is sent anywhere.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 
+import quick
 import torch
 from rollout_server import commit, cpu_name
 from torch import Tensor
@@ -32,12 +34,12 @@ TOKENS = 256
 Weights = dict[str, Tensor]
 
 
-def last_update(lr: float, updates: int) -> tuple[Weights, Weights]:
+def last_update(model_path: Path, lr: float, updates: int) -> tuple[Weights, Weights]:
     """Return the float32 weights before and after the last of so many updates."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"])
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(model_path)(text)["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     before: Weights = {}
     for number in range(updates):
@@ -85,16 +87,21 @@ def measure(lr: float, before: Weights, after: Weights, dtype: torch.dtype) -> s
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("bench_delta", description="Changes of weights beside whole weights.")
     parser.add_argument("--updates", type=int, default=8, help="updates from the pretrained weights (default 8)")
-    updates = parser.parse_args().updates
+    args = quick.arguments(parser, argv, updates=2)
+    with quick.tiny_model() if args.quick else contextlib.nullcontext(MODEL) as model:
+        compare(model, args.updates)
+
+
+def compare(model: Path, updates: int) -> None:
     torch.set_num_threads(1)
-    print(f"{MODEL.name}, update {updates} of AdamW on {TOKENS} tokens each; {cpu_name()}; commit {commit()}\n")
+    print(f"{model.name}, update {updates} of AdamW on {TOKENS} tokens each; {cpu_name()}; commit {commit()}\n")
     print("| learning rate | dtype | numbers changed | all, MB | changes, MB | times fewer | coded, s | applied, s |")
     print("|---|---|---|---|---|---|---|---|")
     for lr in LEARNING_RATES:
-        before, after = last_update(lr, updates)
+        before, after = last_update(model, lr, updates)
         for dtype in DTYPES:
             print(measure(lr, before, after, dtype), flush=True)
 

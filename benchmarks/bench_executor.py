@@ -25,13 +25,13 @@ from pathlib import Path
 
 import orjson
 import psutil
+import quick
 import uvloop
 from rollout_server import commit, cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs/models/count_tiny"
 SAMPLES, REPLY_TOKENS = 8, 32
-TRAINED_TOKENS = 16_384
 
 
 class NullServer(asyncio.Protocol):
@@ -105,9 +105,9 @@ class Rollout:
         return used.user + used.system
 
 
-def throughput(rollout: Rollout, rounds: int) -> tuple[float, float]:
-    """Requests per second of time, and per second of its CPU time: medians over rounds."""
-    rates, requests = [], 4096
+def throughput(rollout: Rollout, rounds: int, requests: int) -> tuple[float, float]:
+    """Requests per second of time, and per second of its CPU time: medians over rounds of so many."""
+    rates = []
     for _ in range(rounds + 1):
         begin, begin_cpu = time.perf_counter(), rollout.cpu_s()
         rollout.send(requests)
@@ -115,7 +115,7 @@ def throughput(rollout: Rollout, rounds: int) -> tuple[float, float]:
     return statistics.median(rate for rate, _ in rates[1:]), statistics.median(rate for _, rate in rates[1:])
 
 
-def make_step():
+def make_step(trained_tokens: int):
     """Return a function that takes one training step of a real engine."""
     import torch
 
@@ -127,12 +127,12 @@ def make_step():
     from megatron_rl.types import FinetuneSpec, TrajectoryBatch
 
     groups = parallel.start(ParallelConfig(), seed=1)
-    config = EngineConfig(model=ModelConfig(path=str(MODEL), init="random"), tokens_per_microbatch=TRAINED_TOKENS)
+    config = EngineConfig(model=ModelConfig(path=str(MODEL), init="random"), tokens_per_microbatch=trained_tokens)
     engine = MegatronEngine(config, groups=groups)
     engine.initialize(None, FinetuneSpec(total_updates=10**6))
-    length, count = 64, TRAINED_TOKENS // 64
-    ids = torch.arange(TRAINED_TOKENS) % 46 + 2
-    mask = torch.arange(TRAINED_TOKENS) % length >= 16
+    length, count = 64, trained_tokens // 64
+    ids = torch.arange(trained_tokens) % 46 + 2
+    mask = torch.arange(trained_tokens) % length >= 16
     tokens = {"input_ids": ids, "loss_mask": mask, "versions": torch.zeros_like(ids)}
     tokens |= {key: torch.full((len(ids),), -3.5) for key in ("logprobs", "proximal_logprobs")}
     tokens["advantages"] = torch.ones(len(ids))
@@ -141,7 +141,7 @@ def make_step():
     return lambda: engine.train_batch(batch, loss)
 
 
-def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, float, float, float]:
+def slow_down(rollout: Rollout, step, rate: float, pairs: int, watched_s: float) -> tuple[float, float, float, float]:
     """Compare steps alone with steps beside `rate` requests/s.
 
     Returns the median seconds of one alone, by how much the others are slower and take more of this process's CPU time,
@@ -173,7 +173,7 @@ def slow_down(rollout: Rollout, step, rate: float, pairs: int) -> tuple[float, f
         dearer.append(cpu_s[True] / cpu_s[False])
     is_on.set()
     begin, begin_cpu = time.perf_counter(), rollout.cpu_s()
-    time.sleep(5.0)
+    time.sleep(watched_s)
     cores = (rollout.cpu_s() - begin_cpu) / (time.perf_counter() - begin)
     stop.set()
     sender.join()
@@ -186,7 +186,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0], help="requests/s beside the step")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = quick.arguments(parser, rounds=1, pairs=1)
+    requests, trained_tokens, watched_s = (64, 256, 0.2) if args.quick else (4096, 16_384, 5.0)
     if args.serve:
         return uvloop.run(serve())
     load, (own_core, other_core) = os.getloadavg()[0], sorted(os.sched_getaffinity(0))[:2]
@@ -197,14 +198,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rollout = Rollout(int(server.stdout.readline()), Path(folder), other_core)
         try:
-            per_s, per_cpu_s = throughput(rollout, args.rounds)
+            per_s, per_cpu_s = throughput(rollout, args.rounds, requests)
             print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {load:.1f}")
             print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
             print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
             os.sched_setaffinity(server.pid, {other_core})
-            step = make_step()
+            step = make_step(trained_tokens)
             for rate in args.rates:
-                seconds, slower, dearer, cores = slow_down(rollout, step, rate, args.pairs)
+                seconds, slower, dearer, cores = slow_down(rollout, step, rate, args.pairs, watched_s)
                 print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
                 print(f"{dearer:+.1%} of its CPU time, ", end="")
                 print(f"which take {cores:.1%} of the other core", flush=True)

@@ -13,6 +13,7 @@ import threading
 import time
 
 import psutil
+import quick
 import torch
 
 from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_gae, packed_logprobs, ppo_loss, reference
@@ -113,7 +114,7 @@ def products(hidden, weight, chunk):
 
 
 def head_table(arguments):
-    hidden_size, vocab, chunk = 576, 49152, 1024
+    hidden_size, vocab, chunk = (16, 64, 8) if arguments.quick else (576, 49152, 1024)
     print(f"\nHead and policy loss with all gradients, H = {hidden_size}, V = {vocab}, fp32, {chunk} rows a chunk:\n")
     print("| T | three bare products s | ours s | ratio | extra memory |")
     print("|---|---|---|---|---|")
@@ -139,11 +140,12 @@ def head_table(arguments):
         print(f"| {count} | {bare:.2f} | {ours:.2f} | {ours / bare:.2f} | {extra / 2**20:.0f} MB |", flush=True)
 
 
-def gae_table():
+def gae_table(arguments):
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.full((64,), 512)
-    rewards, values = torch.randn(2, 32768, generator=generator)
-    mask = torch.rand(32768, generator=generator) < 0.8
+    count, length = (4, 8) if arguments.quick else (64, 512)
+    lengths, tokens = torch.full((count,), length), count * length
+    rewards, values = torch.randn(2, tokens, generator=generator)
+    mask = torch.rand(tokens, generator=generator) < 0.8
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     seconds = []
     for function, repeats in ((reference.packed_gae, 1), (packed_gae, 20)):
@@ -154,18 +156,23 @@ def gae_table():
             times.append(time.perf_counter() - begin)
         seconds.append(statistics.median(times[1:]))
     print(
-        f"\nGAE, 32768 tokens in 64 sequences: Python loop {seconds[0] * 1e3:.0f} ms, ours {seconds[1] * 1e3:.2f} ms, "
+        f"\nGAE, {tokens} tokens in {count} sequences: Python loop {seconds[0] * 1e3:.0f} ms, "
+        f"ours {seconds[1] * 1e3:.2f} ms, "
         f"{seconds[0] / seconds[1]:.0f} times faster."
     )
 
 
-if __name__ == "__main__":
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = quick.arguments(parser, argv, rows=[16], vocab=[64], repeats=1)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}\n")
     logprob_table(arguments)
     head_table(arguments)
-    gae_table()
+    gae_table(arguments)
+
+
+if __name__ == "__main__":
+    main()

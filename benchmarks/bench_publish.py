@@ -15,6 +15,7 @@ what the trainer allocates beyond what it had, in a round of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import logging
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import quick
 import torch
 import torch.distributed as dist
 from rollout_server import commit, cpu_name
@@ -71,13 +73,13 @@ class OneAfterTheOther(GroupPublisher):
 
 
 @contextmanager
-def servers(count: int, folder: Path, *, checked: bool) -> Iterator[list[str]]:
+def servers(count: int, model: Path, folder: Path, *, checked: bool) -> Iterator[list[str]]:
     """Start embedded servers; yield their URLs."""
     started, environment = [], os.environ | KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
     for number in range(count):
         ready = folder / f"{'checked' if checked else 'unchecked'}-{number}-of-{count}.url"
         start = ["-m", "megatron_rl.serving.server"] if checked else ["-c", UNCHECKED]
-        options = [str(MODEL), "--port", "0", "--ready-file", str(ready), "--load-format", "dummy"]
+        options = [str(model), "--port", "0", "--ready-file", str(ready), "--load-format", "dummy"]
         options += ["--token-file", str(folder / "token")]
         command = [sys.executable, *start, *options, "--parent-pid", str(os.getpid())]
         started.append((subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL), ready))
@@ -168,14 +170,14 @@ def row(name: str, nbytes: int, seconds: list[float], bare: float, *rest: str) -
     )
 
 
-def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int, folder: Path) -> None:
+def measure(engine: MegatronEngine, model: Path, count: int, repeats: int, bucket_bytes: int, folder: Path) -> None:
     specs = engine.export().specs
     buckets = [sum(spec.nbytes for spec in bucket) for bucket in plan_buckets(specs, bucket_bytes)]
     nbytes = sum(buckets)
     config = RolloutConfig(token_file=str(folder / "token"))
     with (
-        servers(count, folder, checked=True) as checked,
-        servers(count, folder, checked=False) as unchecked,
+        servers(count, model, folder, checked=True) as checked,
+        servers(count, model, folder, checked=False) as unchecked,
         bare_broadcast(count, buckets) as bare,
     ):
         client, careless = RemoteSGLangEngine(config), Unchecked(config)
@@ -188,7 +190,7 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
             "one after the other": OneAfterTheOther(client, **group),
             "a tensor at a time": GroupPublisher(client, bucket_bytes=1, backend="gloo"),
             "ipc": IPCPublisher(client, bucket_bytes=bucket_bytes),
-            "disk": DiskPublisher(client, folder=folder / "published", model_folder=str(MODEL)),
+            "disk": DiskPublisher(client, folder=folder / "published", model_folder=str(model)),
         }
         taken: dict[str, list[Publication]] = {name: [] for name in ways}
         rises: dict[str, int] = {}
@@ -225,24 +227,29 @@ def measure(engine: MegatronEngine, count: int, repeats: int, bucket_bytes: int,
         careless.destroy()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("bench_publish", description="Weight publication beside a bare broadcast.")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=11, help="rounds")
     parser.add_argument("--bucket-mib", type=int, default=EngineConfig.bucket_bytes // 2**20)
-    args = parser.parse_args()
+    args = quick.arguments(parser, argv, servers=[1], repeats=1, bucket_mib=1)
+    with quick.tiny_model() if args.quick else contextlib.nullcontext(MODEL) as model:
+        compare(model, args)
+
+
+def compare(model: Path, args: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    engine = MegatronEngine(EngineConfig(model=ModelConfig(path=str(MODEL))), trainable=False)
+    engine = MegatronEngine(EngineConfig(model=ModelConfig(path=str(model))), trainable=False)
     engine.initialize()
     print(
-        f"SmolLM2-135M float32, {os.cpu_count()} cores of {cpu_name()}, torch {torch.__version__}, gloo over the "
+        f"{model.name} float32, {os.cpu_count()} cores of {cpu_name()}, torch {torch.__version__}, gloo over the "
         f"loopback, commit {commit()}, load before {load:.1f}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for count in args.servers:
-            measure(engine, count, args.repeats, args.bucket_mib * 2**20, Path(folder))
+            measure(engine, model, count, args.repeats, args.bucket_mib * 2**20, Path(folder))
     engine.destroy()
 
 

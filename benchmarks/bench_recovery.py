@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import quick
 import torch
 from bench_train_step import SHAPES, WORKLOADS, make_batch, write_model_folder
 from rollout_server import commit, cpu_name
@@ -110,7 +111,7 @@ def measure_starts(folder: Path, starts: int) -> str:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     on_gpu = platform.has_cuda()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b" if on_gpu else "135m")
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3, help="of the demo, fresh and resumed; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the file system to measure is")
-    args = parser.parse_args()
+    args = quick.arguments(parser, argv, shape="tiny", threads=1, steps=1, starts=0)
     from megatron_rl.engine.megatron_engine import MegatronEngine
 
     torch.set_num_threads(args.threads)
@@ -130,7 +131,7 @@ def main() -> None:
         model = ModelConfig(path=name, init="random", dtype="bfloat16" if on_gpu else "float32")
         engine = MegatronEngine(EngineConfig(model=model, optimizer=OptimizerConfig(lr=1e-6)))
         engine.initialize(None, FinetuneSpec(total_updates=1000))
-        batch = make_batch(WORKLOADS["demo"], SHAPES[args.shape]["vocab_size"])
+        batch = make_batch(WORKLOADS["quick" if args.quick else "demo"], SHAPES[args.shape]["vocab_size"])
         loss = LogprobLoss(PolicyLoss(AlgorithmConfig()))
 
         def step() -> None:

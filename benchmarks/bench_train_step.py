@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import quick
 import torch
 from rollout_server import commit, cpu_name
 
@@ -60,6 +61,7 @@ class Workload:
 
 
 WORKLOADS = {
+    "quick": Workload(groups=2, samples=2, prompt=4, longest=4),
     "demo": Workload(groups=8, samples=8, prompt=16, longest=4),
     "log-normal": Workload(groups=8, samples=8, prompt=16, longest=128, median=24, sigma=1.0),
     "long": Workload(groups=16, samples=8, prompt=128, longest=CONTEXT - 128, median=600, sigma=0.9),
@@ -253,7 +255,7 @@ def run_side(side: str, workload: str, args: argparse.Namespace) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     has_cuda = platform.has_cuda()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b" if has_cuda else "135m")
@@ -265,10 +267,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # what a child process is to measure
     parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = quick.arguments(parser, argv, shape="tiny", tokens_per_microbatch=64, steps=1, rounds=1, threads=1)
     if args.side is not None:
         print(json.dumps(measure_side(args)))
         return
+    args.workloads = ["quick"] if args.quick else args.workloads
 
     load = os.getloadavg()[0]
     where = torch.cuda.get_device_name() if has_cuda else f"{args.threads} threads of {cpu_name()}"

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import quick
 from rollout_server import commit, cpu_name
 
 from megatron_rl.rollout.tasks import addition
@@ -115,7 +116,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(step[key] for step in steps) for key in steps[0]}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2-135m-instruct")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl/bin/python", help="TRL's interpreter")
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each side, in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    args = parser.parse_args()
+    args = quick.arguments(parser, argv, shapes=["demo"], steps=1, rounds=1)
     if not args.trl_python.exists():
         parser.error(f"--trl-python {args.trl_python}: is not there; `make bench-trl` installs it")
 

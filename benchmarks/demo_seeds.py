@@ -13,6 +13,7 @@ answer added, so that a perfect score has an error too), and that of drawing the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -22,9 +23,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import quick
 from rollout_server import commit, cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICK = ["run.steps=1", "generation.n_samples=2", "batch.prompts_per_step=2", "run.threads_per_rank=1"]
+QUICK += ["data.evaluation_args={split: held_out, count: 2}", "rollout.backend=embedded"]
 CONFIGS = {"synchronous": "configs/demo.yaml", "asynchronous": "configs/demo_async.yaml"}
 
 
@@ -61,7 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both configs, e.g. run.steps=3")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    args = parser.parse_intermixed_args()
+    args = quick.arguments(parser, seeds=[1])
+    with quick.tiny_model() if args.quick else contextlib.nullcontext() as model:
+        args.overrides = [*QUICK, f"model.path={model}", *args.overrides] if args.quick else args.overrides
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGS}
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,8 @@ servers are reached over HTTP. The prompts of one wave start together; a row is 
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import platform
 import random
@@ -21,18 +23,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
+import quick
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.run_token import token_in
 from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.serving.supervisor import Supervisor
 
 
 def make_prompts(args: argparse.Namespace, count: int, wave: int) -> list[list[int]]:
     rng = random.Random(f"{count} {wave}")  # fresh prompts in every wave, so nothing is found in a prefix cache
-    return [[rng.randrange(1000, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(count)]
+    return [
+        [rng.randrange(args.vocab_size // 32, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(count)
+    ]
 
 
-async def run_wave(url: str, prompts: list[list[int]], new_tokens: int) -> int:
+async def run_wave(url: str, token: str | None, prompts: list[list[int]], new_tokens: int) -> int:
     """Send all prompts at once; returns the number of tokens that came back."""
 
     async def one(session: aiohttp.ClientSession, prompt: list[int]) -> int:
@@ -44,8 +50,9 @@ async def run_wave(url: str, prompts: list[list[int]], new_tokens: int) -> int:
                 raise RuntimeError(f"{url} answered {response.status}: {answer}")
             return len(answer["meta_info"]["output_token_logprobs"])
 
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=1800)) as session:
+    options = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=1800)}
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with aiohttp.ClientSession(headers=headers, **options) as session:
         return sum(await asyncio.gather(*(one(session, prompt) for prompt in prompts)))
 
 
@@ -62,8 +69,8 @@ def measure(args: argparse.Namespace, generate: Callable[[list[list[int]]], int]
     return rates
 
 
-def measure_server(args: argparse.Namespace, url: str) -> dict[int, float]:
-    return measure(args, lambda prompts: asyncio.run(run_wave(url, prompts, args.new_tokens)))
+def measure_server(args: argparse.Namespace, url: str, token: str | None) -> dict[int, float]:
+    return measure(args, lambda prompts: asyncio.run(run_wave(url, token, prompts, args.new_tokens)))
 
 
 def measure_started(args: argparse.Namespace, backend: str) -> dict[int, float]:
@@ -74,7 +81,7 @@ def measure_started(args: argparse.Namespace, backend: str) -> dict[int, float]:
     config = RolloutConfig(backend=backend, server_args=server_args)
     with tempfile.TemporaryDirectory() as folder:
         with Supervisor(config, args.model, folder, threads_per_server=os.cpu_count() or 1) as supervisor:
-            return measure_server(args, supervisor.urls[0])
+            return measure_server(args, supervisor.urls[0], token_in(supervisor.token_file))
 
 
 def measure_transformers(args: argparse.Namespace) -> dict[int, float]:
@@ -107,25 +114,34 @@ def commit() -> str:
     return result.stdout.strip() or "uncommitted"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, help="folder in Hugging Face format; with --quick a tiny one replaces it")
     parser.add_argument("--sglang-url", help="a running SGLang server with the same model")
+    parser.add_argument("--sglang-token-file", type=Path, help="the file with that server's token")
+    parser.add_argument("--skip-sglang", action="store_true")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--skip-transformers", action="store_true")
-    args = parser.parse_args()
-    args.vocab_size = 32_000  # below every vocabulary in question
+    settings = {"concurrency": [1, 4], "prompt_tokens": 4, "new_tokens": 4, "waves": 1, "skip_sglang": True}
+    args = quick.arguments(parser, argv, **settings)
+    with quick.tiny_model() if args.quick else contextlib.nullcontext(args.model) as args.model:
+        # Below every vocabulary in question.
+        args.vocab_size = min(32_000, json.loads((args.model / "config.json").read_text())["vocab_size"])
+        compare(args)
 
+
+def compare(args: argparse.Namespace) -> None:
     begin_load = os.getloadavg()[0]
     rows = {"embedded server": measure_started(args, "embedded")}
     if not args.skip_transformers:
         rows["transformers generate"] = measure_transformers(args)
     if args.sglang_url is not None:
-        rows["SGLang"] = measure_server(args, args.sglang_url)
-    elif (SGLANG_CPU_PACKAGES / "sglang").is_dir():
+        token = token_in(args.sglang_token_file) if args.sglang_token_file else None
+        rows["SGLang"] = measure_server(args, args.sglang_url, token)
+    elif not args.skip_sglang and (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         rows["SGLang on CPU"] = measure_started(args, "sglang")
     print(
         f"{args.model.name}, float32, {os.cpu_count()} cores of {cpu_name()}, {args.prompt_tokens} prompt + "

@@ -13,6 +13,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+TRIED = {
+    "make demo": "trains SmolLM2-135M for minutes: tests/end_to_end/test_training.py trains a tiny model as it does",
+    "make demo-tiny": "trains for minutes: tests/end_to_end/test_training.py",
+    "make test": "is what runs this",
+    "make readme-tables": "tests/test_readme_tables.py",
+    "make soak": "takes twenty minutes: tests/end_to_end/kills.py is imported by tests of single kills",
+    "make bench-trl": "needs TRL, which is not installed: tests/end_to_end/test_benchmarks.py tries its arguments",
+    ".venv/bin/torchrun ": "tests/end_to_end/test_training.py starts ranks with torchrun's variables",
+    ".venv/bin/megatron-rl plan ": "tests/unit/test_plan.py",
+    ".venv/bin/megatron-rl launch ": "tests/unit/test_local_launch.py",
+    "sbatch ": "tests/slurm",
+    ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
+    ".venv/bin/python -m pytest ": "is a test",
+}
+"""How a command of the README begins, and which test tries it, or why none does."""
 WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/")
 
 
@@ -34,6 +49,15 @@ def test_first_command_is_near_the_top_and_the_whole_is_short():
     assert len(lines) <= 200
     first = next(i for i, line in enumerate(lines, start=1) if line.startswith("make "))
     assert first <= 40
+
+
+def test_every_command_is_tried_or_says_why_not():
+    for line in commands():
+        assert any(line.startswith(beginning) for beginning in TRIED), f"{line}: no test tries it; add it to TRIED"
+    for beginning, by in TRIED.items():
+        assert any(line.startswith(beginning) for line in commands()), f"{beginning}: is in the README no more"
+        for path in re.findall(r"tests/[\w/.]+\w", by):
+            assert (ROOT / path).exists(), path
 
 
 def test_opening_is_two_sentences():
