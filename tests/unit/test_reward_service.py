@@ -19,7 +19,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.rewards import service as service_module
 from megatron_rl.rollout.rewards.recipe import Recipe, ingredients
 from megatron_rl.rollout.rewards.service import RewardFailed, RewardService, RewardTimeout
-from megatron_rl.rollout.tally import Tally
+from megatron_rl.rollout.tally import Tally, metrics_of
 from megatron_rl.rollout.workflows import RLVRWorkflow
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import LLMResponse
@@ -285,9 +285,9 @@ def score(recipe, completions, timeout_s=20.0):
             return await workflow.reward(reply, {"answer": "42"})
 
     try:
-        return asyncio.run(call()), tally.take()
+        return asyncio.run(call()), metrics_of([tally.take()])
     except RuntimeError as error:
-        return error, tally.take()
+        return error, metrics_of([tally.take()])
 
 
 def test_a_recipe_is_the_weighted_sum_of_its_parts(serve):
