@@ -570,7 +570,8 @@ def test_group_that_comes_too_late_is_sampled_again(with_late_group):
         seen += batch["rewards"].tolist()
     assert seen.count(0) == 1
     assert book.of(0) == ["queued", "started", "accepted", "requeued", "started", "accepted"]  # and consumed
-    assert [started for started in workflow.started if started[0] == 0] == [(0, 0), (0, 2)]
+    first, again = [version for n, version in workflow.started if n == 0]
+    assert first == 0 and again >= 2  # 3 where the trainer is quicker than the episode's task
     assert metrics_of([executor.tally.take()])["rollout/episodes_stale"] == 1
 
 
