@@ -12,6 +12,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from megatron_rl.launch.last_words import one_line
+
 ENDED_BY_SIGPIPE = 141
 """What a shell says of a program that wrote to a pipe without a reader."""
 
@@ -38,6 +40,8 @@ def nobody_reads(pipe: int) -> bool:
 
 def run(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it: modules of a user's own are found by every command
     parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {version('megatron_rl')}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -106,7 +110,8 @@ def run(argv: list[str] | None = None) -> None:
         else:
             from megatron_rl.serving.server import main as serve
 
-        serve(rest)
+        with one_line("megatron-rl serve"):
+            serve(rest)
         return
     if args.command in ("plan", "eval"):  # argparse leaves what comes behind an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
@@ -114,37 +119,34 @@ def run(argv: list[str] | None = None) -> None:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        if args.command == "convert":
-            print(_convert(args.source, args.target))
-        elif args.command == "plan":
-            from megatron_rl.plan.command import plan_text
+        with one_line(f"megatron-rl {args.command}"):
+            if args.command == "convert":
+                print(_convert(args.source, args.target))
+            elif args.command == "plan":
+                from megatron_rl.plan.command import plan_text
 
-            options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
-            print(plan_text(args.config, args.overrides, **options, as_json=args.json))
-        elif args.command == "eval":
-            from megatron_rl.experiment.evaluate_command import evaluate
+                options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
+                print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+            elif args.command == "eval":
+                from megatron_rl.experiment.evaluate_command import evaluate
 
-            print(evaluate(args.config, args.overrides))
-        elif args.command == "algorithms":
-            from megatron_rl.algo.catalogue import table
+                print(evaluate(args.config, args.overrides))
+            elif args.command == "algorithms":
+                from megatron_rl.algo.catalogue import table
 
-            print(table())
-        elif args.command == "compare":
-            from rich import print as show
+                print(table())
+            elif args.command == "compare":
+                from rich import print as show
 
-            from megatron_rl.telemetry.compare import compare
+                from megatron_rl.telemetry.compare import compare
 
-            table, page = compare(args.runs, args.html)
-            show(table)
-            print(page)
-        else:
-            from megatron_rl.telemetry.report import write_report
+                table, page = compare(args.runs, args.html)
+                show(table)
+                print(page)
+            else:
+                from megatron_rl.telemetry.report import write_report
 
-            print(write_report(args.run))
-    except BrokenPipeError:
-        raise
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"megatron-rl {args.command}: {error}")
+                print(write_report(args.run))
     except KeyboardInterrupt:
         print(f"megatron-rl {args.command}: interrupted.", file=sys.stderr)
         sys.exit(130)

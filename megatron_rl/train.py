@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _load() -> tuple[rank.Check, rank.Train]:
-    from megatron_rl.experiment import check
+    from megatron_rl.experiment import dry_run
 
-    return check, train
+    return dry_run, train
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +16,7 @@ from megatron_rl.config.experiment import REMAX
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.experiment.warm_start import warm_start_rows
 from megatron_rl.import_path import OURS
-from megatron_rl.rollout.configured import make_workflow
+from megatron_rl.rollout.configured import check_reward, make_workflow
 from megatron_rl.rollout.prompts import load_held_out
 from megatron_rl.rollout.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.types import TrajectoryBatch
@@ -21,6 +24,8 @@ from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.mapping import weight_source
 
 Prompts = list[dict[str, Any]]
+CHECKPOINT_COPIES = 7
+"""Bytes of a checkpoint beside those of the weights in bfloat16: they, the main weights and two moments in float32."""
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
@@ -73,6 +78,49 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     if config.warm_start.updates > 0:
         warm_start_rows(config.warm_start, train, tokenizer, context=arch.max_positions)
     return tokenizer, train, held_out
+
+
+def dry_run(config: TrainConfig) -> str:
+    """Check what `check` does and what else can be tried without a server; return a line that says what was run.
+
+    Imports run.import_from's modules, and calls the data functions, the workflow's constructor and, once, the rewards.
+    """
+    tokenizer, train, held_out = check(config)
+    options, folder = config.rollout, Path(config.run.folder)
+    for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
+        check_fields(key, prompts)
+    if config.starts_servers and options.backend == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "rollout.backend = 'sglang': the package sglang is not installed here; install it (docs and "
+            "scripts/install_sglang_cpu.sh), name running servers in rollout.servers, or take another backend."
+        )
+    copies = 1 + (1 + config.run.keep_checkpoints) * CHECKPOINT_COPIES * (config.run.checkpoint_every_steps > 0)
+    needed = copies * sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.is_dir())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise ValueError(
+            f"run.folder = {str(folder)!r}: {free / 1e9:.1f} GB are free there, and checkpoints and weights take about "
+            f"{needed / 1e9:.1f} GB; make room, name another disk, or lower run.keep_checkpoints."
+        )
+    reward = check_reward(config, train[0], tokenizer)
+    gave = "" if reward is None else f"; the reward of the first one's own answer is {reward:g}"
+    counts = f"{len(train)} prompts and {sum(map(len, held_out.values()))} held-out ones"
+    return (
+        f"ok: {counts} fit{gave}. Data functions, the workflow's constructor and the rewards were run; no server was."
+    )
+
+
+def check_fields(key: str, prompts: Prompts) -> None:
+    """Raise ValueError for the first prompt that lacks what nearly all of its source have, or has it empty."""
+    for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
+        members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
+        for name in ("answer", "tests"):
+            lacking = [number for number, prompt in members if prompt.get(name) in (None, "", [])]
+            if lacking and 10 * len(lacking) <= len(members):
+                raise ValueError(
+                    f"{key}, prompt {lacking[0]}: has no {name!r}, as {len(lacking)} of {len(members)} prompts; add "
+                    f"it, or leave that row out."
+                )
 
 
 def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:

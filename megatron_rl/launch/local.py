@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import ParallelConfig, TrainConfig, load_config
+from megatron_rl.launch.last_words import one_line
 from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.rank import module_of, resume_command
@@ -38,11 +39,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--resume", default="", metavar="auto|CHECKPOINT", help="continue a run, see megatron_rl.train")
     parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     args, rest = parser.parse_known_args(argv)
-    try:
+    with one_line("megatron-rl launch"):
         config = load_config(args.config, [word for word in rest if not word.startswith("-")])
         places = arrange(config, gpus_of_host(), args.ranks)
-    except ValueError as error:
-        sys.exit(f"megatron-rl launch: {error}")
     if args.resume:
         rest += ["--resume", args.resume]
     if places.server_gpus:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import open_files, start_up, watch
+from megatron_rl.launch import last_words, open_files, start_up, watch
 from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
 from megatron_rl.launch.placement import ranks_of_step
 
@@ -43,7 +43,11 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
-    parser.add_argument("--dry-run", action="store_true", help="check everything that needs no server, then stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check what needs no server, then stop: runs the data functions, and the rewards on one prompt",
+    )
     parser.add_argument(
         "--resume",
         default="",
@@ -55,27 +59,29 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
     args = parser.parse_intermixed_args(words)
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
-    try:
-        config = load_config(args.config, args.overrides)
-        config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-        if args.exit_with:
-            watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
-        with start_up.importing():
-            check, train = load()
-        if args.dry_run:
-            check(config)
-            print(config.to_yaml())
-        elif not train(config, resume=args.resume):
-            sys.exit(EXIT_STOPPED)
-    except ValueError as error:
-        sys.exit(f"{program}: {error}")
-    except KeyboardInterrupt as stop:
-        if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
-            print(f"{program}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
-            if config.run.checkpoint_every_steps > 0:
-                print(f"To continue: {resume_command(['python', '-m', program], words)}", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    except RuntimeError as error:
-        if not watch.is_lost_peer(error):
-            raise
-        watch.wait_to_be_stopped(int(os.environ.get("RANK", 0)))
+    folder: list[Path] = []
+    with last_words.one_line(program, folder=lambda: folder[0] if folder else None):
+        try:
+            config = load_config(args.config, args.overrides)
+            folder.append(Path(config.run.folder))
+            config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+            if args.exit_with:
+                watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
+            with start_up.importing():
+                check, train = load()
+            if args.dry_run:
+                found = check(config)
+                print(config.to_yaml())
+                print(found if isinstance(found, str) else "ok: the rows fit. Data functions were run.")
+            elif not train(config, resume=args.resume):
+                sys.exit(EXIT_STOPPED)
+        except KeyboardInterrupt as stop:
+            if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
+                print(f"{program}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
+                if config.run.checkpoint_every_steps > 0:
+                    print(f"To continue: {resume_command(['python', '-m', program], words)}", file=sys.stderr)
+            sys.exit(EXIT_INTERRUPTED)
+        except RuntimeError as error:
+            if not watch.is_lost_peer(error):
+                raise
+            watch.wait_to_be_stopped(int(os.environ.get("RANK", 0)))

@@ -118,10 +118,11 @@ def read_architecture(folder: str | Path) -> Architecture:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
+        name = str(folder) if str(folder).count("/") == 1 else f"OWNER/{folder.name}"
         raise ValueError(
             f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, "
-            f"safetensors, "
-            f"tokenizer), or make one with megatron-rl convert."
+            f"safetensors, tokenizer), made by megatron-rl convert or fetched: hf download {name} --local-dir "
+            f"models/{name.rpartition('/')[2].lower()}, and model.path=models/{name.rpartition('/')[2].lower()}."
         )
     try:
         config = json.loads(path.read_text())

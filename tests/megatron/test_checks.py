@@ -12,7 +12,7 @@ from megatron_rl import platform
 
 platform.prepare()
 from megatron_rl.config import load_config  # noqa: E402
-from megatron_rl.experiment import check  # noqa: E402
+from megatron_rl.experiment import check, dry_run  # noqa: E402
 from megatron_rl.experiment.checks import check_greedy  # noqa: E402
 from megatron_rl.types import TrajectoryBatch  # noqa: E402
 
@@ -44,14 +44,17 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         ("rollout.reward=absent.module:thing", ["absent.module is not in megatron_rl", "set run.import_from=[absent]"]),
         ("rollout.workflow=absent.module:thing", ["rollout.workflow = 'absent.module:thing'", "run.import_from = []"]),
         ("data.evaluation=absent.module:thing", ["data.evaluation = 'absent.module:thing'", "run.import_from = []"]),
-        ("rollout.reward=megatron_rl.rollout.rewards:nothing", ["has no 'nothing'", "check the name"]),
-        ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "has no 'Nothing'"]),
+        (
+            "rollout.reward=megatron_rl.rollout.rewards:nothing",
+            ["did you mean megatron_rl.rollout.rewards:"],
+        ),
+        ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "is no workflow that"]),
         ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
         ("data.train=megatron_rl.rollout.tasks:nothing", ["data.train", "nothing"]),
         ("data.train=/no/such/file.jsonl", ["data.train", "file.jsonl"]),
         ("algo.advantage=no.such:thing", ["algo.advantage = 'no.such:thing'", "set run.import_from=[no]"]),
         ("algo.advantage_args={k: 2}", ["algo.advantage_args = {'k': 2}", "the arguments of algo.advantage are none"]),
-        ("algo.loss=megatron_rl.algo.loss:thing", ["algo.loss", "has no 'thing'", "check the name"]),
+        ("algo.loss=megatron_rl.algo.loss:thing", ["algo.loss", "is no loss that"]),
         ("algo.loss_args={cap: 2}", ["algo.loss_args = {'cap': 2}", "the arguments of algo.loss are none"]),
         ("model.path=/no/such/folder", ["model.path", "no config.json", "convert"]),
         ("model.init=hf", ["model.path", "no *.safetensors", "model.init=random"]),
@@ -146,7 +149,7 @@ def run_cli(module, *arguments):
         ("megatron_rl.cli", ["preferences", "configs/none.yaml"], "no such file"),
         ("megatron_rl.cli", ["report", "/none"], "metrics.jsonl"),
         ("megatron_rl.cli", ["convert", "/none.gguf", "/tmp/never"], "none.gguf"),
-        ("megatron_rl.cli", ["serve", "/none"], "rollout server"),
+        ("megatron_rl.cli", ["serve", "/none"], "no config.json"),
     ],
 )
 def test_command_line_errors_are_one_line(module, arguments, words):
@@ -158,6 +161,28 @@ def test_command_line_errors_are_one_line(module, arguments, words):
 def test_dry_run_prints_the_whole_config_and_starts_nothing():
     done = run_cli("megatron_rl.train", "configs/count_grpo.yaml", "--dry-run")
     assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr
+    said = done.stdout.strip().splitlines()[-1]
+    assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said and "were run" in said
+
+
+def test_dry_run_tries_the_reward_the_rows_and_the_backend(tmp_path, monkeypatch):
+    (tmp_path / "dry_rewards.py").write_text("def wrong(completions, **data):\n    return [1.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": "1?", "answer": str(n)} for n in range(20)]
+    rows[13] = {"prompt": "1?"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for overrides, fault in (
+        (["rollout.reward=dry_rewards:wrong", "run.import_from=dry_rewards"], "rollout.reward = 'dry_rewards:wrong': "),
+        (
+            [f"data.train={tmp_path}/rows.jsonl", "data.train_args={}", "warm_start.updates=0"],
+            "data.train, prompt 14: has no 'answer'",
+        ),
+        (["rollout.backend=sglang"], "rollout.backend = 'sglang': the package sglang is not installed"),
+    ):
+        config = load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *overrides])
+        with pytest.raises(ValueError, match=fault) as refused:
+            dry_run(config)
+        assert "\n" not in str(refused.value)
 
 
 def test_remax_asks_for_the_greedy_reward_in_what_comes_back():

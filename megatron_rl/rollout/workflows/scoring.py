@@ -41,6 +41,11 @@ def prompt_ids(
     if "prompt" in data:
         return list(tokenizer(data["prompt"])["input_ids"])
     if "messages" in data:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no chat template, and the prompts have "
+                f"messages; take the instruct version of the model, add chat_template.jinja, or give prompts as text."
+            )
         return list(
             tokenizer.apply_chat_template(
                 data["messages"],
