@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import requests
 
+from megatron_rl import cli
 from megatron_rl.serving import bodies, connections, server, weight_endpoints
 from megatron_rl.serving.batcher import Batcher
 from megatron_rl.serving.log_rate import MOST_IN_WINDOW, LogRate
@@ -515,3 +516,34 @@ def test_a_server_whose_batcher_died_says_so_and_ends(tiny_model, monkeypatch):
 
     with pytest.raises(RuntimeError, match="its thread died: ZeroDivisionError: division by zero"):
         asyncio.run(scene())
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["--port", "PORT"],
+            "megatron-rl serve: --port PORT: port PORT is in use on 127.0.0.1; end what listens there",
+        ),
+        (["--host", "192.0.2.1", "--token-file", "TOKEN"], "megatron-rl serve: --host 192.0.2.1 --port 30000: Cannot"),
+    ],
+)
+def test_a_place_where_one_cannot_listen_is_named_in_one_line(tiny_model, tmp_path, words, said, monkeypatch):
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    with listen("127.0.0.1", 0) as taken:
+        names = {"PORT": str(taken.getsockname()[1]), "TOKEN": str(tmp_path / "token")}
+        with pytest.raises(SystemExit) as ended:
+            server.main([str(tiny_model), *(names.get(word, word) for word in words)])
+    assert str(ended.value).startswith(said.replace("PORT", names["PORT"]))
+
+
+def test_a_port_out_of_range_and_the_version_are_one_line(capsys):
+    with pytest.raises(SystemExit):
+        server.main(["model", "--port", "70000"])
+    assert "--port: '70000': must be a number in [0, 65535]" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code and capsys.readouterr().out.startswith("megatron-rl ")
