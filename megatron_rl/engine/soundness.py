@@ -74,5 +74,7 @@ def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, 
 def describe(place: int, batch: TrajectoryBatch, columns: dict[str, Tensor]) -> str:
     sequence = int(batch.sequence_ids[place])
     group = f" of group {int(batch['group'][sequence])}" if "group" in batch else ""
+    if "prompt_index" in batch:  # the row of data.train
+        group = f" of prompt {int(batch['prompt_index'][sequence])}"
     numbers = ", ".join(f"{key} = {float(column[place]):.4g}" for key, column in columns.items())
     return f"sequence {sequence}{group}, token {place - int(batch.cu_seqlens[sequence])}: {numbers}"

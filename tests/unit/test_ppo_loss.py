@@ -155,15 +155,43 @@ def test_numbers_that_are_none_are_counted():
 WILD = (0.0, 19.5, 20.5, 100.0, 1000.0, -19.5, -20.5, -100.0, -1000.0)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_token_of_a_wild_log_ratio_leaves_loss_and_gradient_finite(options, dtype):
+def wild_case(dtype):
     """Log ratios to the proximal, behaviour and reference policy of every size together, each with both signs of A."""
     logs = torch.cartesian_prod(*[torch.tensor(WILD, dtype=dtype)] * 3, torch.tensor([-1.0, 1.0], dtype=dtype))
     own = torch.full((len(logs),), -1.0, dtype=dtype)
     proximal, ref = own - logs[:, 0], own - logs[:, 2]
     behavior, entropy = proximal - logs[:, 1], torch.full_like(own, 0.5)
     bounds = torch.arange(len(logs) + 1)  # sequences of one token: what is by sequence is bounded there
+    return logs, own, proximal, behavior, ref, entropy, bounds
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_kernel_bounds_the_same_tokens(options):
+    torch.ops.load_library(build["build_emulated"]())
+    logs, own, proximal, behavior, ref, entropy, bounds = wild_case(torch.float32)
+    bounds = bounds if options.by_sequence else None
+    columns = (
+        own,
+        proximal,
+        behavior,
+        logs[:, 3].contiguous(),
+        torch.ones(len(own)).bool(),
+        ref,
+        entropy,
+        None,
+        bounds,
+    )
+    kernel = torch.ops.megatron_rl_emulated.ppo_loss(*columns, options.packed(1.0))
+    both = kernel, library.ppo_loss(*columns, options.packed(1.0))
+    sums, right = (dict(zip(PPO_SUMS, found[1], strict=True)) for found in both)
+    assert sums["bounded_tokens"] == right["bounded_tokens"] > 0 and sums["not_finite"] == right["not_finite"] == 0
+    assert all(tensor.isfinite().all() for tensor in kernel)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_token_of_a_wild_log_ratio_leaves_loss_and_gradient_finite(options, dtype):
+    logs, own, proximal, behavior, ref, entropy, bounds = wild_case(dtype)
     mask, found = torch.ones(len(logs)).bool(), []
     for function, to in ((ppo_loss, dtype), (reference.ppo_loss, torch.float64)):
         leaf, *columns = (column.to(to) for column in (own, proximal, behavior, logs[:, 3]))
