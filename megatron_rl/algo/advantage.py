@@ -3,8 +3,8 @@
 `scores` are `[B]`, one per trajectory, `token_rewards` `[N]`; `reward.RewardShaper` sets both. What an estimator
 returns is then normalised as its entry or `algo.advantage_mean` and `algo.advantage_std` say.
 
-A group is compared by samples: those that led several dialogues have the mean of their scores, count once, and all of
-their trajectories have one advantage.
+A group is compared by samples: one that led several dialogues counts once in each mean and deviation, however many
+trajectories it has. A trajectory's own score is what is compared, so agents of one sample keep their own credit.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def rloo(batch: TrajectoryBatch) -> Tensor:
     A group of one compares with nobody and gives 0.
     Source: arXiv 2402.14740
     """
-    scores, shares, group = sample_scores(batch), sample_shares(batch), members(batch)
+    scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
     count = count_of(group, shares)
-    return (scores - mean_of(scores, group, shares)) * count / (count - 1).clamp_min(1.0)
+    # What the sample's other trajectories earned is no part of the baseline either.
+    own = scores - mean_of(scores, batch.samples)
+    between = mean_of(scores, batch.samples) - mean_of(scores, group, shares)
+    return own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
 
 
 DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
@@ -128,7 +131,7 @@ def opo(batch: TrajectoryBatch) -> Tensor:
     The baseline of least variance where the gradient's square grows with the length.
     Source: arXiv 2505.23585
     """
-    scores, group, tokens = sample_scores(batch), members(batch), trained_tokens(batch).double()
+    scores, group, tokens = batch["scores"].double(), members(batch), trained_tokens(batch).double()
     weights = torch.where(mean_of(tokens, group) > 0, tokens, sample_shares(batch))
     return scores - mean_of(scores, group, weights)
 
@@ -141,7 +144,7 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
     prompts count for the others, as where those are resampled.
     Source: arXiv 2505.12504
     """
-    scores, shares, group = sample_scores(batch), sample_shares(batch), members(batch)
+    scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
     if weight != "clip_filter":
         return normalize(scores, group, mean="group", std="group" if weight == "std" else "none", shares=shares)
     differs = deviation_of(scores, group, correction=1, shares=shares) > 0
@@ -158,7 +161,7 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
     without any gives 0.
     Source: arXiv 2602.02710
     """
-    scores = sample_scores(batch)
+    scores = batch["scores"].double()
     mean = mean_of(scores, members(batch), sample_shares(batch))
     return torch.where(mean > EPS, (scores - mean) / mean.clamp_min(EPS), 0.0)
 
@@ -167,7 +170,8 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
 def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
 
-    The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset.
+    The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset. Of a sample
+    with several trajectories the mean counts, for all of them.
     Source: arXiv 2508.10751
     """
     samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()
@@ -233,11 +237,6 @@ def members(batch: TrajectoryBatch) -> Tensor:
     return group_numbers(batch["group"])
 
 
-def sample_scores(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` float64: the mean score of each trajectory's sample."""
-    return mean_of(batch["scores"], batch.samples)
-
-
 def sample_shares(batch: TrajectoryBatch) -> Tensor:
     """`[B]` float64: each trajectory's share of its sample, as weights of a mean over samples."""
     return shares_of(batch.samples)
@@ -258,14 +257,12 @@ def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
 def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, args: dict[str, Any]) -> None:
     """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's, on every rank.
 
-    A result for each trajectory is averaged over its sample and normalised over samples, one for each token over
-    trained tokens.
+    A result for each trajectory is normalised over samples, one for each token over trained tokens.
     """
     _check_finite(batch["scores"], "the shaped reward: scores")
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std
     if found.shape == (len(batch),):
-        found = mean_of(found, batch.samples)
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
         trained = normalize(found[mask], batch.spread(batch["group"])[mask], mean=mean, std=std)

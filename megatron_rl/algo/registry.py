@@ -22,8 +22,8 @@ class Estimator:
 
     function(batch, **algo.advantage_args) -> `[B]` float, one for all tokens of a trajectory, or `[N]`, one per token.
     The batch is the whole step's: `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's
-    number, `loss_mask` says which tokens are trained. Of several trajectories of one sample (`batch.samples`) the mean
-    of their `[B]` results counts, once.
+    number, `loss_mask` says which tokens are trained. Several trajectories of one sample (`batch.samples`) count
+    once where `[B]` results are normalised.
     """
 
     function: Callable[..., Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
-from megatron_rl.algo.normalize import deviation_of, group_numbers, mean_of
+from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.algo.reward import sum_of_tokens, written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
@@ -74,7 +74,7 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     member = group_numbers(batch["group"])
     deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)
-    deviations[member] = deviation_of(mean_of(rewards, batch.samples), member, correction=0)
+    deviations[member] = deviation_of(rewards, member, correction=0)
     metrics: dict[str, Any] = {
         "reward/mean": float(batch.means_of_samples(rewards).mean()),
         "reward/groups_without_variance": float((deviations == 0).double().mean()),

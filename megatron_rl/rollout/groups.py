@@ -175,8 +175,8 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
 
 
 def is_uniform(group: TrajectoryBatch) -> bool:
-    """True where all samples have the same reward but for rounding, so that none is better than another."""
-    rewards = group.means_of_samples(reward_of_each(group)).double()
+    """True where all trajectories have the same reward but for rounding, so that none is better than another."""
+    rewards = reward_of_each(group).double()
     return bool(rewards.max() - rewards.min() <= ROUNDING * rewards.abs().max())
 
 

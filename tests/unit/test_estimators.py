@@ -280,14 +280,25 @@ def one_trajectory_for_each_sample(batch):
 @pytest.mark.parametrize("seed", range(3))
 def test_dialogues_of_samples_have_the_advantages_of_as_many_replies(name, seed):
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, 4, (3, 40), generator=generator).tolist()
-    batch = of_samples(*((g, 5 * s - 3, 0.25 * r) for g, s, r in zip(*drawn, strict=True)))
+    drawn = torch.randint(0, 4, (2, 40), generator=generator).tolist()
+    earned = torch.randint(0, 4, (4, 4), generator=generator).tolist()  # by each sample of each group
+    batch = of_samples(*((g, 5 * s - 3, 0.25 * earned[g][s]) for g, s in zip(*drawn, strict=True)))
     replies, place = one_trajectory_for_each_sample(batch)
     for options in ({}, {"advantage_mean": "batch", "advantage_std": "batch"}):
         single = advantages(replies, name, **options).reshape(-1, 2)
         torch.testing.assert_close(
             advantages(batch, name, **options).reshape(-1, 2), single[place], rtol=1e-5, atol=1e-5
         )
+
+
+# two debates of two agents: one agent of the first is right
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("dr_grpo", [0.75, -0.25, -0.25, -0.25]), ("rloo", [1.0, 0.0, -0.5, -0.5])]
+)
+def test_agents_of_one_debate_keep_their_own_credit(name, wanted):
+    debates = of_samples((0, 0, 1.0), (0, 0, 0.0), (0, 1, 0.0), (0, 1, 0.0))
+    assert advantages(debates, name).reshape(-1, 2)[:, 1].tolist() == wanted
+    assert not is_uniform(of_samples((0, 0, 1.0), (0, 0, 0.0), (0, 1, 0.5))), "agents differ where debates do not"
 
 
 @pytest.mark.parametrize(("name", "args"), ARGS, ids=lambda value: str(value))
@@ -325,7 +336,7 @@ def test_rewards_of_samples_are_the_runs_rewards_however_many_dialogues_they_had
     shaper = RewardShaper(RewardShapingConfig(running="mean_std"), AlgorithmConfig(), longest_reply=8)
     shaper(batch)
     assert (shaper.moments.count, shaper.moments.mean) == (4, 1.25)
-    assert is_uniform(of_samples((0, 0, 1.0), (0, 0, 0.0), (0, 1, 0.5))) and not is_uniform(IN_THREE_DIALOGUES)
+    assert not is_uniform(IN_THREE_DIALOGUES)
 
 
 def infinite(batch):

@@ -24,8 +24,8 @@ class DebateWorkflow(RolloutWorkflow):
     """`gconfig.n_samples` debates per prompt: in each of `rounds` all agents reply at once, then hear the others.
 
     An agent's trajectory has the reward of its own last reply; with `shared_reward` of the mean over the debate's
-    agents. `sequence["agent"]` is its number, `sequence["sample"]` its debate's: estimators that compare a group
-    compare debates, by their agents' mean reward. Agents read a `prompt` of text as a user's message.
+    agents. `sequence["agent"]` is its number, `sequence["sample"]` its debate's: an agent's reward is compared
+    with the mean of the debates. Agents read a `prompt` of text as a user's message.
     """
 
     def __init__(
