@@ -46,8 +46,10 @@ def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
     text = " ".join(str(error).split())[:LONGEST]
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
     own = [place for place in frames if not place[0].startswith((PACKAGE, *LIBRARIES, "<"))]
-    last = places(error.__traceback__)[-1]
-    is_ours = isinstance(error, ValueError | RuntimeError | OSError) and last[0].startswith(PACKAGE)
+    calls = places(error.__traceback__)
+    last = next((place for place in reversed(calls) if place[0].startswith(PACKAGE)), calls[-1])
+    is_raised_here = isinstance(error, ValueError | RuntimeError | OSError) and calls[-1] == last
+    is_ours = is_raised_here or type(error).__module__.startswith("megatron_rl.")
     if not is_ours:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if (own or not is_ours) and (place := own[-1] if own else last) and Path(place[0]).name not in text:
