@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -110,7 +111,7 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(platform.backend(), timeout=timeout)
+            dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
         else:
             alone = dist.HashStore()
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
@@ -139,6 +140,32 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         world_size=dist.get_world_size(),
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
+
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def own_listener(host: str, port: int = 0) -> int | None:
+    """Return a listening socket's descriptor for a store of torch's that serves processes of this host alone.
+
+    Left to itself a store listens on every address of its host. None for other hosts' ranks, which may know this one
+    by any of its addresses.
+    """
+    return socket.create_server((host, port)).detach() if host in LOOPBACK else None
+
+
+def _place_in_world(timeout: timedelta) -> dict[str, Any]:
+    """Return init_process_group's arguments where torch's own store would open a port to other hosts; else none."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which is there already
+    if is_torchruns or host not in LOOPBACK:
+        return {}
+    listener = own_listener(host, port) if rank == 0 else None
+    store = dist.TCPStore(
+        host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+    )
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def stop() -> None:

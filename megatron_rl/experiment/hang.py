@@ -36,6 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl import parallel
 from megatron_rl.launch import watch
 from megatron_rl.launch.signs_of_life import Silence, where
 
@@ -298,10 +299,8 @@ def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:
-        # Left to itself it would listen on every address; another host's ranks may know this one by any of them.
-        own = socket.create_server((host, 0)) if host in ("127.0.0.1", "localhost") else None
-        port, listener = (own.getsockname()[1], own.detach()) if own is not None else (0, None)
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+        listener = parallel.own_listener(host)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         place = [store.port]
     dist.broadcast_object_list(place, src=0, group=control)
     return store if rank == 0 else dist.TCPStore(host, place[0], is_master=False, wait_for_workers=False)

@@ -12,6 +12,10 @@ NEEDS = "run pip install 'megatron-rl[data]'"
 ANSWER_S = 10.0
 """How long the hub has to answer at all. `datasets` asks one that does not for minutes."""
 LONGEST_REASON = 500
+MADE_BY = (
+    "The first lines of a shipped config have the command that makes its files; a data set of the hub can also be "
+    "named as it is, hf:NAME[:CONFIG] with a split."
+)
 
 
 def is_file(source: str) -> bool:
@@ -41,7 +45,7 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
         lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # a string may hold other ends
     except OSError as error:
         raise ValueError(
-            f"{key} = {source!r}: cannot be read ({error}); give a UTF-8 file with one JSON object per line."
+            f"{key} = {source!r}: cannot be read ({error}); give a UTF-8 file with one JSON object per line. {MADE_BY}"
         ) from error
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -83,7 +87,7 @@ def read_parquet(source: str, key: str) -> list[dict[str, Any]]:
         return list(parquet.read_table(source).to_pylist())
     except (OSError, ArrowException, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:LONGEST_REASON]
-        raise ValueError(f"{key} = {source!r}: cannot be read ({reason}); give a Parquet file.") from error
+        raise ValueError(f"{key} = {source!r}: cannot be read ({reason}); give a Parquet file. {MADE_BY}") from error
 
 
 def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
