@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,13 @@ class GenerationConfig:
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
         return dataclasses.replace(self, **changes)
+
+
+URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
+
+
+def is_url(text: str) -> bool:
+    return re.fullmatch(r"https?://[^/\s]\S*", text) is not None
 
 
 @dataclass(kw_only=True)
@@ -187,6 +195,8 @@ class RolloutConfig:
             "rollout",
             reward_workers=(self.reward_workers, self.reward_workers >= 1, "must be at least 1"),
             backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
+            servers=(self.servers, all(map(is_url, self.servers)), f"each {URL_RULE}"),
+            router=(self.router, not self.router or is_url(self.router), URL_RULE),
             registry=(
                 self.registry,
                 not (self.registry and self.servers),

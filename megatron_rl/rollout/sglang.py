@@ -114,7 +114,8 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
         try:
             self._thread.run(connect())
-        except (ServerError, RequestRefused):
+        except (ServerError, RequestRefused) as error:
+            error.args = (f"rollout.servers: {error}",)
             self.destroy()
             raise
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, TrainConfig, load_config
+from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, RolloutConfig, TrainConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -608,3 +608,11 @@ def test_broken_override_is_one_line(load, override, message):
     with pytest.raises(ValueError, match=message) as refused:
         load(override)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "localhost", "ftp://host:1", "http://"])
+def test_server_without_scheme_is_named_before_it_is_asked(url):
+    with pytest.raises(ValueError, match=r"rollout.servers = .*must be a URL with its scheme"):
+        RolloutConfig(servers=["http://127.0.0.1:30000/", url])
+    with pytest.raises(ValueError, match=r"rollout.router = .*must be a URL with its scheme"):
+        RolloutConfig(router=url)
