@@ -20,6 +20,11 @@ UNPICKLING = {
     "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",
 }
 """The files that may unpickle, and what."""
+LOCKED = {
+    "rollout/rewards/called.py": "what a model wrote, in a process that is locked in",
+    "rollout/rewards/trial.py": "the data set's tests of it, in a locked fork",
+}
+"""The files that may run code, and what."""
 MODULES = {"cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNPICKLERS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "_pickle.load", "_pickle.loads"}
 RUNNERS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -54,7 +59,7 @@ def faults(code: str, path: str) -> list[str]:
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if name in RUNNERS:
+            if name in RUNNERS and path not in LOCKED:
                 found.append(f"{name}()")
             if name == "torch.load" and given.get("weights_only") != "True":
                 found.append("torch.load() without weights_only=True")

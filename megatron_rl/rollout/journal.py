@@ -97,7 +97,10 @@ class RolloutJournal(RolloutEvents):
         New ones do not wait for that, which may take seconds: they come on the event loop.
         """
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             full = self._file
+            full_path = self.path if full >= 0 else None
             try:
                 self._files += 1
                 self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
@@ -110,7 +113,7 @@ class RolloutJournal(RolloutEvents):
             try:
                 os.fsync(full)
             except OSError as error:
-                raise self._failure(error) from error
+                raise self._failure(error, full_path) from error
             finally:
                 os.close(full)
 
@@ -192,8 +195,8 @@ class RolloutJournal(RolloutEvents):
         if written < len(record):
             raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
 
-    def _failure(self, fault: object) -> RuntimeError:
-        self._failed = RuntimeError(f"rollout journal {self.path}: {fault}; make room on the disk and resume.")
+    def _failure(self, fault: object, path: Path | None = None) -> RuntimeError:
+        self._failed = RuntimeError(f"rollout journal {path or self.path}: {fault}; make room on the disk and resume.")
         return self._failed
 
 

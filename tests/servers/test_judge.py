@@ -216,7 +216,7 @@ def test_a_judge_without_a_verdict_is_a_failed_reward(scripted):
         finally:
             await recipe.close()
 
-    with pytest.raises(RewardFailed, match=r"NoVerdict: the judge gave no .* \(reward Judge\)"):
+    with pytest.raises(RewardFailed, match=r"NoVerdict: the judge gave no .* \(reward Judge, .*judge.py:\d+\)"):
         asyncio.run(score())
 
 

@@ -48,9 +48,9 @@ ENDS = """
 
     def main():
         atexit.register(print, "registered")
-        threading.Thread(target=lambda: (time.sleep(0.3), print("not a daemon"))).start()
+        threading.Thread(target=lambda: (time.sleep(0.3), sys.stdout.write("not a daemon\\n"))).start()
         pool = ThreadPoolExecutor(1)
-        pool.submit(lambda: (time.sleep(0.3), print("submitted")))
+        pool.submit(lambda: (time.sleep(0.3), sys.stdout.write("submitted\\n")))
         {ending}
 
     run_and_end(main)
