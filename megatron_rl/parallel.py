@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -161,7 +162,12 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which is there already
     if is_torchruns or host not in LOOPBACK:
         return {}
-    listener = own_listener(host, port) if rank == 0 else None
+    listener = None
+    if rank == 0:
+        with contextlib.suppress(
+            OSError
+        ):  # of this process's last world, whose store torch takes again; else it says so
+            listener = own_listener(host, port)
     store = dist.TCPStore(
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
