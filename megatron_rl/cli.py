@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_rl.launch.last_words import one_line
 
 ENDED_BY_SIGPIPE = 141
-"""What a shell says of a program that wrote to a pipe without a reader."""
+"""A shell's exit code for a program that wrote to a pipe without a reader."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def nobody_reads(pipe: int) -> bool:
-    """Whether what is written is lost, as behind `| head`."""
+    """Return True where what is written is lost, as behind `| head`."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

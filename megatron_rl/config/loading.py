@@ -80,7 +80,7 @@ def read_sections(path: Path) -> DictConfig:
 
 
 def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """How many values a node stands for with every alias written out; too many, where one holds itself."""
+    """Return the values that a node stands for with every alias written out; too many, where one holds itself."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:

@@ -72,7 +72,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class TelemetryConfig:
-    """What a run keeps of its samples, and where its numbers go besides its own folder."""
+    """The samples that a run keeps, and where its numbers go besides its own folder."""
 
     loggers: list[str] = field(default_factory=list)
     """Any of tensorboard, wandb, trackio."""

@@ -1,4 +1,4 @@
-"""What an engine does alike on either backend: the version, which head computes what, scores, statistics, and updates
+"""Methods that engines share on either backend: the version, which head computes what, scores, statistics, and updates
 that are skipped."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ModelEngine(TrainEngine):
     groups: ParallelGroups | None
     version = 0
     was_skipped = False
-    """Whether the last update was, so that the schedule does not count it."""
+    """True where the last update was skipped: the schedule does not count it."""
 
     def eval(self) -> Self:
         return self.train(False)
@@ -47,7 +47,7 @@ class ModelEngine(TrainEngine):
         return self.forward(longer)[last]
 
     def is_sound(self, loss: float, grad_norm: float) -> bool:
-        """Whether the update's loss and gradient are numbers on every rank. All ranks call it."""
+        """Return True if the update's loss and gradient are numbers on every rank. All ranks call it."""
         return not self.groups.any(not (math.isfinite(loss) and math.isfinite(grad_norm)))
 
     def note_update(
