@@ -72,7 +72,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     cmdclass={"build_py": BuildOperators},
-    package_data={"megatron_rl": ["_C_*.so", "_C_*.json"], "megatron_rl.serving": ["sglang_cpu/*", "sglang_cpu/*/*"]},
+    package_data={
+        "megatron_rl": ["_C_*.so", "_C_*.json"],
+        "megatron_rl.servers": ["sglang_cpu/*", "sglang_cpu/*/*"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

@@ -34,7 +34,7 @@ import quick
 from modelled_server import PREFILL_SPEEDUP
 from rollout_server import commit, cpu_name
 
-from megatron_rl.plan.simulation import Outcome, Workload, simulate
+from megatron_rl.tools.plan.simulation import Outcome, Workload, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, SAMPLES, SERVERS = 16, 4, 2
@@ -124,10 +124,10 @@ def wait_for(port: int) -> None:
 
 def train_and_measure(settings: dict) -> None:
     """The training process: runs the real loop and prints one line of JSON."""
-    from megatron_rl import experiment
     from megatron_rl.config import load_config
-    from megatron_rl.experiment.rollouts import Rollouts
     from megatron_rl.rollout.groups import trained_versions
+    from megatron_rl.run import rl_run
+    from megatron_rl.run.rollouts import Rollouts
     from megatron_rl.train import train
 
     ages: Counter[int] = Counter()
@@ -149,7 +149,7 @@ def train_and_measure(settings: dict) -> None:
             ages.update((self.x.engine.get_version() - trained_versions(batch)).tolist())
             return batch
 
-    class Measured(experiment.Experiment):
+    class Measured(rl_run.RLRun):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.rollouts = Announced(self)
@@ -161,7 +161,7 @@ def train_and_measure(settings: dict) -> None:
                     with urllib.request.urlopen(f"{url}/stats") as answer:
                         stats.append(json.load(answer))
 
-    experiment.Experiment = Measured
+    rl_run.RLRun = Measured
     inputs, folder = Path(settings["inputs"]), Path(settings["folder"])
     overrides = {
         "model.path": inputs / "model",

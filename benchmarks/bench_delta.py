@@ -22,8 +22,8 @@ from rollout_server import commit, cpu_name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.weight_delta import INTEGERS, Run, bits_of, decode, encode, pack, put, unpack
 from megatron_rl.weights.delta import RUN_NUMBERS
+from megatron_rl.weights.delta_code import INTEGERS, Run, bits_of, decode, encode, pack, put, unpack
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "smollm2-135m-instruct"

@@ -77,10 +77,10 @@ class Rollout:
 
     def __init__(self, port: int, folder: Path, core: int) -> None:
         from megatron_rl.config import load_config
-        from megatron_rl.rollout.books import Place
+        from megatron_rl.data.prompts import load_prompts
+        from megatron_rl.data.tokens import load_tokenizer
         from megatron_rl.rollout.process import Beginning, RolloutProcess
-        from megatron_rl.rollout.prompts import load_prompts
-        from megatron_rl.rollout.tokens import load_tokenizer
+        from megatron_rl.rollout.resume_state import Place
 
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
         overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]

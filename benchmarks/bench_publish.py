@@ -39,16 +39,16 @@ from rollout_server import commit, cpu_name
 from megatron_rl.config import EngineConfig, ModelConfig, RolloutConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch.ports import free_port
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.serving.server_process import KEEP_FREED_MEMORY
-from megatron_rl.update_group import join_update_group
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers.server_process import KEEP_FREED_MEMORY
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, Publication, plan_buckets
+from megatron_rl.weights.update_group import join_update_group
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 # A server that never takes a checksum, to measure what taking them costs.
 UNCHECKED = (
-    "from megatron_rl.serving import model, server; "
+    "from megatron_rl.tools.embedded_server import model, server; "
     "model.checksum = lambda tensor: ''; model.Decoder.checksums = lambda self: {}; server.main()"
 )
 
@@ -78,7 +78,7 @@ def servers(count: int, model: Path, folder: Path, *, checked: bool) -> Iterator
     started, environment = [], os.environ | KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
     for number in range(count):
         ready = folder / f"{'checked' if checked else 'unchecked'}-{number}-of-{count}.url"
-        start = ["-m", "megatron_rl.serving.server"] if checked else ["-c", UNCHECKED]
+        start = ["-m", "megatron_rl.tools.embedded_server.server"] if checked else ["-c", UNCHECKED]
         options = [str(model), "--port", "0", "--ready-file", str(ready), "--load-format", "dummy"]
         options += ["--token-file", str(folder / "token")]
         command = [sys.executable, *start, *options, "--parent-pid", str(os.getpid())]

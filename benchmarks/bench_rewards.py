@@ -21,11 +21,11 @@ from typing import Any
 import uvloop
 from rollout_server import commit, cpu_name
 
-from megatron_rl.import_path import resolve
-from megatron_rl.rollout.rewards.service import RewardService
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rewards.reward_service import RewardService
 
 AT_ONCE = 256
-LAST_NUMBER = "megatron_rl.rollout.rewards:last_number"
+LAST_NUMBER = "megatron_rl.rewards:last_number"
 CASES = [
     ("last_number, 100 characters", LAST_NUMBER, {"completions": "it is 42. " * 10, "answer": "42"}),
     ("last_number, 10,000 characters", LAST_NUMBER, {"completions": "it is 42. " * 1000, "answer": "42"}),
@@ -77,7 +77,7 @@ def main() -> None:
         for workers in args.workers:
             measured = served(path, data, workers, args.replies, args.rounds)
             line(case, f"service, {workers} worker(s)", measured)
-    path = "megatron_rl.rollout.rewards.code:program_output"
+    path = "megatron_rl.rewards.code:program_output"
     line("code, one test", f"service, {max(args.workers)} worker(s)", served(path, PROGRAM, max(args.workers), 64, 1))
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import quick
 from rollout_server import commit, cpu_name
 
-from megatron_rl.rollout.tasks import addition
+from megatron_rl.data.tasks import addition
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, SAMPLES, LONGEST = 8, 8, 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from megatron_rl.rollout.workflows import RLVRWorkflow
-from megatron_rl.rollout.workflows.scoring import prompt_ids
 from megatron_rl.types import LLMRequest
+from megatron_rl.workflows import RLVRWorkflow
+from megatron_rl.workflows.scoring import prompt_ids
 
 
 class FixedLengths(RLVRWorkflow):

@@ -27,8 +27,8 @@ import quick
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.servers.supervisor import Supervisor
 
 
 def make_prompts(args: argparse.Namespace, count: int, wave: int) -> list[list[int]]:

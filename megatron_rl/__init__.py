@@ -26,11 +26,12 @@ _HOME = {
     "LogprobLoss": "api",
     "RolloutWorkflow": "api",
     "TrainEngine": "api",
+    "together": "api",
     "FSDPEngine": "engine.fsdp_engine",
     "MegatronEngine": "engine.megatron_engine",
-    "RemoteSGLangEngine": "rollout.sglang",
+    "RemoteSGLangEngine": "rollout.sglang_engine",
     "gather_logprobs": "ops",
-    "start_servers": "serving.supervisor",
+    "start_servers": "servers.supervisor",
     "stats_tracker": "telemetry.stats_tracker",
 }
 __all__ = sorted(_HOME)

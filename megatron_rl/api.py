@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     from pathlib import Path
@@ -18,6 +19,20 @@ if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
 
     LossFn = Callable[[Tensor, TensorDict], Tensor]
     LossWeightFn = Callable[[TensorDict], Tensor]
+
+T = TypeVar("T")
+
+
+class RequestRefused(ValueError):
+    """The server understood the request and refused it (4xx); sending it again would be refused again."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ContextOutgrown(RequestRefused):
+    """A prompt leaves no room for a reply: of a dialogue that has replies, this is the end."""
 
 
 class RolloutWorkflow(abc.ABC):
@@ -191,7 +206,7 @@ class WeightReceiver(Protocol):
         """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
 
     def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
-        """Ask the servers to change the weights that they hold; bodies: each one's changes (weight_delta.py)."""
+        """Ask the servers to change the weights that they hold; bodies: each one's changes (delta_code.py)."""
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
@@ -324,3 +339,39 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Stream the full HF tensors, gathered one by one. All ranks iterate; only global rank 0 is given tensors."""
+
+
+async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all at once and return their results in order.
+
+    Where one fails the others are cancelled, and have ended when its error is raised. (asyncio.gather would let them go
+    on, and asyncio.TaskGroup before Python 3.13 leaves its own task marked as cancelled.)
+    """
+    failures: list[BaseException] = []
+
+    async def one(awaitable: Awaitable[T]) -> T:
+        try:
+            return await awaitable
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    tasks = [asyncio.ensure_future(one(awaitable)) for awaitable in awaitables]
+    if not tasks:
+        return []
+    try:
+        pending: set[asyncio.Task[T]] = set(tasks)
+        while pending and not failures:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if failures:
+            raise failures[0]
+        return [task.result() for task in tasks]
+    finally:
+        under_way = [task for task in tasks if not task.done()]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # is known

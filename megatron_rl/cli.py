@@ -95,20 +95,20 @@ def run(argv: list[str] | None = None) -> None:
         launch(rest)
         return
     if args.command == "sft":
-        from megatron_rl.sft import main as train_on_answers
+        from megatron_rl.run.sft import main as train_on_answers
 
         train_on_answers(rest)
         return
     if args.command == "preferences":
-        from megatron_rl.preferences import main as train_on_pairs
+        from megatron_rl.run.preferences import main as train_on_pairs
 
         train_on_pairs(rest)
         return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
-            from megatron_rl.serving.registered import main as serve
+            from megatron_rl.tools.embedded_server.serve_command import main as serve
         else:
-            from megatron_rl.serving.server import main as serve
+            from megatron_rl.tools.embedded_server.server import main as serve
 
         with one_line("megatron-rl serve"):
             serve(rest)
@@ -123,12 +123,12 @@ def run(argv: list[str] | None = None) -> None:
             if args.command == "convert":
                 print(_convert(args.source, args.target))
             elif args.command == "plan":
-                from megatron_rl.plan.command import plan_text
+                from megatron_rl.tools.plan.plan_command import plan_text
 
                 options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
                 print(plan_text(args.config, args.overrides, **options, as_json=args.json))
             elif args.command == "eval":
-                from megatron_rl.experiment.evaluate_command import evaluate
+                from megatron_rl.run.evaluate_command import evaluate
 
                 print(evaluate(args.config, args.overrides))
             elif args.command == "algorithms":
@@ -138,13 +138,13 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "compare":
                 from rich import print as show
 
-                from megatron_rl.telemetry.compare import compare
+                from megatron_rl.tools.report.compare import compare
 
                 table, page = compare(args.runs, args.html)
                 show(table)
                 print(page)
             else:
-                from megatron_rl.telemetry.report import write_report
+                from megatron_rl.tools.report.report import write_report
 
                 print(write_report(args.run))
     except KeyboardInterrupt:
@@ -161,10 +161,10 @@ def _at_least_1(text: str) -> int:
 def _convert(source: str, target: Path) -> str:
     """Convert by what the source is, and say what was written."""
     if source == "smollm2" or source.endswith(".gguf"):
-        from megatron_rl.weights.gguf_files import convert_gguf, find_smollm2
+        from megatron_rl.tools.gguf_files import convert_gguf, find_smollm2
 
         return str(convert_gguf(find_smollm2() if source == "smollm2" else Path(source), target))
-    from megatron_rl.engine.convert import convert_folder
+    from megatron_rl.tools.convert import convert_folder
 
     return convert_folder(Path(source), target, say=print)
 

@@ -7,14 +7,14 @@ torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml paralle
 from __future__ import annotations
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.launch import rank, watch
+from megatron_rl.launch import process_exit, rank
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
     """Run the experiment, from its start or from a checkpoint. False if a notice stopped it. All ranks call it."""
-    from megatron_rl.experiment import Experiment
+    from megatron_rl.run.rl_run import RLRun
 
-    with Experiment(config, resume=resume) as x:
+    with RLRun(config, resume=resume) as x:
         x.begin()
         for step in range(x.first_step, config.run.steps):
             batch = x.next_batch(step)
@@ -45,10 +45,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _load() -> tuple[rank.Check, rank.Train]:
-    from megatron_rl.experiment import dry_run
+    from megatron_rl.run.checks import dry_run
 
     return dry_run, train
 
 
 if __name__ == "__main__":
-    watch.run_and_end(main)
+    process_exit.run_and_end(main)

@@ -21,8 +21,8 @@ TRIED = {
     "make soak": "takes twenty minutes: tests/end_to_end/kills.py is imported by tests of single kills",
     "make bench-trl": "needs TRL, which is not installed: tests/end_to_end/test_benchmarks.py tries its arguments",
     ".venv/bin/torchrun ": "tests/end_to_end/test_training.py starts ranks with torchrun's variables",
-    ".venv/bin/megatron-rl plan ": "tests/unit/test_plan.py",
-    ".venv/bin/megatron-rl launch ": "tests/unit/test_local_launch.py",
+    ".venv/bin/megatron-rl plan ": "tests/unit/tools/test_plan.py",
+    ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
     "sbatch ": "tests/slurm",
     ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
     ".venv/bin/python -m pytest ": "is a test",
@@ -170,8 +170,8 @@ def test_own_estimator_and_reward_are_ten_lines_that_any_config_takes(tmp_path, 
     platform.prepare()
     from megatron_rl.algo.actor import PolicyActor
     from megatron_rl.config import load_config
-    from megatron_rl.experiment import check
-    from megatron_rl.rollout.configured import serve_rewards
+    from megatron_rl.rollout.factory import serve_rewards
+    from megatron_rl.run.checks import check
     from tests.unit.ragged import parts_of, ragged_batch
 
     config = load_config("configs/count_grpo.yaml", chosen)

@@ -14,15 +14,15 @@ PACKAGE = Path(__file__).parents[1] / "megatron_rl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLING = {
-    "rollout/channel.py": "what the trainer and its own child send each other over a pair of sockets",
-    "rollout/rewards/worker.py": "what the rollout process sends the workers that it started; they answer in JSON",
+    "rollout/rpc.py": "what the trainer and its own child send each other over a pair of sockets",
+    "rewards/worker.py": "what the rollout process sends the workers that it started; they answer in JSON",
     "platform/upstream.py": "what forked writers put into a nameless file of their parent",
     "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",
 }
 """The files that may unpickle, and what."""
 LOCKED = {
-    "rollout/rewards/called.py": "what a model wrote, in a process that is locked in",
-    "rollout/rewards/trial.py": "the data set's tests of it, in a locked fork",
+    "rewards/called.py": "what a model wrote, in a process that is locked in",
+    "rewards/trial.py": "the data set's tests of it, in a locked fork",
 }
 """The files that may run code, and what."""
 MODULES = {"cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -31,13 +31,18 @@ RUNNERS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yam
 OBJECTS_OF_RANKS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
 """Pickles between ranks of one job; no server is a rank of it."""
 OUTSIDE_THE_JOB = (
-    "serving",
-    "rollout",
+    "data",
     "launch",
+    "rewards",
+    "rollout",
+    "servers",
     "telemetry",
-    "update_group.py",
-    "shared_bucket.py",
-    "weight_delta.py",
+    "tools/embedded_server",
+    "tools/report",
+    "weights/delta_code.py",
+    "weights/shared_bucket.py",
+    "weights/update_group.py",
+    "workflows",
 )
 
 
@@ -93,12 +98,12 @@ def test_nothing_that_others_wrote_is_run(path):
     ],
 )
 def test_what_is_looked_for_is_found(code):
-    assert faults(code, "serving/server.py")
+    assert faults(code, "tools/embedded_server/server.py")
 
 
 def test_what_is_harmless_is_let_through():
     code = "import pickle; pickle.dumps(x); torch.load(p, weights_only=True); model.eval(); yaml.safe_load(t)"
-    assert not faults(code, "serving/server.py")
+    assert not faults(code, "tools/embedded_server/server.py")
     assert not faults("dist.all_gather_object(states, state)", "engine/manifest.py")
 
 

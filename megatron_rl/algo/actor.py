@@ -14,7 +14,7 @@ from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.algo.reward import RewardShaper
+from megatron_rl.algo.reward_shaping import RewardShaper
 from megatron_rl.algo.selection import high_entropy, keep
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RewardShapingConfig

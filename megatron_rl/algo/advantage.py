@@ -119,7 +119,7 @@ def remax(batch: TrajectoryBatch) -> Tensor:
     if "greedy_reward" not in batch:
         raise ValueError(
             f"algo.advantage = remax: the trajectories carry {sorted(batch.sequences)} and no greedy_reward; use a "
-            f"workflow that reports it, e.g. megatron_rl.rollout.workflows:ReMaxWorkflow."
+            f"workflow that reports it, e.g. megatron_rl.workflows:ReMaxWorkflow."
         )
     return batch["scores"] - batch["greedy_score"]
 

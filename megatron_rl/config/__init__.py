@@ -6,7 +6,7 @@ way out. Importing this package imports no torch.
 
 from __future__ import annotations
 
-from megatron_rl.config.algorithm import (
+from megatron_rl.config.algorithm_section import (
     COMPARE_GROUP,
     ESTIMATORS,
     LOSSES,
@@ -19,12 +19,12 @@ from megatron_rl.config.algorithm import (
     RewardShapingConfig,
     SupervisedConfig,
 )
-from megatron_rl.config.data import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
-from megatron_rl.config.experiment import TrainConfig
+from megatron_rl.config.data_section import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
 from megatron_rl.config.loading import SECTIONS, load_config
-from megatron_rl.config.model import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.config.rollout import GenerationConfig, RolloutConfig
-from megatron_rl.config.run import RunConfig, TelemetryConfig
+from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
+from megatron_rl.config.run_section import RunConfig, TelemetryConfig
+from megatron_rl.config.train_config import TrainConfig
 
 __all__ = [
     "AlgorithmConfig",

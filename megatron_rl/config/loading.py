@@ -14,8 +14,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.experiment import TrainConfig
 from megatron_rl.config.rules import as_part_of
+from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
 """Values that an experiment file may write out to, with what its aliases repeat."""

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl import platform
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
-from megatron_rl.launch import watch
-from megatron_rl.launch.notice import SIGNALS
+from megatron_rl.launch import process_exit
+from megatron_rl.launch.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
@@ -185,8 +185,8 @@ def _write_and_sum(
 
     It forks a process for each file and waits until every one has told of its end, for ever where one was killed.
     """
-    watch.die_with(trainer)
-    watch.let_go_of_sockets()
+    process_exit.die_with(trainer)
+    process_exit.let_go_of_sockets()
     for number in (signal.SIGINT, *SIGNALS):
         signal.signal(number, signal.SIG_IGN)  # whoever sends them means the trainer, which waits for this process
     os.register_at_fork(after_in_child=functools.partial(_join_writer, os.getpid()))
@@ -198,7 +198,7 @@ def _write_and_sum(
 
 
 def _join_writer(writer: int) -> None:
-    watch.die_with(writer)
+    process_exit.die_with(writer)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

@@ -30,12 +30,12 @@ from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.transports import make_publisher
+from megatron_rl.weights.update_group import TensorSpec
 
 
 class FSDPEngine(ModelEngine):

@@ -29,13 +29,13 @@ from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
-from megatron_rl.engine.head import Head
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, Turns, tensors_of
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
+from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture

@@ -28,7 +28,7 @@ from megatron_rl.engine.layers import (
     place_attention,
     scale_embedding,
 )
-from megatron_rl.engine.passthrough import check_passed_through
+from megatron_rl.engine.megatron_overrides import check_passed_through
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups

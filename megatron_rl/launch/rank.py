@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import last_words, open_files, start_up, watch
-from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.launch import last_words, open_files, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
+from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
@@ -22,8 +22,8 @@ Train = Callable[..., bool]
 def module_of(config: TrainConfig) -> str:
     """The module that a rank of this experiment runs."""
     if config.supervised.answer:
-        return "megatron_rl.sft"
-    return "megatron_rl.preferences" if config.preference.loss else "megatron_rl.train"
+        return "megatron_rl.run.sft"
+    return "megatron_rl.run.preferences" if config.preference.loss else "megatron_rl.train"
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
@@ -66,7 +66,7 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
             folder.append(Path(config.run.folder))
             config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
             if args.exit_with:
-                watch.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
+                process_exit.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
             with start_up.importing():
                 check, train = load()
             if args.dry_run:
@@ -82,6 +82,6 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
                     print(f"To continue: {resume_command(['python', '-m', program], words)}", file=sys.stderr)
             sys.exit(EXIT_INTERRUPTED)
         except RuntimeError as error:
-            if not watch.is_lost_peer(error):
+            if not process_exit.is_lost_peer(error):
                 raise
-            watch.wait_to_be_stopped(int(os.environ.get("RANK", 0)))
+            process_exit.wait_to_be_stopped(int(os.environ.get("RANK", 0)))

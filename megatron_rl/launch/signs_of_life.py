@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from megatron_rl.launch import watch
+from megatron_rl.launch import process_exit
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class SignsOfLife:
 
     def start(self) -> None:
         self._looked_at = time.monotonic()
-        self._thread = watch.start_thread(self._keep_looking, name="signs-of-life")
+        self._thread = process_exit.start_thread(self._keep_looking, name="signs-of-life")
 
     def close(self) -> None:
         """Harmless without `start`, or twice."""
@@ -99,9 +99,9 @@ def role_of(process: psutil.Process, own: psutil.Process) -> str:
     """What a process of this one's family is for."""
     line = " ".join(process.cmdline())
     roles = {
-        "megatron_rl.rollout.rewards": "a process of the rewards",
+        "megatron_rl.rewards": "a process of the rewards",
         "megatron_rl.rollout": "the rollout process",
-        "megatron_rl.serving": "a rollout server",
+        "megatron_rl.tools.embedded_server": "a rollout server",
         "sglang": "a rollout server",
     }
     if process.pid == own.ppid():

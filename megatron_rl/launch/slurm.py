@@ -23,9 +23,9 @@ from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch.container import RUNTIMES, Container
-from megatron_rl.launch.notice import EXIT_STOPPED
 from megatron_rl.launch.placement import Nodes, Placement, ServerPlace, nodes_of_job, place
 from megatron_rl.launch.rank import module_of
+from megatron_rl.launch.stop_signal import EXIT_STOPPED
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Below the range from which Linux hands out ports by itself; servers take theirs from there, and register them."""

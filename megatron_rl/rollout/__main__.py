@@ -11,7 +11,7 @@ import signal
 import socket
 
 from megatron_rl.launch import start_up
-from megatron_rl.launch.watch import die_with
+from megatron_rl.launch.process_exit import die_with
 
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -32,7 +32,7 @@ def main() -> None:
     if args.lock:
         os.register_at_fork(after_in_child=lambda: os.close(args.lock))
     with start_up.importing():  # seconds, with the trainer's signals taken care of
-        from megatron_rl.rollout.head import serve_trainer
+        from megatron_rl.rollout.rollout_rank import serve_trainer
 
     serve_trainer(socket.socket(fileno=args.socket))
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
-from megatron_rl.rollout.attempts import KeptReplies
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.workflows.attempts import KeptReplies
 
 
 @dataclass(kw_only=True, eq=False)

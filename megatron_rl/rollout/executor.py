@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 
-from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.attempts import ENDING_S, Attempt, RunBroken
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
-from megatron_rl.rollout.server_client import RequestRefused
+from megatron_rl.rollout.rollout_metrics import Tally, is_counted
 from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.rollout.tally import Tally, is_counted
-from megatron_rl.rollout.workflows.scoring import RewardTimeout
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.workflows.attempts import ENDING_S, Attempt, RunBroken
+from megatron_rl.workflows.scoring import RewardTimeout
 
 logger = logging.getLogger(__name__)
 

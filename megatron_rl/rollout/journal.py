@@ -28,10 +28,10 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
-from megatron_rl.rollout.attempts import numbered, request_name
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
+from megatron_rl.workflows.attempts import numbered, request_name
 
 FOLDER, SUFFIX = "journal", ".journal"
 _HEAD = struct.Struct("<4scQI")

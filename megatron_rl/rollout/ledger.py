@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.journal import is_indexed
-from megatron_rl.rollout.prompts import PromptIterator
 
 
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import WeightReceiver
 from megatron_rl.config import GenerationConfig, TrainConfig
-from megatron_rl.launch import file_lock, watch
+from megatron_rl.launch import file_lock, process_exit
 from megatron_rl.launch.signs_of_life import Silence, where
-from megatron_rl.rollout.books import Place
-from megatron_rl.rollout.channel import PULSE, Caller, Wire
-from megatron_rl.rollout.tally import Counts
+from megatron_rl.launch.start_up import python_path
+from megatron_rl.rollout.resume_state import Place
+from megatron_rl.rollout.rollout_metrics import Counts
+from megatron_rl.rollout.rpc import PULSE, Caller, Wire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = Path(__file__).parents[2]
 STOP_S = 10.0
 PULSE_S = 2.0
 """How often it is asked whether it lives."""
@@ -86,7 +86,6 @@ class RolloutProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "megatron_rl.rollout", "--socket", str(theirs.fileno())]
         command += ["--trainer", str(os.getpid())] + ([] if lock is None else ["--lock", str(lock)])
-        path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         log.parent.mkdir(parents=True, exist_ok=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
@@ -96,7 +95,7 @@ class RolloutProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                    env=os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"},
                     pass_fds=[theirs.fileno(), *([] if lock is None else [lock])],
                 )
         finally:
@@ -109,7 +108,7 @@ class RolloutProcess:
         self._caller = Caller(Wire(ours), on_told=self._hear, on_end=self._find_out)
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
-        watch.start_thread(self._feel_pulse, name="rollout-pulse")
+        process_exit.start_thread(self._feel_pulse, name="rollout-pulse")
 
     def begin(self, beginning: Beginning) -> None:
         """Tell it of its run; does not wait."""

@@ -1,7 +1,7 @@
 """Publication over slow links: each server is sent what changed since the weights that it holds, over HTTP.
 
 The trainer keeps a copy of the last published weights, in the host memory of its first rank. A server whose checksums
-say that it holds exactly these is sent changes (weight_delta.py), any other one whole tensors. The checksums of every
+say that it holds exactly these is sent changes (delta_code.py), any other one whole tensors. The checksums of every
 tensor are compared afterwards, as in the other transports. The embedded server alone knows how to apply changes.
 """
 
@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm, HeldWeights, WeightReceiver
-from megatron_rl.update_group import TensorSpec
-from megatron_rl.weight_delta import Run, bits_of, encode, pack
-from megatron_rl.weights.expected import ExpectedChecksums
+from megatron_rl.weights.checksums import ExpectedChecksums
+from megatron_rl.weights.delta_code import Run, bits_of, encode, pack
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned
+from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22
 """Numbers of a tensor that are coded at a time."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import WeightReceiver
-from megatron_rl.shared_bucket import WAY_OUT, SharedBucket
-from megatron_rl.update_group import TensorSpec, unpack_bucket
-from megatron_rl.weights.expected import ExpectedChecksums
+from megatron_rl.weights.checksums import ExpectedChecksums
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned, plan_buckets
+from megatron_rl.weights.shared_bucket import WAY_OUT, SharedBucket
+from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 
 class IPCPublisher(WeightPublisher):

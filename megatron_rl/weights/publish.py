@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
-from megatron_rl.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
-from megatron_rl.weights.expected import ExpectedChecksums, differences
+from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.hf_files import write_hf_folder
+from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.parallel import Axis, ParallelGroups
-from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import Architecture
 from megatron_rl.weights.hf_files import WeightSource
 from megatron_rl.weights.mapping import Rule, hf_shapes, rule_for
+from megatron_rl.weights.update_group import TensorSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 

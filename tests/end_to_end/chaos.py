@@ -43,8 +43,8 @@ from transformers.utils import logging
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.journal import read_file
-from megatron_rl.serving import supervisor as supervision
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers import supervisor as supervision
+from megatron_rl.servers.supervisor import Supervisor
 from tests.servers.fault_proxy import FaultProxy
 
 logging.disable_progress_bar()

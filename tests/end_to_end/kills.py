@@ -28,12 +28,12 @@ from ranks import fork
 from training_runs import COUNT, ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.data.tasks import count_ones
 from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
 from megatron_rl.rollout.journal import consumed_by_step
-from megatron_rl.rollout.prompts import PromptIterator
-from megatron_rl.rollout.tasks import count_ones
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 
 STEPS, PROMPTS = 12, 8

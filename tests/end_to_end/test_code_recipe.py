@@ -13,7 +13,7 @@ from training_runs import ROOT, evaluations_of, steps_of
 from transformers import AutoTokenizer
 
 from megatron_rl.config import load_config
-from megatron_rl.experiment import Experiment
+from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import train
 
 pytestmark = pytest.mark.slow
@@ -46,13 +46,13 @@ def earned(reply, factor):
 def train_and_count_processes(overrides):
     """Train as a run does; keep the steps' batches with their advantages, and count who is left after it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent ends is this process's child
-    compute, kept = Experiment.compute_advantages, []
+    compute, kept = RLRun.compute_advantages, []
 
     def compute_and_keep(self, batch):
         compute(self, batch)
         kept.append(batch)
 
-    Experiment.compute_advantages = compute_and_keep  # in this forked process alone
+    RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     config = load_config(CONFIG, list(overrides))
     train(config)
     _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=3)

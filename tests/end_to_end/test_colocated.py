@@ -9,11 +9,11 @@ import requests
 from kills import exit_codes, losses, start_ranks
 from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
-from megatron_rl import experiment
 from megatron_rl.config import load_config
 from megatron_rl.engine.offload import tensors_of
-from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.launch.run_token import token_in
+from megatron_rl.run import rl_run
+from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import train
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def watched(overrides):
             looks.append("servers")
             super().wait_for(pending)
 
-    class Experiment(experiment.Experiment):
+    class Turned(rl_run.RLRun):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.rollouts = Watched(self)
@@ -81,7 +81,7 @@ def watched(overrides):
                 os.kill(processes[-1], signal.SIGKILL)
             super().compute_advantages(batch)
 
-    experiment.Experiment = Experiment
+    rl_run.RLRun = Turned
     experiment_of(overrides)
     assert looks.count("trainer") == 4 and looks.count("servers") >= 4 + 3, "steps, and evaluations"
     assert processes[0] == processes[1] != processes[2] == processes[3], "one restart, before the publication"

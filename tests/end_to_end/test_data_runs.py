@@ -9,9 +9,9 @@ from ranks import run_ranks
 from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from megatron_rl import preferences, sft
-from megatron_rl.experiment import Experiment
-from megatron_rl.rollout.tasks import count_ones
+from megatron_rl.data.tasks import count_ones
+from megatron_rl.run import preferences, sft
+from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_reward_model_learns_which_reply_is_right(reward_model):
 
 def test_policy_learns_from_the_reward_model_alone(reward_model, warm, folder):
     model = (f"model.path={warm}", "model.init=hf", "warm_start.updates=0", f"reward_model.path={reward_model}/final")
-    watched = "rollout.recipe=[{reward: 'megatron_rl.rollout.rewards:exact_match', weight: 0}]"
+    watched = "rollout.recipe=[{reward: 'megatron_rl.rewards:exact_match', weight: 0}]"
     train(COUNT, *model, watched, *BY_TOKEN, "rollout.server_count=1", "run.steps=25", f"run.folder={folder}/taught")
     steps = steps_of(folder / "taught")
     for step in steps:  # the scores stand on the last of the tokens, whose own rewards are 0
@@ -83,13 +83,13 @@ def test_policy_learns_from_the_reward_model_alone(reward_model, warm, folder):
 
 def train_and_keep(arguments):
     """Train, and keep the step's batch with its advantages."""
-    compute = Experiment.compute_advantages
+    compute = RLRun.compute_advantages
 
     def compute_and_keep(self, batch):
         compute(self, batch)
         torch.save(batch, self.folder / "batch.pt")
 
-    Experiment.compute_advantages = compute_and_keep  # in this forked process alone
+    RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     main(list(arguments))
 
 

@@ -8,9 +8,9 @@ import pytest
 from kills import exit_codes, has_ended, logged, newest_checkpoint, start_ranks
 from training_runs import ROOT, steps_of
 
-from megatron_rl import preferences, sft
-from megatron_rl.experiment.data_run import DataRun
-from megatron_rl.launch.notice import EXIT_STOPPED
+from megatron_rl.launch.stop_signal import EXIT_STOPPED
+from megatron_rl.run import preferences, sft
+from megatron_rl.run.data_run import DataRun
 
 pytestmark = pytest.mark.slow
 

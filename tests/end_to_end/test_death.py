@@ -54,9 +54,9 @@ def family(process):
     roles = {"launcher": psutil.Process(process.pid)}
     for child in roles["launcher"].children(recursive=True):
         line = " ".join(child.cmdline())
-        if "megatron_rl.serving.server" in line:
+        if "megatron_rl.tools.embedded_server.server" in line:
             roles[f"server {line.partition('server-')[2].partition('.')[0]}"] = child
-        elif "megatron_rl.rollout.rewards" in line:
+        elif "megatron_rl.rewards" in line:
             pass  # the rollout process's own
         elif "megatron_rl.rollout" in line:
             roles[f"rollout {child.environ()['RANK']}"] = child

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
-from megatron_rl.rollout.tasks import count_ones
-from megatron_rl.serving.supervisor import start_servers
+from megatron_rl.data.tasks import count_ones
+from megatron_rl.servers.supervisor import start_servers
 from megatron_rl.types import FinetuneSpec, GenerationConfig
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"

@@ -12,9 +12,9 @@ from kills import exit_codes, logged, newest_checkpoint, start_ranks
 from test_data_stops import SMALL, STEPS, answers, before_each_update
 from training_runs import ROOT, environment, steps_of
 
-from megatron_rl import sft
-from megatron_rl.launch.notice import EXIT_INTERRUPTED
 from megatron_rl.launch.rank import resume_command
+from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED
+from megatron_rl.run import sft
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_wh
     assert newest_checkpoint(folder) == len(steps_of(folder)) == 9 and (folder / "report.html").exists()
     assert "stopped after step 9 on another rank's notice; --resume auto continues the run" in " ".join(text.split())
     command = shlex.split(text.partition("To continue: ")[2].splitlines()[0])
-    assert command[:4] == ["python", "-m", "megatron_rl.sft", CONFIG] and command[-2:] == ["--resume", "auto"]
+    assert command[:4] == ["python", "-m", "megatron_rl.run.sft", CONFIG] and command[-2:] == ["--resume", "auto"]
     assert f"run.folder={folder}" in command and command.count("--resume") == 1 and "Traceback" not in text
     assert exit_codes(start(folder, answers, ranks=2)) == [0, 0] and len(steps_of(folder)) == STEPS
 

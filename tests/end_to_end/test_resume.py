@@ -12,7 +12,7 @@ from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.engine import manifest
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from training_runs import COUNT, ROOT
 
 from megatron_rl.config import load_config
-from megatron_rl.experiment.evaluate_command import evaluate
 from megatron_rl.launch import file_lock
+from megatron_rl.run.evaluate_command import evaluate
 from megatron_rl.train import train
 
 MODEL = f"model.path={ROOT}/configs/models/count_tiny"

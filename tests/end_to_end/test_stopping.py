@@ -12,8 +12,8 @@ from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, 
 from training_runs import COUNT, ROOT, environment, evaluations_of, steps_of
 
 from megatron_rl.config import load_config
-from megatron_rl.experiment.rollouts import Rollouts
-from megatron_rl.launch.notice import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import main, train
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def stuck_in_an_evaluation(settings, tmp_path, monkeypatch):
     """Settings of a run with evaluations, and the file that says that one is stuck."""
     overrides = (f"run.folder={tmp_path}/run", *settings[0], "run.import_from=[third_step]", "run.grace_s=30")
     overrides += ("rollout.workflow=third_step:StuckInAnEvaluation", "run.evaluate_every_steps=2")
-    overrides += ("data.evaluation=megatron_rl.rollout.tasks:count_ones", f"data.evaluation_args.count={HELD_OUT}")
+    overrides += ("data.evaluation=megatron_rl.data.tasks:count_ones", f"data.evaluation_args.count={HELD_OUT}")
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("TEST_STUCK_FILE", str(tmp_path / "is_stuck"))
     return overrides, tmp_path / "is_stuck"

@@ -5,7 +5,7 @@ from kills import TENSOR, exit_codes, experiment, served_by, start_ranks
 from training_runs import ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.supervisor import Supervisor
 from tests.chrome_trace import read_trace
 
 pytestmark = pytest.mark.slow

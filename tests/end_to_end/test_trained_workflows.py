@@ -15,8 +15,8 @@ from training_runs import COUNT, ROOT, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import RolloutConfig, load_config
-from megatron_rl.experiment import Experiment
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.run.rl_run import RLRun
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ SMALL = (
 )
 WORKFLOWS = {
     "MultiTurn": {
-        "environment": "megatron_rl.rollout.environments:SelfCorrection",
+        "environment": "megatron_rl.workflows.environments:SelfCorrection",
         "environment_args": {"feedback": "wrong", "decay": 0.5},
         "max_tokens": 200,
         "max_turns": 3,
     },
-    "ToolUse": {"tools": {"megatron_rl.rollout.tools:Calculator": {}}, "max_tokens": 300, "max_turns": 3},
+    "ToolUse": {"tools": {"megatron_rl.workflows.tools:Calculator": {}}, "max_tokens": 300, "max_turns": 3},
     "BestOfN": {"candidates": 6, "keep": "extremes"},
     "Judged": {"judge_tokens": 64},
     "Debate": {"agents": {"ann": "be brief", "bob": "be right"}, "max_tokens": 300},
@@ -59,14 +59,14 @@ def server(model, tmp_path_factory):
 def train_and_keep(overrides):
     """Train as a run does, and keep the first step's batch with its advantages."""
     os.chdir(ROOT)
-    compute = Experiment.compute_advantages
+    compute = RLRun.compute_advantages
 
     def compute_and_keep(self, batch):
         compute(self, batch)
         if self.engine.get_version() == 0:
             torch.save(batch, self.folder / "batch.pt")
 
-    Experiment.compute_advantages = compute_and_keep  # in this forked process alone
+    RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     train(load_config(COUNT, list(overrides)))
 
 
@@ -76,7 +76,7 @@ def trained(model, server, tmp_path):
 
     def run(name):
         settings = (*server, *SMALL, f"model.path={model}", f"run.folder={tmp_path / 'run'}")
-        workflow = (f"rollout.workflow=megatron_rl.rollout.workflows:{name}Workflow",)
+        workflow = (f"rollout.workflow=megatron_rl.workflows:{name}Workflow",)
         workflow += (f"rollout.workflow_args={json.dumps(WORKFLOWS[name])}",)
         output = tmp_path / "output.txt"
         codes = exit_codes(start_ranks(1, train_and_keep, (*settings, *workflow), output))

@@ -10,7 +10,7 @@ from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train, tr
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow

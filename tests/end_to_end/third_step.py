@@ -5,7 +5,7 @@ import os
 import resource
 from pathlib import Path
 
-from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.workflows import RLVRWorkflow
 
 
 class StuckInTheThirdStep(RLVRWorkflow):

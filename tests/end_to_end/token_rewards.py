@@ -1,6 +1,6 @@
 """A workflow whose rewards are by token."""
 
-from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.workflows import RLVRWorkflow
 
 
 class RewardsByToken(RLVRWorkflow):

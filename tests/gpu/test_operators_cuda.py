@@ -6,10 +6,10 @@ import torch
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, packed_gae, packed_labels, packed_logprobs, ppo_loss
 from tests.unit.logit_cases import KINDS, WIDTHS, assert_rounded, exact, rows
-from tests.unit.test_gae_operator import LENGTHS
-from tests.unit.test_gae_operator import case as gae_case
-from tests.unit.test_ppo_loss import CU_SEQLENS, OPTIONS
-from tests.unit.test_ppo_loss import case as ppo_case
+from tests.unit.ops.test_gae_operator import LENGTHS
+from tests.unit.ops.test_gae_operator import case as gae_case
+from tests.unit.ops.test_ppo_loss import CU_SEQLENS, OPTIONS
+from tests.unit.ops.test_ppo_loss import case as ppo_case
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

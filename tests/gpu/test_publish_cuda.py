@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_rl.ops import CHECKSUM_COLUMNS
-from megatron_rl.shared_bucket import SharedBucket
-from megatron_rl.update_group import checksum
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.sglang_checksums import gpu_hash_sum
+from megatron_rl.weights.shared_bucket import SharedBucket
+from megatron_rl.weights.update_group import checksum
 from tests.servers.in_process import some_tensors, specs_of
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_buckets_are_filled_where_the_weights_are():
 
 READ_A_BUCKET = """
 import json, sys, torch
-from megatron_rl.shared_bucket import open_bucket
+from megatron_rl.weights.shared_bucket import open_bucket
 print(int(open_bucket(json.loads(sys.argv[1]), 1000).to(torch.int64).sum()))
 """
 

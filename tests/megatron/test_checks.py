@@ -12,8 +12,11 @@ from megatron_rl import platform
 
 platform.prepare()
 from megatron_rl.config import load_config  # noqa: E402
-from megatron_rl.experiment import check, dry_run  # noqa: E402
-from megatron_rl.experiment.checks import check_greedy  # noqa: E402
+from megatron_rl.run.checks import (  # noqa: E402
+    check,
+    check_greedy,  # noqa: E402
+    dry_run,
+)
 from megatron_rl.types import TrajectoryBatch  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +48,12 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         ("rollout.workflow=absent.module:thing", ["rollout.workflow = 'absent.module:thing'", "run.import_from = []"]),
         ("data.evaluation=absent.module:thing", ["data.evaluation = 'absent.module:thing'", "run.import_from = []"]),
         (
-            "rollout.reward=megatron_rl.rollout.rewards:nothing",
-            ["did you mean megatron_rl.rollout.rewards:"],
+            "rollout.reward=megatron_rl.rewards:nothing",
+            ["did you mean megatron_rl.rewards:"],
         ),
-        ("rollout.workflow=megatron_rl.rollout.workflows:Nothing", ["rollout.workflow", "is no workflow that"]),
+        ("rollout.workflow=megatron_rl.workflows:Nothing", ["rollout.workflow", "is no workflow that"]),
         ("rollout.workflow_args={speed: 3}", ["rollout.workflow", "speed", "signature"]),
-        ("data.train=megatron_rl.rollout.tasks:nothing", ["data.train", "nothing"]),
+        ("data.train=megatron_rl.data.tasks:nothing", ["data.train", "nothing"]),
         ("data.train=/no/such/file.jsonl", ["data.train", "file.jsonl"]),
         ("algo.advantage=no.such:thing", ["algo.advantage = 'no.such:thing'", "set run.import_from=[no]"]),
         ("algo.advantage_args={k: 2}", ["algo.advantage_args = {'k': 2}", "the arguments of algo.advantage are none"]),
@@ -92,9 +95,9 @@ def test_declared_module_that_cannot_be_found_is_named():
 
 
 def test_a_dialogue_longer_than_the_context_is_refused():
-    environment = "megatron_rl.rollout.environments:SelfCorrection"
+    environment = "megatron_rl.workflows.environments:SelfCorrection"
     message = refused(
-        "rollout.workflow=megatron_rl.rollout.workflows:MultiTurnWorkflow",
+        "rollout.workflow=megatron_rl.workflows:MultiTurnWorkflow",
         f"rollout.workflow_args={{environment: '{environment}', max_tokens: 65}}",
     )
     assert "rollout.workflow_args.max_tokens = 65: the model's context is 64 tokens" in message
@@ -117,9 +120,9 @@ def test_file_of_the_users_own_is_taken_with_one_line(tmp_path, monkeypatch):
 
 
 def test_an_estimator_of_ones_own_that_compares_replies_needs_several():
-    own = ("algo.advantage=tests.unit.test_estimators:compares_best", "algo.advantage_args={margin: 0.1}")
+    own = ("algo.advantage=tests.unit.algo.test_estimators:compares_best", "algo.advantage_args={margin: 0.1}")
     assert "set run.import_from=[tests]" in refused(*own)
-    assert "set run.import_from=[tests]" in refused("algo.loss=tests.unit.test_losses:anything")
+    assert "set run.import_from=[tests]" in refused("algo.loss=tests.unit.algo.test_losses:anything")
     own += ("run.import_from=[tests]",)
     check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *own]))
     assert "generation.n_samples = 1: algo.advantage = tests.unit" in refused(*own, "generation.n_samples=1")

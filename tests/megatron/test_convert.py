@@ -17,7 +17,7 @@ from tiny import LAYOUTS, make_engine, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.cli import main
-from megatron_rl.engine import convert
+from megatron_rl.tools import convert
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import RandomWeights, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes

@@ -25,7 +25,7 @@ from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, Optim
 from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import FinetuneSpec
-from megatron_rl.update_group import TensorSpec, join_update_group, unpack_bucket
+from megatron_rl.weights.update_group import TensorSpec, join_update_group, unpack_bucket
 from tests.servers.in_process import done
 
 # Adam divides by |gradient| + eps: with eps near the gradients' rounding error (1e-8 here), the few gradients that are

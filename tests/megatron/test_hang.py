@@ -16,9 +16,9 @@ from ranks import run_ranks
 
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
-from megatron_rl.experiment.hang import HangWatch, RankReport, describe
-from megatron_rl.experiment.rollouts import Rollouts
 from megatron_rl.launch.signs_of_life import SignsOfLife
+from megatron_rl.run.hang_watch import HangWatch, RankReport, describe
+from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication
 
@@ -192,8 +192,8 @@ def stopped(folder: str, victim: int) -> str:
 def test_a_rank_that_is_stopped_is_known_to_the_other_long_before_its_phase_has_lasted_too_long(
     victim, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("megatron_rl.experiment.hang.BEAT_S", 0.2)
-    monkeypatch.setattr("megatron_rl.experiment.hang.LOOK_S", 0.1)
+    monkeypatch.setattr("megatron_rl.run.hang_watch.BEAT_S", 0.2)
+    monkeypatch.setattr("megatron_rl.run.hang_watch.LOOK_S", 0.1)
     said = run_ranks(2, stopped, str(tmp_path), victim)[1 - victim]
     assert said == "rank 0, or the way to it," if victim == 0 else said.startswith("rank 1 ("), said
 

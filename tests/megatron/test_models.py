@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import TrajectoryBatch
-from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import rule_for
+from megatron_rl.weights.update_group import TensorSpec
 
 
 def full_logits(logits, rows):

@@ -11,9 +11,9 @@ from tiny import LAYOUTS, make_engine, make_model
 
 from megatron_rl import platform
 from megatron_rl.config import EngineConfig, ModelConfig, load_config
-from megatron_rl.engine import model, passthrough
+from megatron_rl.engine import megatron_overrides, model
 from megatron_rl.engine.model import transformer_config
-from megatron_rl.experiment import check
+from megatron_rl.run.checks import check
 from megatron_rl.weights.architecture import read_architecture
 
 
@@ -73,11 +73,11 @@ def test_every_field_that_the_engine_sets_is_its_own(config_with, monkeypatch):
     ours = {}
     monkeypatch.setattr(model, "check_passed_through", lambda given, fields, upstream: ours.update(fields))
     config_with({})
-    assert len(ours) > 30 and ours.keys() >= passthrough.MAY_BE_SET
-    for key in ours.keys() - passthrough.MAY_BE_SET:
+    assert len(ours) > 30 and ours.keys() >= megatron_overrides.MAY_BE_SET
+    for key in ours.keys() - megatron_overrides.MAY_BE_SET:
         with pytest.raises(ValueError, match=f"^megatron.{key} = 'another'"):
-            passthrough.check_passed_through({key: "another"}, ours)
-        passthrough.check_passed_through({key: ours[key]}, ours)
+            megatron_overrides.check_passed_through({key: "another"}, ours)
+        megatron_overrides.check_passed_through({key: ours[key]}, ours)
 
 
 def test_field_that_says_what_holds_anyway_is_let_through(config_with):
@@ -88,7 +88,7 @@ def test_field_that_says_what_holds_anyway_is_let_through(config_with):
 
 def test_reasons_name_fields_of_upstream(config_with):
     known = {field.name for field in dataclasses.fields(type(config_with({})))}
-    unknown = (passthrough.REASONS.keys() | passthrough.OUR_KEYS.keys()) - known
+    unknown = (megatron_overrides.REASONS.keys() | megatron_overrides.OUR_KEYS.keys()) - known
     if importlib.metadata.version("megatron-core").startswith("0.16."):
         assert not unknown
     assert len(unknown) < 5, "later versions dropped a few"

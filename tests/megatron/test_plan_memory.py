@@ -9,8 +9,8 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import tensors_of
-from megatron_rl.plan.activations import Activations
-from megatron_rl.plan.memory import Model, head_bytes, states_of_stage
+from megatron_rl.tools.plan.activations import Activations
+from megatron_rl.tools.plan.memory import Model, head_bytes, states_of_stage
 from megatron_rl.types import FinetuneSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import parameters_of_stage

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.algo.catalogue import find_pair_loss
 from megatron_rl.config import load_config
-from megatron_rl.experiment import check
-from megatron_rl.experiment.pair_training import PairRun, PairTraining, Reference, asked_together, check_pair_training
-from megatron_rl.preferences import train
-from megatron_rl.rollout.replies import join_pairs
+from megatron_rl.data.sft_rows import join_pairs
+from megatron_rl.run.checks import check
+from megatron_rl.run.preference_training import PairRun, PairTraining, Reference, asked_together, check_pair_training
+from megatron_rl.run.preferences import train
 from megatron_rl.telemetry.run_log import read_run
 
 TOLERANCE = 1e-5
@@ -243,7 +243,7 @@ def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
             "warm_start.updates = 5: must be 0 with preference.loss; run megatron-rl sft be",
         ),
         (["preference.loss_args.beta=0"], "preference.loss_args: beta = 0: must be above 0"),
-        (["data.train=megatron_rl.rollout.tasks:count_ones"], "data.train, pair 1: chosen = None: must be the text"),
+        (["data.train=megatron_rl.data.tasks:count_ones"], "data.train, pair 1: chosen = None: must be the text"),
         (["model.init=hf"], "no .*safetensors there"),
         (["parallel.tensor=3"], "parallel.tensor = 3"),
     ],

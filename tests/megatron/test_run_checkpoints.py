@@ -12,8 +12,8 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.launch import file_lock
-from megatron_rl.recovery import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.rollout import journal_lock
+from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
 
 
 class Engine:

@@ -11,12 +11,12 @@ from test_fsdp_referee import make_fsdp
 from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
 
-from megatron_rl import sft
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig, load_config
 from megatron_rl.engine.fsdp_engine import FSDPEngine
-from megatron_rl.experiment.data_run import DataTraining
+from megatron_rl.run import sft
+from megatron_rl.run.data_run import DataTraining
 from megatron_rl.telemetry.run_log import read_run
 
 POLICY_LOSS = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=True)

@@ -13,9 +13,9 @@ from tiny import LAYOUTS, VOCAB, make_engine, make_model
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import load_config
-from megatron_rl.experiment.supervised_training import answer_training, check_supervised_training
-from megatron_rl.rollout.replies import join_replies
-from megatron_rl.sft import train
+from megatron_rl.data.sft_rows import join_replies
+from megatron_rl.run.sft import train
+from megatron_rl.run.supervised_training import answer_training, check_supervised_training
 from megatron_rl.telemetry.run_log import read_run
 
 TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.servers.event_loop import EventLoopThread
 
 FAULTS = ("delay", "drop", "truncate", "error", "garbage")
 DELAY_S = 0.3

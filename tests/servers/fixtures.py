@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.servers.supervisor import Supervisor
 from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.scripted_server import ScriptedServer
 from tests.servers.tiny_model import make_tiny_model

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm, HeldWeights
-from megatron_rl.update_group import TensorSpec, checksum, unpack_bucket
 from megatron_rl.weights.publish import GroupPublisher, _Shipment, is_flat
+from megatron_rl.weights.update_group import TensorSpec, checksum, unpack_bucket
 
 
 def done(result=None, error: str | None = None) -> Future:

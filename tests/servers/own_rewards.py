@@ -3,7 +3,7 @@
 import os
 import time
 
-from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.workflows import RLVRWorkflow
 
 
 class Blocking(RLVRWorkflow):

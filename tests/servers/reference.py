@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
-from megatron_rl.update_group import join_update_group, leave_update_group
+from megatron_rl.weights.update_group import join_update_group, leave_update_group
 from tests.servers.run_tokens import AUTHORIZED
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megatron_rl.rollout.event_loop import EventLoopThread
+from megatron_rl.servers.event_loop import EventLoopThread
 
 Answer = Callable[[dict[str, Any]], web.Response | dict[str, Any]]
 

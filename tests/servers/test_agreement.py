@@ -16,12 +16,12 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import GenerationConfig, RolloutConfig, load_config
 from megatron_rl.rollout.groups import join_groups, trained_versions
 from megatron_rl.rollout.journal import SUFFIX, read_file
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.rollout.workflows import RLVRWorkflow
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
-from megatron_rl.update_group import checksum
 from megatron_rl.weights.hf_files import write_hf_folder
+from megatron_rl.weights.update_group import checksum
+from megatron_rl.workflows import RLVRWorkflow
 from tests.servers.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
 from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 

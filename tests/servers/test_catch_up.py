@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.experiment.hand_over import leave_weights
-from megatron_rl.update_group import TensorSpec
+from megatron_rl.run.late_server_weights import leave_weights
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
+from megatron_rl.weights.update_group import TensorSpec
 from tests.servers.reference import reference_greedy
 from tests.servers.run_tokens import AUTHORIZED
 from tests.servers.test_membership import ask, eventually, load, overloaded

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout import server_client
-from megatron_rl.rollout import sglang as client_module
-from megatron_rl.rollout.workflows import RLVRWorkflow
+from megatron_rl.rollout import sglang_engine as client_module
+from megatron_rl.servers import client
 from megatron_rl.types import LLMRequest, LLMResponse
+from megatron_rl.workflows import RLVRWorkflow
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
 from tests.servers.run_tokens import TOKEN
 from tests.servers.scripted_server import counting
@@ -386,7 +386,7 @@ def test_token_is_sent_and_another_one_is_refused_by_name(scripted, connect, tmp
 
 
 def test_answer_without_an_end_costs_no_memory(scripted, connect, monkeypatch):
-    monkeypatch.setattr(server_client, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 100_000)
     endless, sent = scripted(), []
 
     async def body():

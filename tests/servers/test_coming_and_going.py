@@ -14,7 +14,7 @@ from kills import has_ended, run_until_killed
 from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.launch.registry import Lease, Registration, registered_urls
+from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
 from megatron_rl.types import LLMRequest
 from tests.servers.test_catch_up import EMBEDDED, keep_name, publish
 from tests.servers.test_membership import ask, eventually
@@ -25,7 +25,7 @@ RUN = "r"
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
     """(folder, enter(server, run) -> lease)."""
-    monkeypatch.setattr("megatron_rl.rollout.fleet.REGISTRY_EVERY_S", 0.05)
+    monkeypatch.setattr("megatron_rl.servers.pool.REGISTRY_EVERY_S", 0.05)
     with ExitStack() as stack:
 
         def enter(server, run=RUN):

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout import fleet, weight_updates
+from megatron_rl.servers import pool, weight_receiver
 from megatron_rl.types import LLMRequest
 
 LIMIT_S = 0.3
@@ -36,7 +36,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_call_to_a_server_that_hangs_ends_by_its_deadline(name, scripted, connect, monkeypatch):
-    monkeypatch.setattr(weight_updates, "SIGN_OF_LIFE_S", LIMIT_S)
+    monkeypatch.setattr(weight_receiver, "SIGN_OF_LIFE_S", LIMIT_S)
     server = scripted()
     engine = connect(
         server.url, request_timeout_s=LIMIT_S, control_timeout_s=LIMIT_S, start_timeout_s=LIMIT_S, health_timeout_s=60.0
@@ -53,7 +53,7 @@ def test_each_call_to_a_server_that_hangs_ends_by_its_deadline(name, scripted, c
 
 
 def test_a_server_that_hangs_when_a_run_begins_is_named(scripted, connect, monkeypatch):
-    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(pool, "PROBE_TIMEOUT_S", LIMIT_S)
     server = scripted()
     server.hangs = True
     with pytest.raises(RuntimeError, match=rf"{server.url}/server_info: no answer within {LIMIT_S:g} s"):

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.api import ChecksumForm, NoServerLeft
-from megatron_rl.rollout.server_client import CommandRefused
-from megatron_rl.weight_delta import NOTHING, Change, Run, bits_of, encode, pack
+from megatron_rl.servers.client import CommandRefused
 from megatron_rl.weights import delta
 from megatron_rl.weights.delta import DeltaPublisher
+from megatron_rl.weights.delta_code import NOTHING, Change, Run, bits_of, encode, pack
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
 from tests.servers.test_membership import musters

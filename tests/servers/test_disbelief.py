@@ -14,10 +14,10 @@ from aiohttp import web
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch import open_files
-from megatron_rl.rollout import server_client
-from megatron_rl.rollout.membership import BAD_REPLIES
-from megatron_rl.rollout.server_client import seconds_of
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers import client
+from megatron_rl.servers.client import seconds_of
+from megatron_rl.servers.membership import BAD_REPLIES
 from megatron_rl.types import LLMRequest
 from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.scripted_server import counting
@@ -327,14 +327,14 @@ def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(s
     failing, steady = scripted(), scripted()
     engine = connect([failing.url, steady.url])
     faults = [KeyError("a bug"), TypeError("another")]
-    probe = server_client.ServerClient.probe
+    probe = client.ServerClient.probe
 
     async def odd_probe(self, *, timeout_s):
         if faults:
             raise faults.pop()
         return await probe(self, timeout_s=timeout_s)
 
-    monkeypatch.setattr(server_client.ServerClient, "probe", odd_probe)
+    monkeypatch.setattr(client.ServerClient, "probe", odd_probe)
     failing.hang_up_on.add("/generate")
     assert [reply.result(10).output_len for reply in [start(engine, rid) for rid in "ab"]] == [2, 2]
     failing.hang_up_on.clear()
@@ -368,8 +368,8 @@ def test_server_that_is_busy_is_asked_again_and_neither_blamed_nor_refused(scrip
     server.script.extend([lambda _: web.Response(status=status, headers={"Retry-After": "0"})] * 8)
     engine = connect(server.url, request_timeout_s=5.0)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(server_client, "LONGEST_BUSY_S", 0.05)
-    monkey.setattr(server_client, "FIRST_BUSY_S", 0.01)
+    monkey.setattr(client, "LONGEST_BUSY_S", 0.05)
+    monkey.setattr(client, "FIRST_BUSY_S", 0.01)
     try:
         assert ask(engine).output_tokens == [2, 3]
     finally:
@@ -430,7 +430,7 @@ def test_requests_wait_for_one_another_where_there_are_fewer_files_than_requests
 
     server = scripted()
     server.script.extend([count] * 12)
-    monkeypatch.setattr("megatron_rl.rollout.fleet.most_requests", lambda: 3)
+    monkeypatch.setattr("megatron_rl.servers.pool.most_requests", lambda: 3)
     engine = connect(server.url)
     assert [reply.result(20).output_len for reply in [start(engine, str(n)) for n in range(12)]] == [2] * 12
     assert most == 3

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from tiny_model import VOCAB_SIZE, make_tiny_model
 
 from megatron_rl.launch.ports import free_port
-from megatron_rl.serving.bodies import MAX_BODY_BYTES
-from megatron_rl.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
+from megatron_rl.tools.embedded_server.bodies import MAX_BODY_BYTES
+from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
 from tests.servers.reference import pack_bucket
 from tests.servers.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
 
@@ -67,7 +67,7 @@ class Server:
 
 @contextmanager
 def start_server(model: Path, *options: str, token_file: str | None = TOKEN_FILE) -> Iterator[Server]:
-    command = [sys.executable, "-m", "megatron_rl.serving.server", str(model), "--port", "0", *options]
+    command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(model), "--port", "0", *options]
     command += ["--token-file", token_file] if token_file else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -416,7 +416,7 @@ def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
     """A process that joins a group with the server, runs `script` and ends without a word once its input is closed."""
     port = free_port("127.0.0.1")
     join = (
-        "import os, sys, torch; from megatron_rl.update_group import join_update_group as join; "
+        "import os, sys, torch; from megatron_rl.weights.update_group import join_update_group as join; "
         f"group = join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); "
     )
     whole = f"{join}{script}; sys.stdin.read(); os._exit(1)"
@@ -615,7 +615,7 @@ def test_a_server_without_a_token_generates_and_lets_nobody_change_it(models):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "somewhere"])
 def test_a_server_that_others_reach_needs_a_token(host, tmp_path):
-    command = [sys.executable, "-m", "megatron_rl.serving.server", str(tmp_path), "--host", host]
+    command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path), "--host", host]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert result.returncode == 1 and f"--host {host}: " in result.stderr and "add --token-file FILE" in result.stderr
 
@@ -651,7 +651,7 @@ def test_a_server_ends_with_its_parent(models):
 
 
 def test_a_folder_that_cannot_be_served_says_why(tmp_path):
-    command = [sys.executable, "-m", "megatron_rl.serving.server", str(tmp_path)]
+    command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert result.returncode == 1 and "no config.json" in result.stderr and "Traceback" not in result.stderr
 

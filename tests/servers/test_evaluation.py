@@ -12,24 +12,24 @@ import torch
 
 from megatron_rl import platform
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.workflows import AgentWorkflow
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
+from megatron_rl.workflows import AgentWorkflow
 from tests.servers.reference import reference_logprobs, used_tokens
 from tests.servers.tiny_model import make_tiny_model, make_tokenizer
 
 platform.prepare()
 from megatron_rl.cli import main  # noqa: E402
-from megatron_rl.experiment import warm_start  # noqa: E402
-from megatron_rl.experiment.evaluation import score_sets  # noqa: E402
+from megatron_rl.run import warm_start  # noqa: E402
+from megatron_rl.run.evaluation import score_sets  # noqa: E402
 
 CONFIG = """
 model: {path: MODEL}
-data: {train: "megatron_rl.rollout.tasks:count_ones", evaluation: "megatron_rl.rollout.tasks:count_ones",
+data: {train: "megatron_rl.data.tasks:count_ones", evaluation: "megatron_rl.data.tasks:count_ones",
        evaluation_args: {count: 3}}
-eval: {sets: {sort: {source: "megatron_rl.rollout.tasks:sort_digits", args: {count: 2}}},
+eval: {sets: {sort: {source: "megatron_rl.data.tasks:sort_digits", args: {count: 2}}},
        samples_per_prompt: 4, temperature: 1.0}
 generation: {n_samples: 2, max_new_tokens: 4}
-rollout: {reward: "megatron_rl.rollout.rewards:last_number"}
+rollout: {reward: "megatron_rl.rewards:last_number"}
 run: {folder: RUN, threads_per_rank: 1}
 """
 

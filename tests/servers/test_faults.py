@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.rollout.workflows import RLVRWorkflow
-from megatron_rl.serving.supervisor import Supervisor
-from megatron_rl.update_group import TensorSpec
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.weights.publish import GroupPublisher
+from megatron_rl.weights.update_group import TensorSpec
+from megatron_rl.workflows import RLVRWorkflow
 from tests.servers.fault_proxy import FAULTS, FaultProxy
 from tests.servers.reference import reference_greedy, used_tokens
 from tests.servers.run_tokens import TOKEN_FILE
@@ -92,7 +92,7 @@ class Killable:
 
 @pytest.fixture
 def servers(tiny_model, tmp_path, connect, monkeypatch):
-    monkeypatch.setattr("megatron_rl.serving.supervisor.FIRST_RESTART_S", 0.1)
+    monkeypatch.setattr("megatron_rl.servers.supervisor.FIRST_RESTART_S", 0.1)
     config = RolloutConfig(backend="embedded", server_count=2, token_file=TOKEN_FILE)
     with Supervisor(config, tiny_model, tmp_path, dummy_weights=True) as supervisor:
         servers = Killable(supervisor, connect)

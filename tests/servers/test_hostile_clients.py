@@ -19,11 +19,11 @@ import pytest
 import requests
 
 from megatron_rl import cli
-from megatron_rl.serving import bodies, connections, server, weight_endpoints
-from megatron_rl.serving.batcher import Batcher
-from megatron_rl.serving.log_rate import MOST_IN_WINDOW, LogRate
-from megatron_rl.serving.run_arguments import listen
-from megatron_rl.serving.server import build_server, open_to_clients
+from megatron_rl.tools.embedded_server import bodies, connections, server, weight_endpoints
+from megatron_rl.tools.embedded_server.batcher import Batcher
+from megatron_rl.tools.embedded_server.log_rate import MOST_IN_WINDOW, LogRate
+from megatron_rl.tools.embedded_server.run_arguments import listen
+from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
 from tests.servers.run_tokens import AUTHORIZED, TOKEN
 
 TIMEOUT_S = 30

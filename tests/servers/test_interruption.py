@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.reply_check import ReplyPart
-from megatron_rl.rollout.server_client import CacheAge
+from megatron_rl.servers.client import CacheAge
+from megatron_rl.servers.reply_check import ReplyPart
 from tests.servers.reference import (
     interrupt,
     reference_logprobs,

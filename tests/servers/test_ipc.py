@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout import weight_updates
-from megatron_rl.rollout.server_client import CommandRefused
-from megatron_rl.rollout.weight_updates import is_on_this_host
-from megatron_rl.serving.supervisor import Supervisor
-from megatron_rl.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
+from megatron_rl.servers import weight_receiver
+from megatron_rl.servers.client import CommandRefused
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.servers.weight_receiver import is_on_this_host
 from megatron_rl.weights.ipc import IPCPublisher
+from megatron_rl.weights.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
 from tests.servers.run_tokens import TOKEN_FILE
@@ -91,10 +91,10 @@ def test_servers_elsewhere_are_refused(embedded_servers, connect, weights, monke
     put_back(embedded_servers)
     engine = connect(embedded_servers)
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
-    monkeypatch.setattr(weight_updates, "is_on_this_host", lambda url: url != embedded_servers[0])
+    monkeypatch.setattr(weight_receiver, "is_on_this_host", lambda url: url != embedded_servers[0])
     publisher.publish(specs_of(weights), weights.items(), 5)
     assert engine.serving == embedded_servers[1:]
-    monkeypatch.setattr(weight_updates, "is_on_this_host", lambda url: False)
+    monkeypatch.setattr(weight_receiver, "is_on_this_host", lambda url: False)
     with pytest.raises(NoServerLeft, match="is on another host. .*set rollout.publication=group"):
         publisher.publish(specs_of(weights), weights.items(), 6)
     assert not shared_files()

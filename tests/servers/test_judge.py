@@ -8,19 +8,19 @@ import pytest
 import yaml
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.rewards import servers
-from megatron_rl.rollout.rewards.grading import Grading, NoVerdict
-from megatron_rl.rollout.rewards.judge import ENDPOINT, Judge
-from megatron_rl.rollout.rewards.recipe import Recipe, ingredients
-from megatron_rl.rollout.rewards.servers import RemoteFailure
-from megatron_rl.rollout.rewards.service import RewardFailed, RewardService
-from megatron_rl.rollout.workflows import RLVRWorkflow
-from megatron_rl.rollout.workflows.scoring import RewardCall
+from megatron_rl.rewards import reward_servers
+from megatron_rl.rewards.grading import Grading, NoVerdict
+from megatron_rl.rewards.judge import ENDPOINT, Judge
+from megatron_rl.rewards.recipe import Recipe, ingredients
+from megatron_rl.rewards.reward_servers import RemoteFailure
+from megatron_rl.rewards.reward_service import RewardFailed, RewardService
 from megatron_rl.types import LLMResponse
+from megatron_rl.workflows import RLVRWorkflow
+from megatron_rl.workflows.scoring import RewardCall
 from tests.servers.run_tokens import TOKEN_FILE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-JUDGE = "megatron_rl.rollout.rewards.judge:Judge"
+JUDGE = "megatron_rl.rewards.judge:Judge"
 EMPTY = LLMResponse(input_tokens=[], output_tokens=[], output_logprobs=[], output_versions=[], stop_reason="stop")
 
 
@@ -126,7 +126,7 @@ def test_a_verdict_without_a_grade_is_asked_for_again_with_another_seed(scripted
 
 
 def test_another_server_grades_where_one_fails(scripted, monkeypatch):
-    monkeypatch.setattr(servers, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
     broken, odd, sound = scripted(), scripted(), scripted()
     broken.refusals[ENDPOINT] = (500, {"error": "out of memory"})
     odd.answers[ENDPOINT] = lambda body: {"choices": []}
@@ -138,7 +138,7 @@ def test_another_server_grades_where_one_fails(scripted, monkeypatch):
 
 
 def test_a_judge_that_hangs_is_known_for_it_before_the_rewards_deadline(scripted, monkeypatch):
-    monkeypatch.setattr(servers, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
     hung, sound = scripted(), scripted()
     hung.hangs, sound.answers[ENDPOINT] = True, says("<score>5</score>")
     args = {"urls": [hung.url, sound.url], "timeout_s": 0.3}
@@ -177,7 +177,7 @@ def test_a_real_servers_chat_is_asked_with_its_token(embedded_servers, monkeypat
 
     with pytest.raises(NoVerdict, match="in 2 attempts"):
         asyncio.run(ask(token_file=TOKEN_FILE))
-    monkeypatch.setattr(servers, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
     with pytest.raises(RemoteFailure, match="status 401"):
         asyncio.run(ask())
 
@@ -188,7 +188,7 @@ def test_a_recipes_judge_grades_beside_other_rewards_and_ends_with_the_engine(sc
     server.answers[ENDPOINT] = says("<score>10</score>", "<score>5</score>", "no idea")
     parts = [
         {"reward": JUDGE, "weight": 2.0, "args": {"urls": [server.url], "concurrent": 1}},
-        {"reward": "megatron_rl.rollout.rewards:length", "weight": -1.0, "args": {"most": 8}},
+        {"reward": "megatron_rl.rewards:length", "weight": -1.0, "args": {"most": 8}},
     ]
     judge, length = ingredients("rollout.recipe", parts, None)
     recipe = Recipe([judge, length], RewardService([length.task], workers=1))

@@ -14,9 +14,9 @@ import requests
 from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.rollout.occupancy import ALL_MEMORY
-from megatron_rl.rollout.server_client import CommandRefused
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.client import CommandRefused
+from megatron_rl.servers.server_memory import ALL_MEMORY
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.ipc import IPCPublisher
 from tests.servers.in_process import specs_of

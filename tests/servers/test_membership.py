@@ -8,7 +8,7 @@ from aiohttp import web
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.server_client import ServerError
+from megatron_rl.servers.client import ServerError
 from megatron_rl.types import LLMRequest
 from tests.servers.scripted_server import counting
 

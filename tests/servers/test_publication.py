@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.rollout import weight_updates
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers import weight_receiver
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights import publish
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
@@ -54,7 +54,7 @@ def test_a_server_that_dies_or_hangs_in_the_middle_costs_the_others_nothing(
 ):
     monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     monkeypatch.setattr(publish, "AFTERMATH_S", 1.0)
-    monkeypatch.setattr(weight_updates, "SIGN_OF_LIFE_S", 1.0)
+    monkeypatch.setattr(weight_receiver, "SIGN_OF_LIFE_S", 1.0)
     engine = connect(own_servers.urls)
     publisher = GroupPublisher(
         engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=60 if end == signal.SIGKILL else 3

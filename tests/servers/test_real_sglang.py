@@ -12,11 +12,11 @@ import requests
 from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.workflows import ReMaxWorkflow
 from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
-from megatron_rl.update_group import TensorSpec
 from megatron_rl.weights.publish import DiskPublisher
+from megatron_rl.weights.update_group import TensorSpec
+from megatron_rl.workflows import ReMaxWorkflow
 from tests.chrome_trace import parse_trace
 from tests.servers.reference import (
     interrupt,

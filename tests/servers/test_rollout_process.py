@@ -18,15 +18,15 @@ import torch
 
 from megatron_rl.api import NoServerLeft, WeightReceiver
 from megatron_rl.config import load_config
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.data.tokens import load_tokenizer
 from megatron_rl.rollout import journal_lock
 from megatron_rl.rollout import process as process_module
-from megatron_rl.rollout.books import Place
-from megatron_rl.rollout.configured import make_workflow
+from megatron_rl.rollout.factory import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
-from megatron_rl.rollout.prompts import PromptIterator
-from megatron_rl.rollout.sglang import RemoteSGLangEngine
-from megatron_rl.rollout.tally import metrics_of
-from megatron_rl.rollout.tokens import load_tokenizer
+from megatron_rl.rollout.resume_state import Place
+from megatron_rl.rollout.rollout_metrics import metrics_of
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from tests.servers.run_tokens import TOKEN_FILE
 
 pytestmark = pytest.mark.slow

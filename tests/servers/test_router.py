@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.launch.ports import free_port
-from megatron_rl.rollout.reply_check import Asked, check_reply
-from megatron_rl.rollout.router import Router
-from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.servers.reply_check import Asked, check_reply
+from megatron_rl.servers.router import Router
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights.publish import GroupPublisher
 from tests.servers.reference import reference_greedy, used_tokens
 from tests.servers.test_catch_up import post, specs_of

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.serving import server_process
-from megatron_rl.serving.server_process import SGLANG_CPU_PACKAGES
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers import server_process
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
-from megatron_rl.update_group import unpack_bucket
 from megatron_rl.weights.ipc import IPCPublisher
+from megatron_rl.weights.update_group import unpack_bucket
 from tests.servers.in_process import specs_of
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
 from tests.servers.run_tokens import TOKEN_FILE

@@ -15,9 +15,9 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.serving import supervisor as supervisor_module
-from megatron_rl.serving.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG
-from megatron_rl.serving.supervisor import Supervisor, is_healthy
+from megatron_rl.servers import supervisor as supervisor_module
+from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG
+from megatron_rl.servers.supervisor import Supervisor, is_healthy
 
 
 def is_alive(pid):
@@ -179,7 +179,7 @@ def test_servers_die_with_a_trainer_that_is_killed(tiny_model, tmp_path):
     script = (
         "import sys, time\n"
         "from megatron_rl.config import RolloutConfig\n"
-        "from megatron_rl.serving.supervisor import Supervisor\n"
+        "from megatron_rl.servers.supervisor import Supervisor\n"
         "supervisor = Supervisor(RolloutConfig(backend='embedded'), sys.argv[1], sys.argv[2])\n"
         "supervisor.start()\n"
         "print(supervisor._servers[0].process.pid, flush=True)\n"
@@ -223,7 +223,7 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
         threads_per_server=2,
     )
     command = " ".join(supervisor._launcher.sglang_command(1234))
-    started = f"-m megatron_rl.serving.sglang_launch --token-file {tmp_path}/token --model-path model"
+    started = f"-m megatron_rl.servers.sglang_launch --token-file {tmp_path}/token --model-path model"
     assert f"{started} --host 127.0.0.1 --port 1234" in command
     assert "--weight-version none" in command and "api-key" not in command
     assert "--device cpu" in command and "--load-format dummy" in command

@@ -7,7 +7,7 @@ from kills import has_ended, run_until_killed, served_by
 from training_runs import COUNT, ROOT, steps_of, train_forked
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.serving.supervisor import Supervisor
+from megatron_rl.servers.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 

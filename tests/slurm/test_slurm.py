@@ -74,7 +74,7 @@ def trained(cluster, tmp_path_factory):
     run = subprocess.Popen([*command, *settings], cwd=ROOT, env=cluster.environment, stdout=subprocess.PIPE, text=True)
     try:
         wait_for_step(cluster, folder, 5)
-        killed = processes_of(folder, "megatron_rl.serving.server")
+        killed = processes_of(folder, "megatron_rl.tools.embedded_server.server")
         for server in killed:
             server.kill()
         job, _ = run.communicate(timeout=240)
@@ -241,7 +241,7 @@ def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_thei
     path = f"{apptainer}:{cluster.environment['PATH']}"
     job = cluster.sbatch("joined", *ONE_NODE, GRPO, *settings, "--servers=0", PATH=path, **container)
     wait_for_step(cluster, folder, 0)
-    servers = processes_of(folder, "megatron_rl.serving.server")
+    servers = processes_of(folder, "megatron_rl.tools.embedded_server.server")
     assert sorted(server.environ()["CUDA_VISIBLE_DEVICES"] for server in servers) == ["0", "1"]
     cluster.wait_for_state(job, "joined", "COMPLETED")
     assert steps(folder) == [0, 1]

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rl.rollout.rewards.locked import TextFailed, evaluate
+from megatron_rl.rewards.locked import TextFailed, evaluate
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")
 

@@ -1,0 +1,202 @@
+"""Reward shaping: from what a workflow reported to what an estimator compares. All of it sees the whole step's batch.
+
+In this order: minus the overlong penalty, per written token, running normalisation, clip, minus the KL penalty.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algo.control import KLController
+from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
+from megatron_rl.algo.turns import turns_of
+from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
+from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
+from megatron_rl.types import TrajectoryBatch
+
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+class RunningMoments:
+    """Mean and standard deviation of every reward that the run has seen (Welford's, merged batch by batch)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+
+    @property
+    def std(self) -> float:
+        return sqrt(self.squares / self.count) if self.count else 0.0
+
+    def add(self, values: Tensor) -> None:
+        values = values.double()
+        count, mean = len(values), float(values.mean())
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+class RewardShaper:
+    """Sets `scores` `[B]` and `token_rewards` `[N]`, and remembers what its adaptive parts have learned.
+
+    Where the workflow reports the reward of a greedy reply, `greedy_score` `[B]` is what the same shaping makes of it;
+    a KL penalty is the sampled reply's alone.
+    """
+
+    def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
+        """longest_reply: in tokens, where the overlong penalty is whole."""
+        self.options, self.algo, self.longest_reply = options, algo, longest_reply
+        self.moments, self.kl = RunningMoments(), KLController(algo)
+        self.last: dict[str, float] = {}
+        """Metrics of the last batch."""
+
+    def __call__(self, batch: TrajectoryBatch) -> None:
+        """rewards: `[B]`, or `[N]` by token, of which the trained ones count. For a KL penalty `proximal_logprobs` and
+        `ref_logprobs` too."""
+        by_token = token_rewards(batch)
+        raw = sum_of_tokens(by_token, batch) if "rewards" in batch.tokens else batch["rewards"].double()
+        scores = self._shaped(raw, batch)
+        if "greedy_reward" in batch:
+            batch.sequences["greedy_score"] = self._of_greedy(batch)
+        by_token = by_token + at_the_end(scores - raw, batch)
+        self.last = {"reward/shaped": float(batch.means_of_samples(scores).mean())}
+        if self.algo.penalizes_reward:
+            penalty, kl = self._kl_penalty(batch)
+            by_token, scores = by_token - penalty, scores - sum_of_tokens(penalty, batch)
+            self.last |= {"reward/kl": kl, "reward/kl_coefficient": self.kl.coefficient}
+            self.kl.update(kl, len(batch))
+        batch.sequences["scores"] = scores
+        batch.tokens["token_rewards"] = by_token.float()
+
+    def _shaped(self, raw: Tensor, batch: TrajectoryBatch) -> Tensor:
+        scores = raw
+        if self._is_by_length:
+            total = sum_of_tokens(written_tokens(batch).long(), batch)
+            scores = self._by_length(raw, longest_replies(batch), total)
+        if self.options.running != "none":
+            self.moments.add(batch.means_of_samples(scores))
+        return self._scaled(scores)
+
+    @property
+    def _is_by_length(self) -> bool:
+        return self.options.overlong_buffer > 0 or self.options.per_token
+
+    def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
+        """Shape `greedy_reward` as the sampled replies' rewards, by the moments of those: `[B]`."""
+        scores = batch["greedy_reward"].double()
+        if not self._is_by_length:
+            return self._scaled(scores)
+        if "greedy_tokens" not in batch:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer = {self.options.overlong_buffer}, per_token = "
+                f"{self.options.per_token}: the trajectories carry {sorted(batch.sequences)} and no greedy_tokens, so "
+                f"the greedy reply's reward cannot be shaped by its length; have the workflow report them, as "
+                f"megatron_rl.workflows:ReMaxWorkflow does."
+            )
+        return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
+
+    def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
+        """longest: `[B]` tokens of each trajectory's longest reply; total: `[B]`, of all its replies."""
+        options = self.options
+        if options.overlong_buffer > 0:
+            over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
+            scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
+        return scores / total.clamp_min(1) if options.per_token else scores
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        options = self.options
+        if options.running != "none":
+            centered = scores - self.moments.mean if options.running == "mean_std" else scores
+            scores = centered / self.moments.std if self.moments.std > 0 else centered
+        return scores.clamp(-options.clip, options.clip) if options.clip > 0 else scores
+
+    def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
+        """Each trained token's penalty `[N]`, and the mean divergence, of the policy as it is before the updates."""
+        mask = batch["loss_mask"]
+        divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
+        divergence = divergence.masked_fill(~mask, 0.0)
+        mean = float(divergence.sum()) / max(int(mask.sum()), 1)
+        return self.kl.coefficient * divergence, mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments.load_state_dict(state["moments"])
+        self.kl.load_state_dict(state["kl"])
+
+
+def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
+    """Add a reward model's `[B]` scores to the workflow's rewards; `model_rewards` keeps them.
+
+    Where rewards are by token, a score is on the last trained one, and a trajectory without any gets none.
+    """
+    batch.sequences["model_rewards"] = scores
+    if "rewards" in batch.tokens:
+        batch.tokens["rewards"] = batch["rewards"] + at_the_end(coefficient * scores, batch)
+    else:
+        batch.sequences["rewards"] = batch["rewards"] + coefficient * scores
+
+
+def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return the batch without the greedy replies that a workflow has kept: trajectories whose `is_greedy` is 1.
+
+    Their rewards, a reward model's score included, are the `greedy_reward` `[B]` of the others of their groups.
+    """
+    if "is_greedy" not in batch:
+        return batch
+    is_greedy = batch["is_greedy"]
+    baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy * shares_of(batch.samples))
+    sampled = batch.select((is_greedy == 0).nonzero()[:, 0].tolist())
+    sampled.sequences["greedy_reward"] = baseline[is_greedy == 0]
+    del sampled.sequences["is_greedy"]
+    return sampled
+
+
+def token_rewards(batch: TrajectoryBatch) -> Tensor:
+    """`[N]` float64: the workflow's rewards by token, 0 where one is not trained, or each trajectory's on its last."""
+    if "rewards" in batch.tokens:
+        return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
+    return at_the_end(batch["rewards"].double(), batch)
+
+
+def written_tokens(batch: TrajectoryBatch) -> Tensor:
+    """`[N]` bool: what the model wrote. Of it the loss may leave out what is too old, or trained in another trajectory.
+
+    Only what was sampled has a version; a workflow that does not know it (from_padded) gives -1 for all.
+    """
+    return batch["loss_mask"] | (batch["versions"] >= 0)
+
+
+def longest_replies(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` int64: tokens of each trajectory's longest reply; generation.max_new_tokens bounds each one by itself."""
+    turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
+    lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))
+    trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
+    return torch.zeros(len(batch), dtype=torch.int64).scatter_reduce(0, trajectory, lengths, "amax")
+
+
+def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
+    """`[B]` -> `[N]`: each trajectory's value on its last trained token. One without any gets none."""
+    trained = batch["loss_mask"].nonzero()[:, 0]
+    sequence = batch.sequence_ids[trained]
+    is_last = torch.ones(len(trained), dtype=torch.bool)
+    is_last[:-1] = sequence[1:] != sequence[:-1]
+    result = torch.zeros(len(batch["loss_mask"]), dtype=values.dtype)
+    result[trained[is_last]] = values[sequence[is_last]]
+    return result
+
+
+def sum_of_tokens(values: Tensor, batch: TrajectoryBatch) -> Tensor:
+    """`[N]` -> `[B]`."""
+    return torch.zeros(len(batch), dtype=values.dtype).index_add_(0, batch.sequence_ids, values)

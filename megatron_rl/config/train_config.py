@@ -1,0 +1,208 @@
+"""The whole experiment: its sections, and what must hold between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_rl.config.algorithm_section import (
+    COMPARE_GROUP,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RewardShapingConfig,
+    SupervisedConfig,
+)
+from megatron_rl.config.data_section import DataConfig, EvalConfig, WarmStartConfig
+from megatron_rl.config.given import MAIN, GivenPath, name_of_main
+from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
+from megatron_rl.config.rules import as_part_of
+from megatron_rl.config.run_section import RunConfig, TelemetryConfig
+
+REMAX = "megatron_rl.workflows:ReMaxWorkflow"
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Passed to megatron.core's TransformerConfig by its own field names."""
+
+    def __post_init__(self) -> None:
+        self._trust_what_is_given()
+        batch, samples = self.batch, self.generation.n_samples
+        if self.supervised.answer and self.preference.loss:
+            raise ValueError(
+                f"supervised.answer = {self.supervised.answer!r}: preference.loss = {self.preference.loss!r} is set "
+                f"too, and a run learns from answers or from pairs of replies; leave one of them out."
+            )
+        if self.data.max_tokens > 0 and not self.learns_from_data:
+            raise ValueError(
+                f"data.max_tokens = {self.data.max_tokens}: counts the tokens of replies too, and the prompts of RL "
+                f"bring none; set data.max_prompt_tokens, or leave it out."
+            )
+        if batch.prompts_per_step * samples < batch.updates_per_step:
+            raise ValueError(
+                f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
+                f"generation.n_samples = "
+                f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
+            )
+        if self.algo.advantage in COMPARE_GROUP and samples < 2 and not self.learns_from_data:
+            raise ValueError(
+                f"generation.n_samples = {samples}: algo.advantage = {self.algo.advantage} compares the replies of one "
+                f"prompt and needs 2 or more; raise it, or set algo.advantage=reinforce."
+            )
+        if self.has_critic and self.algo.advantage_args:
+            raise ValueError(
+                f"algo.advantage_args = {self.algo.advantage_args}: gae's options are critic.discount, "
+                f"critic.trace_decay and critic.level; set them there."
+            )
+        if self.reward_shaping.overlong_buffer > self.generation.max_new_tokens:
+            raise ValueError(
+                f"reward_shaping.overlong_buffer = {self.reward_shaping.overlong_buffer}: every reply of "
+                f"generation.max_new_tokens = {self.generation.max_new_tokens} would be overlong; lower it."
+            )
+        if self.rollout.max_uniform_resamples > 0 and samples < 2:
+            raise ValueError(
+                f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
+                f"every group is uniform; raise it, or leave the key out."
+            )
+        if self.rollout.journal_replies and self.run.checkpoint_every_steps == 0:
+            raise ValueError(
+                "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
+                "journal; set that, or leave the key out."
+            )
+        hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
+        if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
+            raise ValueError(
+                f"reward_model.path = {self.reward_model.path!r}: scores trajectories, and the greedy reply that "
+                f"algo.advantage = remax compares them with is not one of them; set "
+                f"rollout.workflow_args.keep_greedy=true."
+            )
+        if self.critic.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
+                f"run.steps = {self.run.steps}; lower it."
+            )
+        updates = (self.run.steps - self.critic.warmup_steps) * batch.updates_per_step
+        if updates < self.optimizer.warmup_updates:
+            raise ValueError(
+                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
+                f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
+            )
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
+                f"algo.advantage=gae, or leave the section out."
+            )
+
+    def _trust_what_is_given(self) -> None:
+        """Have the modules of functions that code gave in run.import_from: who runs them trusts them."""
+        allowed = [name_of_main("run.import_from", MAIN) if it == MAIN else it for it in self.run.import_from]
+        for path in (self.rollout.reward, *(part.get("reward") for part in self.rollout.recipe)):
+            module = path.partition(":")[0] if isinstance(path, GivenPath) else ""
+            if module and module.partition(".")[0] != "megatron_rl" and module not in allowed:
+                allowed.append(module)
+        if allowed != list(self.run.import_from):
+            self.run = dataclasses.replace(self.run, import_from=allowed)
+        recipe = [{**part, "reward": str(part["reward"])} if "reward" in part else part for part in self.rollout.recipe]
+        self.rollout = dataclasses.replace(self.rollout, reward=str(self.rollout.reward), recipe=recipe)
+
+    @property
+    def evaluation_generation(self) -> GenerationConfig:
+        """How replies to held-out prompts are sampled."""
+        if self.eval.temperature == 0:
+            return self.generation.new(greedy=True, n_samples=1)
+        options = {"temperature": self.eval.temperature, "top_p": self.eval.top_p, "top_k": -1}
+        return self.generation.new(greedy=False, n_samples=self.eval.samples_per_prompt, **options)
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether a run starts rollout servers itself; what learns from data needs none."""
+        return self.rollout.starts_servers and not self.learns_from_data
+
+    @property
+    def learns_from_data(self) -> bool:
+        """Whether the rows of data.train bring what is learned, answers or pairs of replies; else it is RL."""
+        return bool(self.supervised.answer or self.preference.loss)
+
+    @property
+    def chosen_data(self) -> str:
+        """The setting by which a run learns from data, as messages name it."""
+        if self.supervised.answer:
+            return f"supervised.answer = {self.supervised.answer!r}"
+        return f"preference.loss = {self.preference.loss!r}"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algo.advantage == "gae"
+
+    @property
+    def advantage_args(self) -> dict[str, Any]:
+        """The estimator's options, wherever they are set."""
+        if not self.has_critic:
+            return self.algo.advantage_args
+        names = ("discount", "trace_decay", "level")
+        return {name: getattr(self.critic, name) for name in names}
+
+    @property
+    def critic_engine(self) -> EngineConfig:
+        """The critic's engine: the policy's options but for model, layout and optimizer."""
+        critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
+        model = own if critic.model else self.model
+        return dataclasses.replace(self.actor, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
+
+    @property
+    def reward_engine(self) -> EngineConfig:
+        model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
+        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError where a layout does not divide the number of processes."""
+        self.parallel.check_world_size(world_size)
+        if self.has_critic:
+            with as_part_of("critic.parallel"):
+                self.critic.parallel.check_world_size(world_size)
+        if self.reward_model.path:
+            with as_part_of("reward_model.parallel"):
+                self.reward_model.parallel.check_world_size(world_size)
+
+    @property
+    def actor(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            parallel=self.parallel,
+            optimizer=self.optimizer,
+            tokens_per_microbatch=self.batch.tokens_per_microbatch,
+            allow_longer_sequences=self.batch.allow_longer_sequences,
+            share_prompts=self.batch.share_prompts,
+            seed=self.run.seed,
+            publication=self.rollout.publication,
+            publication_folder=f"{self.run.folder}/published",
+        )
+
+    def to_yaml(self) -> str:
+        return OmegaConf.to_yaml(OmegaConf.structured(self))

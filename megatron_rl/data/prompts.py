@@ -1,0 +1,243 @@
+"""Where prompts come from, and resumable iteration over them.
+
+A prompt is a dict with exactly one of `input_ids` (token ids), `prompt` (text, tokenised as it is) and `messages` (for
+the chat template), usually `answer` (str; what rewards compare with and the warm start trains on), and whatever else
+its workflow or reward wants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from megatron_rl.config import MIXTURE, TrainConfig
+from megatron_rl.config.data_section import BLOCK
+from megatron_rl.config.import_path import resolve
+from megatron_rl.data.data_files import holds_rows, is_file, read_rows
+
+FORMS = ("input_ids", "prompt", "messages")
+RESERVED = ("prompt_index", "epoch")
+
+
+def load_prompts(
+    source: str, args: dict[str, Any] | None = None, *, key: str, import_from: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the prompts of a data set (data_files.py), of a function `package.module:name` given `args`, or a mixture.
+
+    A data set takes no argument but `split`. `mixture` takes for each of its parts, by a name of its own, `source`,
+    `args` and `weight`; each prompt has the part's name as `source`. `key` is the config key that `source` came from
+    (`data.train`); errors name it. `import_from` is the config's run.import_from. Raises ValueError.
+    """
+    args = args or {}
+    if source == MIXTURE:
+        return load_mixture(args, key=key, import_from=import_from)
+    if holds_rows(source):
+        taken = () if is_file(source) else ("split",)
+        if others := {name: value for name, value in args.items() if name not in taken}:
+            takes = "a folder or hub name, which takes split alone" if taken else "a file, which takes no arguments"
+            raise ValueError(f"{key}_args = {others}: {key} = {source!r} is {takes}; remove them.")
+        prompts = read_rows(source, key=key, split=args.get("split", ""))
+    else:
+        prompts = call_source(source, args, key, import_from)
+    if not prompts:
+        raise ValueError(f"{key} = {source!r}: holds no prompts; give a source with at least one.")
+    for number, prompt in enumerate(prompts, start=1):
+        check_prompt(prompt, f"{key} = {source!r}, prompt {number}")
+    return prompts
+
+
+def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the prompts of data.evaluation, as `held_out`, and of eval.sets, in this order; none may be named."""
+    allowed, found = config.run.import_from, {}
+    if config.data.evaluation:
+        source, args = config.data.evaluation, config.data.evaluation_args
+        found["held_out"] = load_prompts(source, args, key="data.evaluation", import_from=allowed)
+    for name, part in config.eval.sets.items():
+        args = dict(part.get("args", {}))
+        found[name] = load_prompts(part["source"], args, key=f"eval.sets.{name}.source", import_from=allowed)
+    return found
+
+
+def load_mixture(parts: dict[str, Any], *, key: str, import_from: Sequence[str]) -> list[dict[str, Any]]:
+    prompts = []
+    for name, part in parts.items():
+        if not isinstance(part, Mapping) or not isinstance(part.get("source"), str):
+            raise ValueError(f"{key}_args.{name} = {part!r}: must have source, and may have args and weight.")
+        if part["source"] == MIXTURE:
+            raise ValueError(f"{key}_args.{name}: is a mixture in a mixture; name its parts here.")
+        args = dict(part.get("args", {}))
+        for prompt in load_prompts(part["source"], args, key=f"{key}_args.{name}.source", import_from=import_from):
+            if "source" in prompt:
+                raise ValueError(f"{key}_args.{name}: its prompts have 'source', which the mixture writes; rename it.")
+            prompts.append(prompt | {"source": name})
+    return prompts
+
+
+def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequence[str]) -> list[dict[str, Any]]:
+    function = resolve(source, key=key, kind="data", import_from=import_from)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key} = {source!r}: {error}; name a Python function that returns a list of dicts."
+        ) from error
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise ValueError(f"{key}_args = {args}: {error}; the signature is {source}{signature}.") from error
+    prompts = function(**args)
+    if not isinstance(prompts, list):
+        raise ValueError(f"{key} = {source!r}: returned {type(prompts).__name__}; must return a list of dicts.")
+    return prompts
+
+
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise ValueError unless `prompt` is a dict with exactly one non-empty form."""
+    if not isinstance(prompt, dict):
+        raise ValueError(f"{where}: is {type(prompt).__name__}; must be an object with one of {', '.join(FORMS)}.")
+    forms = [form for form in FORMS if form in prompt]
+    if len(forms) != 1:
+        found = " and ".join(forms) or f"only {', '.join(map(str, prompt)) or 'nothing'}"
+        raise ValueError(f"{where}: has {found}; must have exactly one of {', '.join(FORMS)}.")
+    if not prompt[forms[0]]:
+        raise ValueError(f"{where}: {forms[0]} is empty; a server needs at least one token to continue.")
+    for name in RESERVED:
+        if name in prompt:
+            raise ValueError(f"{where}: has {name!r}, which the iterator writes; rename it.")
+
+
+class PromptIterator(Iterator[dict[str, Any]]):
+    """Endless prompts, each epoch in an order of its own drawn from (seed, epoch).
+
+    Yields copies with `prompt_index` (the prompt's number in the source) and `epoch` (from 0). Its state is a few
+    numbers and the prompts' digest; a resumed run continues with the prompt that comes next. With `weights`, by the
+    prompts' `source`, each source has epochs of its own, and its share of every BLOCK prompts, in an order drawn from
+    (seed, block).
+    """
+
+    def __init__(
+        self,
+        prompts: list[dict[str, Any]],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if not prompts:
+            raise ValueError("prompts = []: an endless iterator needs at least one prompt.")
+        self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
+        self.weights = dict(weights or {})
+        self.number = 0
+        """Prompts that were taken: the place, in the endless order, of the one that comes next."""
+        self._members: dict[str, list[int]] = {name: [] for name in self.weights}
+        for index, prompt in enumerate(prompts):
+            self._members.setdefault(prompt["source"] if self.weights else "", []).append(index)
+        for name, members in self._members.items():
+            if not members:
+                raise ValueError(f"prompts of {name!r}: none is left for its share of the mixture; leave it out.")
+        self._shares = shares(self.weights, BLOCK) if self.weights else {}
+        self._block = -1, [("", 0)]
+        self._orders = {name: (0, self._order_of(name, 0)) for name in self._members}
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self.prompts)
+
+    def __next__(self) -> dict[str, Any]:
+        self.number += 1
+        return self.at(self.number - 1)
+
+    def skip(self, count: int) -> int:
+        """Leave out the next `count` prompts, and return the place of the first of them."""
+        self.number += count
+        return self.number - count
+
+    def at(self, number: int) -> dict[str, Any]:
+        """Return the prompt at a place of the endless order; the iteration stays where it is."""
+        source, place = self._source_at(number)
+        epoch, position = divmod(place, len(self._members[source]))
+        if epoch != self._orders[source][0]:
+            self._orders[source] = epoch, self._order_of(source, epoch)
+        index = self._orders[source][1][position]
+        return self.prompts[index] | {"prompt_index": index, "epoch": epoch}
+
+    def next_batch(self, count: int) -> list[dict[str, Any]]:
+        """Return the next `count` prompts, over the end of an epoch where needed."""
+        return [next(self) for _ in range(count)]
+
+    @cached_property
+    def digest(self) -> str:
+        """What these prompts are told by from others, in any process: a second for 100,000 of them."""
+        return digest_of_all(self.prompts)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"number": self.number, "count": len(self.prompts), "seed": self.seed, "shuffle": self.shuffle}
+        state["digest"] = self.digest
+        return state | ({"weights": self.weights} if self.weights else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; ValueError for the state of other prompts or another order."""
+        mine = {"weights": {}} | self.state_dict()
+        state = {"weights": {}} | state  # which a run without a mixture does not have
+        for name in ("count", "seed", "shuffle", "weights"):
+            if state[name] != mine[name]:
+                raise ValueError(
+                    f"prompts: the saved iterator has {name} = {state[name]}, this run {mine[name]}; "
+                    "resume with the same data, run.seed and data.shuffle, or start a new run."
+                )
+        if state.get("digest") != self.digest:
+            raise ValueError(
+                f"data.train: its {len(self.prompts)} prompts have the digest {self.digest!r}, and those of the saved "
+                f"iterator {state.get('digest')!r}: they are others, in another order, or saved by an older version. "
+                f"Resume with the data as they were, from a file where a function gives other prompts in each process, "
+                f"or start a new run."
+            )
+        self.number = int(state["number"])
+
+    def _source_at(self, number: int) -> tuple[str, int]:
+        """Return the source of the prompt at a place, and its place in that source's own endless order."""
+        if not self.weights:
+            return "", number
+        block, position = divmod(number, BLOCK)
+        if block != self._block[0]:
+            names = [name for name, share in self._shares.items() for _ in range(share)]
+            random.Random(f"{self.seed} mixture {block}").shuffle(names)
+            next_of = {name: block * share for name, share in self._shares.items()}
+            places = []
+            for name in names:
+                places.append((name, next_of[name]))
+                next_of[name] += 1
+            self._block = block, places
+        return self._block[1][position]
+
+    def _order_of(self, source: str, epoch: int) -> list[int]:
+        order = list(self._members[source])
+        if self.shuffle:
+            random.Random(f"{self.seed} {source} {epoch}" if source else f"{self.seed} {epoch}").shuffle(order)
+        return order
+
+
+def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
+    """Sum up the prompts and their order. Of a value that JSON lacks its type alone counts.
+
+    The text of a set or an object may be another in each process; keys that JSON lacks are left out.
+    """
+    encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
+    whole = hashlib.sha256()
+    for prompt in prompts:
+        whole.update(encode(prompt).encode() + b"\n")
+    return whole.hexdigest()[:32]
+
+
+def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
+    """Split `total` by weight, rounded so that the parts' sum is `total` (largest remainders)."""
+    exact = {name: weight * total / sum(weights.values()) for name, weight in weights.items()}
+    rounded = {name: int(share) for name, share in exact.items()}
+    for name in sorted(exact, key=lambda name: rounded[name] - exact[name])[: total - sum(rounded.values())]:
+        rounded[name] += 1
+    return rounded

@@ -1,0 +1,213 @@
+"""Prompts (prompts.py) whose rows bring replies as text, answers or pairs, and as training takes them.
+
+A reply follows its prompt as a model's own would, and ends with the end-of-sequence token.
+
+Every rank holds the texts of all rows, as it does of prompts, and the tokens of those that it is at work on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import DataConfig, TrainConfig
+from megatron_rl.data.prompts import load_held_out
+from megatron_rl.data.tokens import at_most, reply_ids, training_rows
+from megatron_rl.types import TrajectoryBatch
+from megatron_rl.workflows.scoring import prompt_ids
+
+Row = dict[str, Any]
+Encoded = tuple[list[int], ...]
+"""Token ids of a prompt, and of each of its replies."""
+PAIR = ("chosen", "rejected")
+DIALOGUE = "messages"
+"""The form of a prompt whose last message can be the answer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, its number in the data set from 1, and its tokens: the prompt's, and with the longest reply."""
+
+    number: int
+    row: Row
+    prompt_tokens: int
+    tokens: int
+
+
+class ReplyRows(ABC):
+    """Rows that have been found to be what their kind asks for; they are tokenised when they are asked for."""
+
+    WORD: ClassVar[str]
+    """What messages call a row."""
+
+    def __init__(
+        self,
+        key: str,
+        rows: list[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context: int,
+        limits: DataConfig | None = None,
+    ) -> None:
+        """ValueError names the first row that is not as it has to be, or does not fit into `context` tokens.
+
+        limits: leave out rows that are longer than it says.
+        """
+        self.tokenizer = tokenizer
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no end-of-sequence token, with which "
+                f"replies end; set eos_token in tokenizer_config.json."
+            )
+        kept = []
+        for number, row in enumerate(rows, start=1):
+            self._check(row, f"{key}, {self.WORD} {number}")
+            prompt, *replies = self._encode(row)
+            kept.append(Measured(number, row, len(prompt), len(prompt) + max(map(len, replies))))
+        if limits is not None:
+            kept = at_most(limits.max_prompt_tokens, "data.max_prompt_tokens", kept, lambda one: one.prompt_tokens)
+            kept = at_most(limits.max_tokens, "data.max_tokens", kept, lambda one: one.tokens)
+        for one in kept:
+            if one.tokens > context:
+                raise ValueError(
+                    f"{key}, {self.WORD} {one.number}: has {one.tokens} tokens, more than the model's context of "
+                    f"{context}; shorten it or leave it out{' (data.max_tokens does)' if limits is not None else ''}."
+                )
+        self.rows = [one.row for one in kept]
+        self.left_out = len(rows) - len(kept)
+
+    def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
+        """Return the replies of these rows, counted from 0; of one that is named twice they are there twice."""
+        return join_replies(self._encoded(numbers))
+
+    def _encoded(self, numbers: Iterable[int]) -> list[Encoded]:
+        return [self._encode(self.rows[number]) for number in numbers]
+
+    @abstractmethod
+    def _check(self, row: Row, where: str) -> None:
+        """Raise ValueError, which says where the row is, unless it has its replies."""
+
+    @abstractmethod
+    def _encode(self, row: Row) -> Encoded:
+        """Tokenise a row that was checked."""
+
+
+class PairRows(ReplyRows):
+    """Prompts with the replies `chosen` and `rejected`."""
+
+    WORD = "pair"
+
+    def _check(self, row: Row, where: str) -> None:
+        for name in PAIR:
+            if not is_text(row.get(name)):
+                raise ValueError(
+                    f"{where}: {name} = {row.get(name)!r}: must be the text of a reply; give every prompt a chosen and "
+                    f"a rejected one, of a dialogue the last message's content."
+                )
+        if row["chosen"] == row["rejected"]:
+            raise ValueError(f"{where}: chosen and rejected are the same reply, {row['chosen']!r}; leave the row out.")
+
+    def _encode(self, row: Row) -> Encoded:
+        return prompt_ids(self.tokenizer, row), *(reply_ids(self.tokenizer, row[name]) for name in PAIR)
+
+    def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
+        return join_pairs(self._encoded(numbers))
+
+
+class AnswerRows(ReplyRows):
+    """Prompts with an answer: the text, or the number, in a column, or a dialogue's last message."""
+
+    WORD = "row"
+
+    def __init__(
+        self,
+        key: str,
+        rows: list[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        column: str,
+        setting: str,
+        context: int,
+        limits: DataConfig | None = None,
+    ) -> None:
+        """column: where the answer is, or DIALOGUE. setting: what asks for it, as messages name it."""
+        self.column, self.setting = column, setting
+        super().__init__(key, rows, tokenizer, context=context, limits=limits)
+
+    def _check(self, row: Row, where: str) -> None:
+        if self.column == DIALOGUE:
+            self._check_dialogue(row.get(DIALOGUE), where)
+        elif not is_text(self._answer(row)):
+            raise ValueError(
+                f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
+                f"{self.setting} trains; give every row one."
+            )
+
+    def _check_dialogue(self, messages: Any, where: str) -> None:
+        found = messages if isinstance(messages, list) else []
+        last = found[-1] if found else None
+        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and is_text(last.get("content"))
+        if not is_answer or len(found) < 2:
+            raise ValueError(
+                f"{where}: the last of {len(found)} messages is {last!r}: must be an assistant's with text as its "
+                f"content, behind the prompt's, with {self.setting}; end the dialogue with the answer, or name the "
+                f"column that has it."
+            )
+
+    def _encode(self, row: Row) -> Encoded:
+        if self.column == DIALOGUE:
+            *before, last = row[DIALOGUE]
+            return prompt_ids(self.tokenizer, row | {DIALOGUE: before}), reply_ids(self.tokenizer, last["content"])
+        return prompt_ids(self.tokenizer, row), reply_ids(self.tokenizer, self._answer(row))
+
+    def _answer(self, row: Row) -> Any:
+        """The column's text; a number as rewards compare with it."""
+        found = row.get(self.column)
+        return str(found) if isinstance(found, int | float) else found
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def load_replies(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int
+) -> tuple[ReplyRows, dict[str, TrajectoryBatch]]:
+    """Return the rows of data.train that an experiment learns from, and the held-out ones of each set.
+
+    These are batches, as they are evaluated. ValueError for a row that has no replies, or whose longest does not fit
+    into `context` tokens behind the prompt.
+    """
+
+    def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
+        if not config.supervised.answer:
+            return PairRows(key, rows, tokenizer, context=context, limits=limits)
+        asked = {"column": config.supervised.answer, "setting": config.chosen_data}
+        return AnswerRows(key, rows, tokenizer, **asked, context=context, limits=limits)
+
+    train, held_out = rows_of("data.train", training_rows(config), config.data), load_held_out(config)
+    return train, {name: rows_of(f"evaluation {name}", own).batch(range(len(own))) for name, own in held_out.items()}
+
+
+def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
+    """Return the replies of all rows, one row's side by side; they are trained. `group` is the row's number."""
+    sequences = [(prompt, reply) for prompt, *replies in rows for reply in replies]
+    lengths = torch.tensor([0] + [len(prompt) + len(reply) for prompt, reply in sequences])
+    tokens = {
+        "input_ids": torch.tensor([token for prompt, reply in sequences for token in (*prompt, *reply)]),
+        "loss_mask": torch.tensor([own for p, r in sequences for own in [False] * len(p) + [True] * len(r)]),
+    }
+    group = torch.tensor([number for number, (_, *replies) in enumerate(rows) for _ in replies])
+    return TrajectoryBatch(tokens, {"group": group}, lengths.cumsum(0))
+
+
+def join_pairs(rows: list[Encoded]) -> TrajectoryBatch:
+    """The same of pairs: of pair n the chosen reply is sequence 2 n and the rejected one follows; `pair` is n."""
+    batch = join_replies(rows)
+    batch.sequences["pair"] = batch["group"]
+    return batch

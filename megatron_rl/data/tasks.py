@@ -1,0 +1,112 @@
+"""Built-in prompt sources: small tasks that need no download. Each returns a list of prompts with an `answer`.
+
+`split` is `train` or `held_out`. The held-out problems are the same for every seed, so no training run has seen them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+SPLITS = ("train", "held_out")
+ADDITION_EXAMPLES = ((2, 3), (8, 1))
+TAG_INSTRUCTION = "Give the final answer, and nothing else, between <answer> and </answer>."
+NUMBER_INSTRUCTION = "End your reply with the final answer as a number."
+
+
+def addition(split: str = "train", seed: int = 0, count: int | None = None, held_out: int = 32) -> list[dict[str, Any]]:
+    """Sums of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`. 98 problems in all."""
+    pairs = [(x, y) for x in range(10) for y in range(10) if (x, y) not in ADDITION_EXAMPLES]
+    examples = "".join(f"{x}+{y}={x + y}\n" for x, y in ADDITION_EXAMPLES)
+    chosen = (pairs[i] for i in choose("addition", len(pairs), split, seed, count, held_out))
+    return [{"prompt": f"{examples}{x}+{y}=", "answer": str(x + y)} for x, y in chosen]
+
+
+def count_ones(
+    split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
+) -> list[dict[str, Any]]:
+    """How many ones a string of 2 to 60 binary digits has: `01101001?` -> `4`."""
+    if not 2 <= digits <= 60:
+        raise ValueError(f"digits = {digits}: must be in [2, 60]; 8 is what a tiny model learns in a minute.")
+    chosen = choose("count_ones", 2**digits, split, seed, count, held_out)
+    return [{"prompt": f"{number:0{digits}b}?", "answer": str(number.bit_count())} for number in chosen]
+
+
+def count_ones_pairs(
+    split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
+) -> list[dict[str, Any]]:
+    """The same as pairs of replies: the right count was preferred to a wrong one from 0 to `digits`."""
+    pairs, draw = [], random.Random(f"count_ones_pairs {split} {seed}")
+    for problem in count_ones(split, seed, count, digits, held_out):
+        wrong = draw.choice([str(n) for n in range(digits + 1) if str(n) != problem["answer"]])
+        pairs.append({"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong})
+    return pairs
+
+
+def sort_digits(
+    split: str = "train", seed: int = 0, count: int | None = None, digits: int = 5, held_out: int = 500
+) -> list[dict[str, Any]]:
+    """2 to 18 digits in rising order: `52731>` -> `12357`."""
+    if not 2 <= digits <= 18:
+        raise ValueError(f"digits = {digits}: must be in [2, 18]; 5 is what a tiny model learns in a minute.")
+    strings = (f"{number:0{digits}d}" for number in choose("sort_digits", 10**digits, split, seed, count, held_out))
+    return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in strings]
+
+
+def copy_letters(
+    split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
+) -> list[dict[str, Any]]:
+    """2 to 8 of the letters a to h as they are: `bdh>` -> `bdh`."""
+    if not 2 <= letters <= 8:
+        raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
+    chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
+    texts = ["".join("abcdefgh"[number >> 3 * place & 7] for place in range(letters)) for number in chosen]
+    return [{"prompt": f"{text}>", "answer": text} for text in texts]
+
+
+def reasoning_gym(
+    name: str, seed: int = 0, count: int = 1000, messages: bool = True, answer_in: str = "tags", **config: Any
+) -> list[dict[str, Any]]:
+    """A data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
+
+    `answer_in` is `tags` (<answer>..</answer>) or `last_number`: what the prompt asks for, so that a reward can find
+    the answer. Give training and evaluation different seeds. The package's own scorers, some of which evaluate the
+    model's text as code, are behind the reward megatron_rl.rewards.procedural:reasoning_gym.
+    """
+    instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
+    if answer_in not in instructions:
+        raise ValueError(f"answer_in = {answer_in!r}: must be one of {', '.join(instructions)}.")
+    try:
+        from reasoning_gym import create_dataset
+    except ImportError as error:
+        raise RuntimeError("reasoning-gym is not installed; run pip install 'megatron-rl[tasks]'.") from error
+    try:
+        items = create_dataset(name, size=count, seed=seed, **config)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning_gym name = {name!r} with {config}: {error}.") from error
+    prompts = []
+    for item in items:
+        text = f"{item['question']}\n{instructions[answer_in]}"
+        form = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": f"{text}\n"}
+        known = {"question": item["question"], "metadata": item["metadata"]}  # what the package's scorer asks for
+        prompts.append(form | {"answer": item["answer"], "task": name} | known)
+    return prompts
+
+
+def choose(task: str, total: int, split: str, seed: int, count: int | None, held_out: int) -> list[int]:
+    """Choose `count` (None: all) of `total` numbered problems without repetition, from the train or held-out part."""
+    if split not in SPLITS:
+        raise ValueError(f"split = {split!r}: must be one of {', '.join(SPLITS)}.")
+    if not 1 <= held_out < total:
+        raise ValueError(f"held_out = {held_out}: {task} has {total} problems; keep at least 1 and fewer than all.")
+    reserved = random.Random(f"{task} held out").sample(range(total), held_out)
+    size = held_out if split == "held_out" else total - held_out
+    wanted = size if count is None else count
+    if not 1 <= wanted <= size:
+        raise ValueError(f"count = {count}: the {split} part of {task} has {size} problems; ask for 1 to {size}.")
+    draw = random.Random(f"{task} {split} {seed}")
+    if split == "held_out":
+        return draw.sample(sorted(reserved), wanted)
+    # held_out more than wanted, so that enough is left whichever of them are reserved.
+    taken = set(reserved)
+    return [number for number in draw.sample(range(total), wanted + held_out) if number not in taken][:wanted]

@@ -1,0 +1,126 @@
+"""Notices that a run is about to be ended: SIGTERM, SIGUSR1 (what schedulers send ahead of pre-emption) and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.launch import process_exit
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_STOPPED = 75
+"""Exit code of a run that stopped on a notice and can be resumed: EX_TEMPFAIL, "try again later"."""
+EXIT_INTERRUPTED = 130
+"""Exit code of a run that its user ended by Ctrl-C, saved or not: nobody is to start it again by itself."""
+FINISH_ON_TERM_S = 5.0
+"""Schedulers send SIGKILL half a minute after SIGTERM, which must be enough to save in."""
+SAME_CTRL_C_S = 0.5
+"""A terminal sends Ctrl-C to every process of a run, and its launcher passes it on: both are one."""
+
+
+class StopNotice:
+    """Hears the signals in a thread of its own, so also while the main thread waits for other ranks.
+
+    From a notice on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after
+    SIGTERM and Ctrl-C within FINISH_ON_TERM_S; when they are over the process is ended. Not after Ctrl-C: there the
+    user is, whose second one ends the process at once.
+    """
+
+    def __init__(
+        self, grace_s: float, *, on_half_time: Callable[[], None], says_so: bool = True, saves: bool = True
+    ) -> None:
+        """saves: the run makes a checkpoint of where it stops; what is said to the user depends on that alone."""
+        self.grace_s, self.on_half_time, self.says_so, self.saves = grace_s, on_half_time, says_so, saves
+        self.signal_name = ""
+        """The first signal that came, empty before."""
+        self._came, self._closed = threading.Event(), threading.Event()
+        self._handlers: dict[int, Any] = {}
+        self._heard_at = 0.0
+
+    def listen(self, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
+        """Begin to hear, instead of dying of the signals. The process's main thread calls it, and `close`.
+
+        Again for further ones.
+        """
+        if not self._handlers:
+            self._ear, self._mouth = socket.socketpair()
+            self._mouth.setblocking(False)
+            # Python's own handlers run between the main thread's instructions, so not while it is inside a collective.
+            self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            process_exit.start_thread(self._hear, name="stop-notice")
+        self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them. Harmless without `listen`, or twice.
+
+        After a notice they are ignored: schedulers send another, and the process only has to end. Ctrl-C ends it.
+        """
+        self._closed.set()
+        if self._handlers:
+            for number, handler in self._handlers.items():
+                if self._came.is_set():
+                    handler = signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN
+                signal.signal(number, handler)
+            self._handlers = {}
+            signal.set_wakeup_fd(self._wakeup)
+            self._mouth.close()
+
+    def came(self, *, within_s: float = 0.0) -> bool:
+        """True if there was a notice, or is one within some seconds."""
+        return self._came.wait(within_s)
+
+    def _hear(self) -> None:
+        while (number := self._next(None)) is not None and number not in (signal.SIGINT, *SIGNALS):
+            pass
+        if number is None:
+            return
+        self._heard_at = time.monotonic()
+        self.signal_name = signal.Signals(number).name
+        self._came.set()
+        half_time_s = self.grace_s / 2
+        if number != signal.SIGUSR1:
+            half_time_s = min(half_time_s, FINISH_ON_TERM_S)
+        if number == signal.SIGINT and self.says_so:
+            what = "saves a checkpoint" if self.saves else "writes its report; it has no checkpoint to resume from"
+            words = f"the run stops behind its step, or leaves its rollouts in {half_time_s:g} s, and {what}"
+            print(f"megatron_rl: Ctrl-C: {words}. Ctrl-C again ends it at once.", file=sys.stderr, flush=True)
+        if self._ends_within(half_time_s):
+            return
+        self.on_half_time()
+        if self._ends_within(None if number == signal.SIGINT else self.grace_s):
+            return
+        process_exit.stop(
+            f"{self.signal_name}: no checkpoint within run.grace_s = {self.grace_s:g} s; the run resumes from the one "
+            f"before. Raise it if the scheduler gives more time."
+            if self.says_so
+            else ""
+        )
+
+    def _ends_within(self, seconds: float | None) -> bool:
+        """Wait until so long after the notice, or for ever: True once this is closed. Ctrl-C ends the process."""
+        while True:
+            left_s = None if seconds is None else self._heard_at + seconds - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return self._closed.is_set()
+            try:
+                number = self._next(left_s)
+            except TimeoutError:
+                return self._closed.is_set()
+            if number is None:
+                return True
+            if number == signal.SIGINT and time.monotonic() - self._heard_at > SAME_CTRL_C_S:
+                words = (
+                    "Ctrl-C once more: ended at once, with nothing saved since the last checkpoint, if there is one."
+                )
+                process_exit.stop(words if self.says_so else "", code=EXIT_INTERRUPTED)
+
+    def _next(self, timeout_s: float | None) -> int | None:
+        """The next signal; None where this is closed, TimeoutError where none came."""
+        self._ear.settimeout(timeout_s)
+        number = self._ear.recv(1)
+        return number[0] if number else None

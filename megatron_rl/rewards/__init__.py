@@ -1,0 +1,125 @@
+"""Built-in reward functions: `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+
+`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. None of those here
+evaluates the model's text as code, and each takes time in proportion to its length. Those that do run it are in
+`code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`).
+
+A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker.py` is what they run,
+`recipe.py` adds several up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from decimal import Decimal
+from typing import Any
+
+NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u2260|!=|\\neq?)\s*\$?)[-+\u2212]?\s*$")
+"""Before a number: what makes it a divisor, an exponent or what is denied."""
+BEGIN, END = "<answer>", "</answer>"
+BOXED = "\\boxed{"
+BRACKET = re.compile(r"\\boxed\{|[{}]")
+
+
+def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """1 if the reply's first line that is not blank is the answer, white space around both aside; else 0.
+
+    Only that line counts because a model without a stop token goes on after it (`12\\n3+4=7`). An answer of several
+    lines is compared with as many lines.
+    """
+    answer = gold(data).strip()
+    lines = completions.strip().splitlines()[: len(answer.splitlines())]
+    return float([line.strip() for line in lines] == [line.strip() for line in answer.splitlines()])
+
+
+def last_number(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
+
+    A reply whose last number is part of another value has none: the 4 of 3/4, 2^4, 1e4, \\frac{3}{4} or \\neq 4.
+    """
+    wanted = find_last_number(gold(data))
+    if wanted is None:
+        raise ValueError(
+            f"answer = {data['answer']!r}: holds no number; last_number needs one in every prompt's answer."
+        )
+    return float(find_last_number(completions, whole=True) == wanted)
+
+
+def tagged_answer(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """1 if the last `<answer>..</answer>` of the reply is the answer, white space around both aside; else 0."""
+    found = find_tagged(completions)
+    return float(found is not None and found.strip() == gold(data).strip())
+
+
+def right_positions(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """The share of places with the answer's character, of as many as the longer of reply and answer has."""
+    answer = gold(data)
+    right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
+    return right / max(len(completions), len(answer))
+
+
+def matches(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, pattern: str, **data: Any
+) -> float:
+    """1 if the whole reply, white space around it aside, matches the regular expression `pattern`; else 0.
+
+    A dot matches line ends too. Choose a pattern that does not go back and forth: a long reply would be late.
+    """
+    return float(re.fullmatch(pattern, completions.strip(), re.DOTALL) is not None)
+
+
+def length(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, most: int, **data: Any
+) -> float:
+    """The reply's share of `most` tokens, at most 1. With a negative weight it is the price of long replies."""
+    return min(len(completion_ids), most) / most
+
+
+def gold(data: dict[str, Any]) -> str:
+    if "answer" not in data:
+        raise ValueError(
+            f"prompt with keys {sorted(data)}: has no 'answer'; this reward compares with it, so give every prompt one."
+        )
+    if not str(data["answer"]).strip():
+        raise ValueError("answer = '': is blank, and any reply would match it; give every prompt an answer.")
+    return str(data["answer"])
+
+
+def find_tagged(text: str) -> str | None:
+    """Return what the last `<answer>..</answer>` holds."""
+    before, end, _ = text.rpartition(END)
+    _, begin, found = before.rpartition(BEGIN)
+    return found if begin and end else None
+
+
+def last_boxed(text: str) -> str:
+    """Return what stands in the \\boxed{...} that ends last, brackets within it included; empty where none ends."""
+    begins: list[int] = []  # of the brackets that are open, -1 for one that is no box's
+    last = (0, 0)
+    for mark in BRACKET.finditer(text):
+        if mark[0] != "}":
+            begins.append(mark.end() if len(mark[0]) > 1 else -1)
+        elif begins and (begin := begins.pop()) >= 0:
+            last = (begin, mark.start())
+    return text[slice(*last)]
+
+
+def find_last_number(text: str, *, whole: bool = False) -> Decimal | None:
+    """Return the last number of a text; with `whole` none where it is a part of another value."""
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    if not last:
+        return None
+    start = last[0].start()
+    value = Decimal(last[0].group().replace(",", ""))
+    # A dash is a sign unless it follows an operand: `5 - 3` and `x-3` end in 3, but `is -3` in -3.
+    before = text[max(0, start - 8) : start]
+    if whole and PART.search(text[max(0, start - 16) : start]):
+        return None
+    is_negative = before.endswith(("-", "\u2212")) and not re.search(r"(?:[0-9)]\s*|[A-Za-z_])[-\u2212]$", before)
+    return -value if is_negative else value

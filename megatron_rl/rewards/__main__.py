@@ -1,0 +1,6 @@
+"""The process that the reward service starts; see worker.py."""
+
+from megatron_rl.rewards.worker import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The reward that a config asks for: one function, or a weighted sum of several.
+
+Plain functions are computed by the reward service, all of a reply in one call. Coroutine functions, which wait for
+something else, are awaited beside it in the rollout process, and so are objects whose call is one (AwaitedReward).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.api import together
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rewards.faults import as_reward, place_of, words_of
+from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout, Score
+from megatron_rl.rewards.worker import with_args
+
+Part = dict[str, Any]
+"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config."""
+
+
+class AwaitedReward(abc.ABC):
+    """A reward that waits for something else and holds on to it, such as connections. Used in one event loop."""
+
+    @abc.abstractmethod
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float: ...
+
+    def check_deadline(self, timeout_s: float) -> None:  # noqa: B027  (most do with any)
+        """Raise ValueError where this cannot be computed well within a workflow's `reward_timeout_s`."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Let go of it. In the same event loop; may be called twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredient:
+    """One reward of a recipe."""
+
+    name: str
+    path: str
+    function: Callable[..., Any]
+    """That knows its arguments."""
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+    """For the worker, which resolves the path itself."""
+
+    @property
+    def is_awaited(self) -> bool:
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+
+    @property
+    def task(self) -> tuple[str, str, dict[str, Any]]:
+        """What the service is told of it."""
+        return self.name, self.path, self.args
+
+
+def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) -> list[Ingredient]:
+    """Resolve the parts of a recipe. ValueError names what is wrong below `key`."""
+    found = []
+    for number, part in enumerate(parts):
+        path = part["reward"]
+        function = resolve(path, key=f"{key}[{number}].reward", kind="reward", import_from=import_from)
+        args = part.get("args", {})
+        try:
+            inspect.signature(function).bind_partial(**args)
+            function = with_args(function, args)
+        except TypeError as error:
+            raise ValueError(f"{key}[{number}].args = {args}: {error}; {path} takes other arguments.") from error
+        name = part.get("name", path.partition(":")[2])
+        found.append(Ingredient(name=name, path=path, function=function, weight=part.get("weight", 1.0), args=args))
+    names = [ingredient.name for ingredient in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{key}: the parts' names are {names}; give each a `name` of its own.")
+    return found
+
+
+@dataclass
+class Scored:
+    """A reward with what it is made of."""
+
+    value: float
+    parts: dict[str, Score]
+
+
+class Recipe:
+    """Called like a reward function, from any thread; a RewardCall awaits `score`."""
+
+    def __init__(self, found: list[Ingredient], service: RewardService) -> None:
+        """service: of the ingredients that are not awaited, in their order."""
+        self.ingredients, self.service = found, service
+        self.name = ", ".join(ingredient.path for ingredient in found)
+
+    def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float:
+        """Compute the reward, waiting for it. RuntimeError where a part has to be awaited."""
+        awaited = [ingredient.path for ingredient in self.ingredients if ingredient.is_awaited]
+        if awaited:
+            raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
+        own = {"prompt": prompt, "completions": completions}
+        own |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        return self.added(self.service.call_now(own | data, SYNCHRONOUS_S)).value
+
+    async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
+        """Compute all parts, each within `timeout_s` of its begin. RewardFailed and RewardTimeout name what failed."""
+        awaited = [ingredient for ingredient in self.ingredients if ingredient.is_awaited]
+        if not awaited:
+            return self.added(await self.service.call(arguments, timeout_s))
+        plain = [ingredient for ingredient in self.ingredients if not ingredient.is_awaited]
+        parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in awaited]
+        if plain:
+            parts.append(self.service.call(arguments, timeout_s))
+        scores = sum(await together(parts), [])
+        by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
+        return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
+
+    async def close(self) -> None:
+        """End what computes the parts. In the event loop in which they were awaited; may be called twice."""
+        for reward in self._awaited_rewards():
+            await reward.close()
+        self.service.close()
+
+    def check_deadline(self, timeout_s: float) -> None:
+        """Raise ValueError where a part cannot be computed well within a workflow's `reward_timeout_s`."""
+        for reward in self._awaited_rewards():
+            reward.check_deadline(timeout_s)
+
+    def _awaited_rewards(self) -> list[AwaitedReward]:
+        functions = [ingredient.function for ingredient in self.ingredients]
+        return [function for function in functions if isinstance(function, AwaitedReward)]
+
+    def added(self, scores: list[Score]) -> Scored:
+        """Return the weighted sum of the parts' scores, which are in the order of the ingredients."""
+        pairs = list(zip(self.ingredients, scores, strict=True))
+        value = sum(ingredient.weight * score.value for ingredient, score in pairs)
+        return Scored(value, {ingredient.name: score for ingredient, score in pairs})
+
+
+async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
+    begin = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            value = as_reward(await ingredient.function(**arguments))
+    except TimeoutError as error:
+        raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
+    except Exception as error:  # users' code may raise anything
+        place = place_of(error, ingredient.function)
+        raise RewardFailed.by(words_of(error), ingredient.name, place) from error
+    return [Score(value, time.monotonic() - begin)]

@@ -1,0 +1,98 @@
+"""Rewards that a server gives, such as a reward model's: asked over HTTP in batches, from the rollout process.
+
+A server takes `POST {"items": [{"prompt": .., "reply": .., "answer": .. or null}, ..]}` and answers
+`{"scores": [number, ..]}` in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from megatron_rl.rewards.recipe import AwaitedReward
+from megatron_rl.rewards.reward_servers import RemoteFailure, RemoteRefusal, Servers
+
+
+@dataclass
+class Asked:
+    """A reply that waits for its score."""
+
+    item: orjson.Fragment
+    score: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RemoteReward(AwaitedReward):
+    """A part of rollout.recipe with `args: {urls: [..]}`."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        most_items: int = 32,
+        patience_s: float = 0.005,
+        concurrent: int = 4,
+        timeout_s: float = 30.0,
+        token_file: str = "",
+    ) -> None:
+        """most_items: of one batch. patience_s: how long a reply waits for others to join it. concurrent: batches at a
+        time to one server. timeout_s: of one batch; a recipe's deadline holds beside it.
+        """
+        self._servers = Servers(urls, concurrent=concurrent, timeout_s=timeout_s, token_file=token_file)
+        self._most_items, self._patience_s = most_items, patience_s
+        self._waiting: list[Asked] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float:
+        # As JSON at once: what cannot be written so is the fault of this reply, and not of its batch.
+        item = {"prompt": prompt, "reply": completions, "answer": data.get("answer")}
+        asked = Asked(orjson.Fragment(orjson.dumps(item, default=str)))
+        self._waiting.append(asked)
+        if len(self._waiting) >= self._most_items:
+            self._send()
+        elif len(self._waiting) == 1:
+            asyncio.get_running_loop().call_later(self._patience_s, self._send)
+        return await asked.score
+
+    async def close(self) -> None:
+        for task in self._sending:
+            task.cancel()
+        await self._servers.close()
+
+    def _send(self) -> None:
+        """Let what waits go, all but what nobody waits for any more."""
+        waiting, self._waiting = [asked for asked in self._waiting if not asked.score.done()], []
+        if waiting:
+            task = asyncio.get_running_loop().create_task(self._score(waiting))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _score(self, batch: list[Asked]) -> None:
+        def read(answer: Any) -> list[float]:
+            scores = [float(score) for score in answer["scores"]]
+            if len(scores) != len(batch) or not all(map(math.isfinite, scores)):
+                raise ValueError(f"{len(scores)} scores for {len(batch)} items, or one that is not finite")
+            return scores
+
+        def is_wanted() -> bool:
+            return not all(asked.score.done() for asked in batch)
+
+        try:
+            scores = await self._servers.ask({"items": [asked.item for asked in batch]}, read, is_wanted)
+        except RemoteFailure as error:
+            if isinstance(error, RemoteRefusal) and len(batch) > 1:  # of one of them, as too long, or of too many
+                half = len(batch) // 2
+                await asyncio.gather(self._score(batch[:half]), self._score(batch[half:]))
+                return
+            for asked in batch:
+                if not asked.score.done():
+                    asked.score.set_exception(type(error)(str(error)))
+            return
+        for asked, score in zip(batch, scores, strict=True):
+            if not asked.score.done():
+                asked.score.set_result(score)

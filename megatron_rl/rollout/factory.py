@@ -1,0 +1,125 @@
+"""The workflow and the rewards that a config names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rewards.faults import shortened
+from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients
+from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
+from megatron_rl.rewards.worker import with_args
+from megatron_rl.workflows.scoring import OWN_ARGUMENTS, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
+"""Of what the workflows' arguments name by import path; one of another name, of your own workflow, may be any."""
+
+
+def configured_rewards(config: TrainConfig) -> list[Ingredient]:
+    """Resolve rollout.reward, or the parts of rollout.recipe in its place."""
+    options, allowed = config.rollout, config.run.import_from
+    if options.recipe:
+        return ingredients("rollout.recipe", options.recipe, allowed)
+    function = resolve(options.reward, key="rollout.reward", kind="reward", import_from=allowed)
+    try:
+        function = with_args(function, {})
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.reward = {options.reward!r}: {error}; name it in rollout.recipe, where rewards have args."
+        ) from error
+    return [Ingredient(name=options.reward.partition(":")[2], path=options.reward, function=function)]
+
+
+def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
+    """Start the processes that compute the configured rewards; the recipe's `close` ends them.
+
+    stacks: an open file for what the processes do when they are asked for it.
+    """
+    found = configured_rewards(config)
+    service = RewardService(
+        [ingredient.task for ingredient in found if not ingredient.is_awaited],
+        workers=config.rollout.reward_workers,
+        import_from=config.run.import_from,
+        stacks=stacks,
+    )
+    return Recipe(found, service)
+
+
+def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> float | None:
+    """Compute the configured reward once, in a worker as the run does, for a prompt's row; the reply is its answer.
+
+    Return what the parts that are computed in workers give together; None where all are awaited, as they wait for
+    servers that need not be there yet. ValueError says in one line what the reward did, and where.
+    """
+    found = [ingredient for ingredient in configured_rewards(config) if not ingredient.is_awaited]
+    if not found:
+        return None
+    ids, reply = prompt_ids(tokenizer, row), str(row.get("answer", ""))
+    arguments = {name: value for name, value in row.items() if name not in OWN_ARGUMENTS}
+    arguments |= {"prompt": "" if tokenizer is None else tokenizer.decode(ids), "completions": reply}
+    reply_ids = [] if tokenizer is None else list(tokenizer(reply, add_special_tokens=False)["input_ids"])
+    arguments |= {"prompt_ids": ids, "completion_ids": reply_ids}
+    recipe = Recipe(found, RewardService([it.task for it in found], workers=1, import_from=config.run.import_from))
+    timeout_s = float(config.rollout.workflow_args.get("reward_timeout_s", SYNCHRONOUS_S))
+    try:
+        return recipe.added(recipe.service.call_now(arguments, timeout_s)).value
+    except (RewardFailed, RewardTimeout) as failure:
+        failed = failure.reward if isinstance(failure, RewardFailed) else ""
+        paths = [ingredient.path for ingredient in found if ingredient.name == failed] or [recipe.name]
+        key, said = "recipe" if config.rollout.recipe else "reward", " ".join(str(failure).split()).rstrip(".")
+        raise ValueError(
+            f"rollout.{key} = {paths[0]!r}: {said}; so it was for a prompt with the fields {', '.join(map(str, row))} "
+            f"and the reply {shortened(reply)}. Mend that line, or the prompts."
+        ) from failure
+    finally:
+        recipe.service.close()
+
+
+def make_workflow(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    gconfig: GenerationConfig,
+    reward_fn: Callable[..., Any] | None = None,
+    *,
+    evaluates: bool = False,
+) -> RolloutWorkflow:
+    """Build the configured workflow; ValueError where its constructor does not take the arguments.
+
+    reward_fn: the Recipe that the configured rewards make with a service. None takes the first of them as it is.
+    evaluates: it is to answer held-out prompts.
+    """
+    options, allowed = config.rollout, config.run.import_from
+    factory = resolve(options.workflow, key="rollout.workflow", kind="workflow", import_from=allowed)
+    if reward_fn is None:
+        reward_fn = configured_rewards(config)[0].function
+    arguments = {"reward_fn": reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
+    own = dict(options.workflow_args)
+    make: Callable[..., RolloutWorkflow] = factory
+    if isinstance(factory, type) and issubclass(factory, RolloutWorkflow):
+        make = factory.evaluating if evaluates else factory
+        named = [name for name in factory.IMPORT_PATHS if name in own]
+        own |= {name: _resolved(own[name], name, allowed) for name in named}
+    try:
+        inspect.signature(factory).bind(**arguments, **own)
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
+            f"is called "
+            f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
+        ) from error
+    return make(**arguments, **own)
+
+
+def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:
+    """The object that the import path names in a workflow's argument `name`; in a mapping, those that its keys name."""
+    options: dict[str, Any] = {"key": f"rollout.workflow_args.{name}", "kind": KINDS.get(name, "")}
+    if isinstance(value, Mapping):
+        return {resolve(str(path), **options, import_from=allowed): rest for path, rest in value.items()}
+    return resolve(str(value), **options, import_from=allowed)

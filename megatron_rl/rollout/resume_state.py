@@ -1,0 +1,84 @@
+"""A data head's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import RolloutConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.rollout import journal
+from megatron_rl.rollout.events import RolloutEvents
+from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
+from megatron_rl.rollout.ledger import PromptLedger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which data head this is, in which process of the run, and where the run is."""
+
+    head: int
+    heads: int
+    life: int
+    """Number of the run's process among all that it has had."""
+    fingerprint: str
+    """Of every setting that a sampled group depends on."""
+    resumed: dict[str, Any] | None
+    """State of the checkpoint that the run continues from, empty where it had none yet; None for a new run."""
+
+
+class HeadBooks:
+    """`folder` is the run's journal; None where the run keeps none."""
+
+    def __init__(self, prompts: PromptIterator, place: Place, options: RolloutConfig, folder: Path | None) -> None:
+        self.place, self.options, self.folder = place, options, folder
+        self.ledger = PromptLedger(prompts, rank=place.head, size=place.heads)
+        self.journal: RolloutJournal | None = None
+        self.replay: Replay | None = None
+        if place.resumed:
+            in_order = [{"open": [], "next": place.resumed["prompts"]["number"], "size": 1}]
+            self.ledger.load_state_dicts(place.resumed["ledgers"] or in_order)
+        if folder is None:
+            return
+        state = place.resumed or {"step": 0, "version": 0}
+        stamp = {"life": place.life, "version": state["version"], "fingerprint": place.fingerprint}
+        self.journal = RolloutJournal(folder, head=place.head, first_step=state["step"], **stamp)
+        if place.resumed is not None:
+            self.replay = Replay(folder, max_staleness=options.max_staleness, **stamp)
+
+    @property
+    def events(self) -> list[RolloutEvents]:
+        return [self.ledger, *([self.journal] if self.journal is not None else [])]
+
+    @property
+    def faults(self) -> list[str]:
+        """What of earlier processes' journals cannot be read."""
+        return self.replay.faults if self.replay is not None else []
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups, and replies to others, of earlier processes this one has trained or is about to, in all."""
+        if self.replay is None:
+            return {}
+        groups = {"rollout/replayed_groups": self.replay.replayed}
+        replies = {"rollout/replayed_replies": self.replay.replayed_replies}
+        return groups | (replies if self.options.journal_replies else {})
+
+    def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
+        replies = self.journal if self.options.journal_replies else None
+        if self.replay is None and replies is None:
+            return workflow
+        return ReplayingWorkflow(workflow, self.replay, replies)
+
+    def turn_the_page(self, oldest_checkpoint: int) -> None:
+        """Begin a new journal file with a checkpoint; head 0 drops those that none which is left can need."""
+        if self.journal is None or self.folder is None:
+            return
+        self.journal.begin_file()
+        if self.place.head == 0:
+            journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()

@@ -1,6 +1,0 @@
-"""The process that the reward service starts; see worker.py."""
-
-from megatron_rl.rollout.rewards.worker import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,363 @@
+"""Calls between two processes over one socket: Python objects in frames, tensors as they lie in memory.
+
+One side calls, the other serves. A frame is what pickle makes of a message, followed by the bytes of its tensors. A
+Future in an answer becomes one on the caller's side, which ends as its original does; to cancel it cancels both.
+
+What is unpickled here comes from the trainer or the child that it started, over a pair of sockets that have no name
+which anyone else could connect to. What servers answer never comes this way but as checked numbers and text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.launch import process_exit
+
+CLOSE_S = 10.0
+_COUNT = struct.Struct("<I")
+
+
+class ServedTraceback(Exception):
+    """Where the other process raised: the cause of what is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Unreadable(RuntimeError):
+    """A message arrived whole, and what is in it cannot be made again here."""
+
+
+class Wire:
+    """Sends and receives messages. Any thread may send, one receives. EOFError or OSError: the other end is gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._sending = end, threading.Lock()
+        # A process forked from this one, such as a checkpoint's writer, would keep the socket open past its end.
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (wire := itself()) and wire.close())
+
+    def send(self, message: Any, *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
+        """`name_of` numbers the futures in the message."""
+        buffers: list[memoryview] = []
+        head = _pack(message, buffers, name_of)
+        sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
+        frame = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
+        with self._sending:
+            self._socket.sendall(frame)
+            for buffer in buffers:
+                self._socket.sendall(buffer)
+
+    def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
+        """`future_of` gives the futures by their numbers."""
+        (count,) = _COUNT.unpack(self._read(_COUNT.size))
+        sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
+        head, *buffers = [self._read(size) for size in sizes]
+        try:
+            return _Unpickler(io.BytesIO(head), buffers, future_of).load()
+        except Exception as error:  # whatever the class of an object in it raises, EOFError too
+            raise Unreadable(f"a message cannot be read: {type(error).__name__}: {error}") from error
+
+    def hang_up(self) -> None:
+        """Let `receive` raise on both ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, size: int) -> bytearray:
+        content = bytearray(size)
+        view = memoryview(content)
+        while view:
+            received = self._socket.recv_into(view)
+            if received == 0:
+                raise EOFError("the other process is gone.")
+            view = view[received:]
+        return content
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, buffers: list[memoryview], name_of: Callable[[Future[Any]], int] | None):
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        self._name_of = name_of
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._name_of(value) if isinstance(value, Future) and self._name_of is not None else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, buffers: list[bytearray], future_of: Callable[[int], Future[Any]] | None
+    ) -> None:
+        super().__init__(file, buffers=buffers)
+        self._future_of = future_of
+
+    def persistent_load(self, number: Any) -> Future[Any]:
+        assert self._future_of is not None, "no call asked for a future"
+        return self._future_of(number)
+
+
+def _pack(message: Any, buffers: list[memoryview], name_of: Callable[[Future[Any]], int] | None) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, buffers, name_of).dump(message)
+    return file.getvalue()
+
+
+def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Take over the bytes that were received."""
+    return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+
+
+# -- the side that is called -------------------------------------------------------------------------------------------
+
+
+def serve(
+    wire: Wire, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
+) -> None:
+    """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
+
+    The calls named in `at_once` are answered from another thread, whatever this one is at. What a future gives is sent
+    from a third one, as that of an evaluation takes long: the thread that finishes it has other things to do.
+
+    The call PULSE is answered at once, with what `answer` says and for how many seconds these threads are at what.
+    """
+    busy: dict[str, float] = {}
+    futures: dict[int, Future[Any]] = {}
+    numbers = iter(range(1 << 62))
+    done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+
+    def reply(key: tuple[str, int], result: Any, error: BaseException | None) -> None:
+        handed_out: dict[int, Future[Any]] = {}
+
+        def name_of(future: Future[Any]) -> int:
+            number = next(numbers)
+            handed_out[number] = future
+            return number
+
+        try:
+            wire.send((key, result, None if error is None else _portable(error)), name_of=name_of)
+        except OSError:
+            return  # nobody is left to hear it, and `receive` says so
+        except Exception as fault:  # whatever the class of an object in it raises; nothing was sent yet
+            reply(key, None, Unsendable(f"the answer cannot be sent: {type(fault).__name__}: {fault}"))
+            return
+        futures.update(handed_out)
+        for number, future in handed_out.items():  # not before the answer that they are in
+            future.add_done_callback(lambda future, number=number: done.put((number, future)))
+
+    def settle() -> None:
+        while True:
+            number, future = done.get()
+            futures.pop(number, None)
+            error = CancelledError() if future.cancelled() else future.exception()
+            with noted(busy, "the sending of an answer"):
+                reply(("future", number), None if error else future.result(), error)
+            del future  # which holds what it gave
+
+    def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == CANCEL:
+            if (future := futures.get(args[0])) is not None:
+                future.cancel()
+            return
+        try:
+            result, error = answer(name, args, kwargs), None
+        except Exception as raised:  # whatever it is, it belongs to the caller
+            result, error = None, raised
+        if key is not None:
+            reply(key, result, error)
+
+    messages: queue.SimpleQueue[tuple[Any, ...] | BaseException] = queue.SimpleQueue()
+
+    def listen() -> None:
+        while True:
+            try:
+                message = wire.receive()
+                if message[1] == PULSE:
+                    now = time.monotonic()
+                    at = {what: now - since for what, since in list(busy.items())}
+                    reply(message[0], at | answer(PULSE, (), {}), None)
+                elif message[1] in at_once:
+                    attend(*message)
+                else:
+                    messages.put(message)
+            except BaseException as fault:  # the other thread's, whatever it is
+                messages.put(fault)
+                return
+
+    process_exit.start_thread(settle, name="answers")
+    process_exit.start_thread(listen, name="calls")
+    while isinstance(message := messages.get(), tuple):
+        with noted(busy, f"the call {message[1]!r}"):
+            attend(*message)
+    if not isinstance(message, EOFError | OSError):
+        raise message
+
+
+@contextlib.contextmanager
+def noted(busy: dict[str, float], what: str) -> Iterator[None]:
+    """Note when something began, as long as it lasts."""
+    busy[what] = time.monotonic()
+    try:
+        yield
+    finally:
+        del busy[what]
+
+
+CANCEL, PULSE = "cancel", "pulse"
+
+
+class Unsendable(RuntimeError):
+    """What a call gave cannot go to the other process."""
+
+
+def _portable(error: BaseException) -> tuple[bytes, str, str]:
+    """Return an error as (its pickle, empty where it has none; its words; its traceback)."""
+    words = f"{type(error).__name__}: {error}"
+    try:
+        pickled = pickle.dumps(error)
+    except Exception:  # users' errors may hold anything
+        pickled = b""
+    return pickled, words, "".join(traceback.format_exception(error))
+
+
+def _raised(pickled: bytes, words: str, told: str) -> BaseException:
+    """Rebuild an error, as a RuntimeError where it has no form that both processes know."""
+    try:
+        error = pickle.loads(pickled) if pickled else RuntimeError(words)
+    except Exception:  # users' errors may need what is not there
+        error = RuntimeError(words)
+    error.__cause__ = ServedTraceback(told)
+    return error
+
+
+# -- the side that calls -----------------------------------------------------------------------------------------------
+
+
+class ServedFuture(Future[Any]):
+    """What the other process will answer."""
+
+    def __init__(self, cancel: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._cancel = cancel
+
+    def cancel(self) -> bool:
+        was_cancelled = super().cancel()
+        if was_cancelled:
+            self._cancel()
+        return was_cancelled
+
+
+class Caller:
+    """Calls the other process. A thread of it hears the answers.
+
+    on_told(name, args) is called, from that thread, for what the other process tells unasked. on_end(fault) is called
+    there once the other end is gone, or nothing more can be heard because of `fault`; what it returns is raised by all
+    calls that wait, and by later ones.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        on_told: Callable[[str, tuple[Any, ...]], None],
+        on_end: Callable[[BaseException | None], BaseException],
+    ) -> None:
+        self.wire, self._on_told, self._on_end = wire, on_told, on_end
+        self._lock = threading.Lock()
+        self._awaited: dict[tuple[str, int], ServedFuture] = {}
+        self._numbers = iter(range(1 << 62))
+        self._fault: BaseException | None = None
+        self.hearing = process_exit.start_thread(self._hear, name="rollout-answers")
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Return what the other process answers, or raise what it raised."""
+        return self.start(name, *args, **kwargs).result()
+
+    def start(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The same without waiting."""
+        key, future = ("call", next(self._numbers)), ServedFuture()
+        with self._lock:
+            if self._fault is not None:
+                raise self._fault
+            self._awaited[key] = future
+        self._send((key, name, args, kwargs))
+        return future
+
+    def tell(self, name: str, /, *args: Any) -> None:
+        """Call without an answer; nothing happens where nobody is left to hear it."""
+        self._send((None, name, args, {}))
+
+    def close(self) -> None:
+        """Hang up; the thread ends, unless what it was told keeps it."""
+        self.wire.hang_up()
+        self.hearing.join(CLOSE_S)
+        self.wire.close()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self.wire.send(message)
+        except OSError:
+            pass  # the thread that hears of the end says how it came
+
+    def _future_of(self, number: int) -> Future[Any]:
+        future = ServedFuture(lambda: self.tell(CANCEL, number))
+        with self._lock:
+            self._awaited["future", number] = future
+        return future
+
+    def _hear(self) -> None:
+        fault: BaseException | None = None
+        try:
+            while True:
+                self._hear_one()
+        except (EOFError, OSError):
+            pass
+        except BaseException as error:  # whatever it is, nobody would hear the next answer
+            fault = error
+        end = self._on_end(fault)
+        with self._lock:
+            self._fault = end
+            awaited, self._awaited = self._awaited, {}
+        for future in awaited.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(end)
+
+    def _hear_one(self) -> None:
+        key, content, error = self.wire.receive(future_of=self._future_of)
+        if key is None:
+            try:
+                self._on_told(*content)
+            except (EOFError, OSError) as own:  # not the wire's
+                raise RuntimeError(f"{content[0]!r} was told, and led to {type(own).__name__}: {own}") from own
+            return
+        with self._lock:
+            future = self._awaited.pop(key)
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            future.set_result(content)
+        else:
+            future.set_exception(_raised(*error))

@@ -1,0 +1,152 @@
+"""What can be checked of a run before a process is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl import platform
+from megatron_rl.algo.catalogue import find_estimator, find_loss
+from megatron_rl.config import EngineConfig, TrainConfig
+from megatron_rl.config.import_path import OURS
+from megatron_rl.config.train_config import REMAX
+from megatron_rl.data.prompts import load_held_out
+from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_prompts
+from megatron_rl.engine.model import transformer_config
+from megatron_rl.rollout.factory import check_reward, make_workflow
+from megatron_rl.run.warm_start import warm_start_rows
+from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.mapping import weight_source
+
+Prompts = list[dict[str, Any]]
+CHECKPOINT_COPIES = 7
+"""Bytes of a checkpoint beside those of the weights in bfloat16: they, the main weights and two moments in float32."""
+
+
+def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
+    """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
+
+    Returns the tokenizer, the training prompts and the held-out prompts of each set.
+    """
+    allowed = config.run.import_from
+    if config.learns_from_data:
+        raise ValueError(
+            f"{config.chosen_data}: trains on the rows' own replies, and this is RL; start it by megatron-rl launch, "
+            f"or leave the section out."
+        )
+    estimator = find_estimator(config.algo.advantage, config.advantage_args, import_from=allowed)
+    if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
+        raise ValueError(
+            f"generation.n_samples = {config.generation.n_samples}: algo.advantage = {config.algo.advantage} compares "
+            f"the replies of one prompt and needs 2 or more; raise it."
+        )
+    find_loss(config.algo.loss, config.algo.loss_args, import_from=allowed)
+    arch = read_architecture(config.model.path).with_head("policy")
+    if config.model.init == "hf":
+        weight_source(config.model.path, arch)
+    transformer_config(arch, config.actor, config.megatron)
+    if config.has_critic:
+        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
+    if config.reward_model.path:
+        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
+        if read_architecture(config.reward_model.path).head != "value":
+            raise ValueError(
+                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
+                f"0; give a sequence classification model with one label."
+            )
+    if platform.has_cuda():
+        config.rollout.check_for_gpus()
+    tokenizer = load_tokenizer(config.model.path)
+    make_workflow(config, tokenizer, config.generation)
+    make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
+    longest = config.rollout.workflow_args.get("max_tokens", 0)
+    is_ours = config.rollout.workflow.startswith(f"{OURS}.")
+    if is_ours and not (isinstance(longest, int) and longest <= arch.max_positions):
+        raise ValueError(
+            f"rollout.workflow_args.max_tokens = {longest!r}: the model's context is {arch.max_positions} tokens, and "
+            f"a dialogue that outgrows it is refused with all it has earned; lower it."
+        )
+    train = training_prompts(config, tokenizer)
+    held_out = load_held_out(config)
+    for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
+        prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
+    if config.warm_start.updates > 0:
+        warm_start_rows(config.warm_start, train, tokenizer, context=arch.max_positions)
+    return tokenizer, train, held_out
+
+
+def dry_run(config: TrainConfig) -> str:
+    """Check what `check` does and what else can be tried without a server; return a line that says what was run.
+
+    Imports run.import_from's modules, and calls the data functions, the workflow's constructor and, once, the rewards.
+    """
+    tokenizer, train, held_out = check(config)
+    options, folder = config.rollout, Path(config.run.folder)
+    for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
+        check_fields(key, prompts)
+    if config.starts_servers and options.backend == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "rollout.backend = 'sglang': the package sglang is not installed here; install it (docs and "
+            "scripts/install_sglang_cpu.sh), name running servers in rollout.servers, or take another backend."
+        )
+    copies = 1 + (1 + config.run.keep_checkpoints) * CHECKPOINT_COPIES * (config.run.checkpoint_every_steps > 0)
+    needed = copies * sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.is_dir())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise ValueError(
+            f"run.folder = {str(folder)!r}: {free / 1e9:.1f} GB are free there, and checkpoints and weights take about "
+            f"{needed / 1e9:.1f} GB; make room, name another disk, or lower run.keep_checkpoints."
+        )
+    reward = check_reward(config, train[0], tokenizer)
+    gave = "" if reward is None else f"; the reward of the first one's own answer is {reward:g}"
+    counts = f"{len(train)} prompts and {sum(map(len, held_out.values()))} held-out ones"
+    return (
+        f"ok: {counts} fit{gave}. Data functions, the workflow's constructor and the rewards were run; no server was."
+    )
+
+
+def check_fields(key: str, prompts: Prompts) -> None:
+    """Raise ValueError for the first prompt that lacks what nearly all of its source have, or has it empty."""
+    for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
+        members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
+        for name in ("answer", "tests"):
+            lacking = [number for number, prompt in members if prompt.get(name) in (None, "", [])]
+            if lacking and 10 * len(lacking) <= len(members):
+                raise ValueError(
+                    f"{key}, prompt {lacking[0]}: has no {name!r}, as {len(lacking)} of {len(members)} prompts; add "
+                    f"it, or leave that row out."
+                )
+
+
+def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
+    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
+    folder = engine.model.path
+    arch = read_architecture(folder).with_head("value")
+    if engine.model.init == "hf":
+        weight_source(folder, arch)
+    transformer_config(arch, engine, megatron)
+    if arch.vocab != policy.vocab:
+        raise ValueError(
+            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
+            f"the policy's tokens, so give a model with the same tokenizer."
+        )
+
+
+def check_greedy(config: TrainConfig, batch: TrajectoryBatch) -> None:
+    """ValueError where ReMax would find no greedy reply in what the workflow returned, `batch` with whole groups."""
+    reported = ["is_greedy"] if config.reward_model.path else ["is_greedy", "greedy_reward"]
+    if config.algo.advantage != "remax" or any(name in batch for name in reported):
+        return
+    scored = (
+        f" and reward_model.path = {config.reward_model.path!r}, which scores it," if config.reward_model.path else ""
+    )
+    raise ValueError(
+        f"rollout.workflow = {config.rollout.workflow!r}: returned trajectories with {sorted(batch.sequences)}, and "
+        f"algo.advantage = remax{scored} needs {' or '.join(reported)} of the greedy reply; report it in "
+        f"Trajectory.sequence, or use {REMAX}."
+    )

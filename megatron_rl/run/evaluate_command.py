@@ -1,0 +1,113 @@
+"""`megatron-rl eval`: how well a model, or what a run has made of it, answers the sets of its config."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.data.curriculum import digest_of
+from megatron_rl.data.prompts import load_held_out
+from megatron_rl.data.tokens import load_tokenizer, prompt_lengths
+from megatron_rl.launch import file_lock
+from megatron_rl.launch.cores import free_cores
+from megatron_rl.launch.run_token import servers_of
+from megatron_rl.rollout.factory import make_workflow, serve_rewards
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.run.evaluation import SetScores, score_sets
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.weights.architecture import read_architecture
+
+RESULTS, LOCK = "eval.jsonl", "eval.lock"
+
+
+def evaluate(path: Path, overrides: list[str]) -> str:
+    """Evaluate a config's model, or the newest weights in a run's folder; return a table of what came out.
+
+    Writes eval.jsonl into run.folder: each prompt's set, place, digest, rewards and final answers. Servers
+    are those of rollout.servers, which must hold the weights, or are started and ended.
+    """
+    config = load_config(*where_it_is(path, overrides))
+    prompts = load_held_out(config)
+    if not prompts:
+        raise ValueError("data.evaluation = '': names no prompts, and eval.sets none either; set one of them.")
+    if config.model.init != "hf":
+        raise ValueError(
+            f"model.init = {config.model.init!r}: is not trained, and has no weights to evaluate; name a run's folder, "
+            f"or a model with weights."
+        )
+    tokenizer, context = load_tokenizer(config.model.path), read_architecture(config.model.path).max_positions
+    for name, members in prompts.items():
+        prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, context=context)
+    make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
+    together = [prompt for members in prompts.values() for prompt in members]
+    servers, folder = servers_of(config), Path(config.run.folder)
+    try:
+        lock = file_lock.keep_folder(folder, LOCK, "an evaluation")
+    except OSError as error:
+        raise ValueError(f"run.folder = {str(folder)!r}: {error}") from error
+    engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
+    supervisor = None if servers.servers else start_servers(config, folder, engine)
+    try:
+        engine.initialize(servers.servers or supervisor.urls)
+        workflow = make_workflow(config, tokenizer, config.evaluation_generation, recipe, evaluates=True)
+        batch = engine.evaluate(together, workflow).result()
+    finally:
+        engine.destroy(recipe.close())
+        if supervisor is not None:
+            supervisor.stop()
+    scored = score_sets(tokenizer, batch, prompts)
+    write_results(folder / RESULTS, scored, prompts)
+    os.close(lock)
+    return "\n".join([*table(scored, prompts), str(folder / RESULTS)])
+
+
+def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
+    """Return the config's file and the overrides; for a run's folder, with the newest weights in it as the model."""
+    if not path.is_dir():
+        return path, overrides
+    steps = [file.parent for file in path.glob("step-*/config.json") if file.parent.name[5:].isdecimal()]
+    saved = sorted(steps, key=lambda folder: int(folder.name[5:]))
+    if (path / "final" / "config.json").is_file():
+        saved.append(path / "final")
+    if not saved:
+        raise ValueError(
+            f"{path}: holds no weights, neither final nor step-N; set run.save_every_steps or run.save_at_end, or "
+            f"give the config and model.path."
+        )
+    return path / "config.yaml", [f"model.path={saved[-1]}", "model.init=hf", *overrides]
+
+
+def start_servers(config: TrainConfig, folder: Path, engine: RemoteSGLangEngine) -> Supervisor:
+    supervisor = Supervisor(
+        servers_of(config),
+        config.model.path,
+        folder / "eval_servers",
+        dtype=config.model.dtype,
+        context_length=read_architecture(config.model.path).max_positions,
+        threads_per_server=config.run.threads_per_rank or free_cores(),
+        on_death=engine.fail,
+    )
+    supervisor.start()
+    return supervisor
+
+
+def write_results(path: Path, scored: dict[str, SetScores], prompts: dict[str, list[dict[str, Any]]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for name, one in scored.items():
+            for place, rewards, answers in zip(one.places, one.rewards, one.answers, strict=True):
+                line = {"set": name, "prompt_index": place, "prompt": digest_of(prompts[name][place])}
+                line |= {"rewards": rewards, "answers": answers}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def table(scored: dict[str, SetScores], prompts: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """One line for each set: its prompts, of which some may have failed, and its metrics."""
+    lines = []
+    for name, one in scored.items():
+        values = "  ".join(f"{metric} {value:.4f}" for metric, value in one.metrics.items())
+        lines.append(f"{name}: {len(one.places)} of {len(prompts[name])} prompts  {values}")
+    return lines

@@ -1,0 +1,192 @@
+"""How well the policy answers the held-out prompts, and what its replies look like as text."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.algo.reward_shaping import take_out_greedy, written_tokens
+from megatron_rl.config import TrainConfig
+from megatron_rl.rollout.groups import reward_of_each, trained_versions
+from megatron_rl.run.answer_scores import as_samples, final_answer, summarize
+from megatron_rl.telemetry.run_log import RunLog, Sample, Turn
+from megatron_rl.types import TrajectoryBatch
+
+
+class Evaluations:
+    """Those of one run, begun and logged in the order of their steps; on ranks other than 0 none is ever begun.
+
+    Due before the first step, after the last, and between as the config says. An asynchronous run does not wait for
+    those between, whose replies may be of several versions then.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompts: dict[str, list[dict[str, Any]]],
+        log_file: RunLog,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """prompts: those of each set, which are asked one set after the other."""
+        self.config, self.prompts, self.log_file, self.tokenizer = config, prompts, log_file, tokenizer
+        self.scores: list[float] = []
+        """Mean reward on the first set of each evaluation that was logged."""
+        self.are_right_or_wrong = True
+        """Whether no reply to that set has had another reward than 0 or 1."""
+        self._under_way: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
+
+    @property
+    def change(self) -> str:
+        """The first and the last of the scores, at least one."""
+        name = "accuracy" if self.are_right_or_wrong else "reward"
+        return f"held-out {name} {self.scores[0]:.2f} -> {self.scores[-1]:.2f}"
+
+    def is_due(self, step: int) -> bool:
+        every = self.config.run.evaluate_every_steps
+        is_end = step in (0, self.config.run.steps)
+        return bool(self.prompts) and (is_end or (every > 0 and step % every == 0))
+
+    def are_waited_for(self, step: int) -> bool:
+        return self.config.rollout.max_staleness == 0 or step in (0, self.config.run.steps)
+
+    def begin(self, step: int, replies: Future[TrajectoryBatch]) -> None:
+        self._under_way.append((step, replies))
+
+    @property
+    def steps_under_way(self) -> list[int]:
+        return [step for step, _ in self._under_way]
+
+    @property
+    def replies_under_way(self) -> list[Future[TrajectoryBatch]]:
+        return [replies for _, replies in self._under_way]
+
+    def log_finished(self, *, is_ending: bool = False) -> None:
+        """Log the evaluations that are done, in their order. RuntimeError where one of them failed.
+
+        is_ending: the run is about to end, which cuts them short. One that failed then stays under way, for the run's
+        next life.
+        """
+        while self._under_way and self._under_way[0][1].done():
+            step, replies = self._under_way[0]
+            if is_ending and replies.exception() is not None:
+                return
+            self._under_way.popleft()
+            batch = replies.result()
+            versions = trained_versions(batch)
+            ages = {}
+            if self.config.rollout.max_staleness > 0 and len(versions):
+                ages = {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+            scored = score_sets(self.tokenizer, batch, self.prompts)
+            for name, one in scored.items():
+                self.log_file.log_evaluation(
+                    step, name, one.metrics | {"prompts": len(one.rewards)} | ages, one.samples
+                )
+            first = next(iter(scored.values()))
+            self.scores.append(mean_reward(first))
+            self.are_right_or_wrong &= {reward for row in first.rewards for reward in row} <= {0.0, 1.0}
+
+
+@dataclass(kw_only=True)
+class SetScores:
+    """What a policy's replies to one set are worth; a prompt that failed is left out."""
+
+    metrics: dict[str, float]
+    places: list[int]
+    """Of the prompts, in the set."""
+    rewards: list[list[float]]
+    """By prompt, as answers."""
+    answers: list[list[str]]
+    samples: list[Sample]
+    """The first reply to each prompt."""
+
+
+def mean_reward(scores: SetScores) -> float:
+    return sum(sum(row) / len(row) for row in scores.rewards) / len(scores.rewards)
+
+
+def score_sets(
+    tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
+) -> dict[str, SetScores]:
+    """Return the scores of each set that any reply is of. `batch` is an evaluation's of all sets' prompts in order.
+
+    Trajectories with the same `sample` are those of one try, such as a debate's agents, and count as one reply.
+    """
+    batch = take_out_greedy(batch)
+    rows: dict[int, list[int]] = {}
+    for number, prompt in enumerate(batch["prompt"].tolist()):
+        rows.setdefault(prompt, []).append(number)
+    rewards = reward_of_each(batch)
+    found, first = {}, 0
+    for name, members in prompts.items():
+        places = [place for place in range(len(members)) if first + place in rows]
+        replies = [rows[first + place] for place in places]
+        first += len(members)
+        if not places:
+            continue
+        decoded = [
+            [decode(tokenizer, batch, row, members[place].get("answer", "")) for row in numbers]
+            for place, numbers in zip(places, replies, strict=True)
+        ]
+        values = [[float(rewards[row]) for row in numbers] for numbers in replies]
+        answers = [[final_answer(sample.said) for sample in samples] for samples in decoded]
+        if "sample" in batch:
+            tries = [[int(batch["sample"][row]) for row in numbers] for numbers in replies]
+            pairs = [as_samples(*columns) for columns in zip(tries, values, answers, strict=True)]
+            values, answers = [rewards for rewards, _ in pairs], [found for _, found in pairs]
+        found[name] = SetScores(
+            metrics=summarize(values, answers),
+            places=places,
+            rewards=values,
+            answers=answers,
+            samples=[samples[0] for samples in decoded],
+        )
+    return found
+
+
+def decode_samples(
+    tokenizer: PreTrainedTokenizerBase,
+    batch: TrajectoryBatch,
+    count: int,
+    *,
+    seed: int = 0,
+    prompts: list[dict[str, Any]] | None = None,
+) -> list[Sample]:
+    """Decode `count` trajectories drawn at random by `seed`: of as many prompts as there are, then of these again.
+
+    prompts: those that the batch's `prompt_index` numbers, for their answers.
+    """
+    answers = [""] * len(batch)
+    if prompts is not None and "prompt_index" in batch:
+        answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
+    waiting: dict[int, list[int]] = {}
+    for row in random.Random(seed).sample(range(len(batch)), len(batch)):
+        waiting.setdefault(int(batch["group"][row]), []).append(row)
+    rounds = itertools.zip_longest(*waiting.values())
+    drawn = [row for rows in rounds for row in rows if row is not None][:count]
+    return [decode(tokenizer, batch, row, answers[row]) for row in drawn]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int, answer: Any = "") -> Sample:
+    first, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+    ids, mask = batch["input_ids"][first:end], batch["loss_mask"][first:end]
+    written = written_tokens(batch)[first:end]
+    reward = batch["rewards"][first:end][mask].sum() if "rewards" in batch.tokens else batch["rewards"][row]
+    bounds = [0, *((written[1:] != written[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
+    turns = [
+        Turn(by="policy" if written[a] else "others", text=tokenizer.decode(ids[a:b]))
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    replies = [turn.text for turn in turns if turn.by == "policy"]
+    return Sample(
+        prompt=turns[0].text if turns[0].by == "others" else "",
+        reply=replies[-1] if replies else "",
+        reward=float(reward),
+        answer=str(answer),
+        turns=turns if len(replies) > 1 else [],
+    )

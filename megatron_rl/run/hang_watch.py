@@ -1,0 +1,310 @@
+"""What a run that stands still says before it ends: which rank is late, in which phase and before which collective.
+
+Every rank reports the phase it is in to a key-value store. When a phase outlasts its limit anywhere, every rank writes
+its stacks and last events to run.folder/hang, and rank 0 compares: the phases they went through, and the collectives
+that torch's flight recorder saw. Then the run ends.
+
+What stands still has had its retries by then. Requests (rollout.request_timeout_s), rewards (reward_timeout_s), agents
+(agent_timeout_s) and environments (step_timeout_s) have deadlines, after which their episode is tried again, and a
+server without a sign of life (rollout.health_timeout_s) is restarted by its supervisor: all that long before, unless
+run.phase_timeout_s is the shortest of them. Then:
+
+    all ranks answer, and wait for rollouts   they leave the step as on a notice: the checkpoint is that of its
+                                              beginning, the exit code that of a run to be resumed (75)
+    anything else, a run without checkpoints, every process is ended at once, exit code 1; `--resume auto` goes on from
+    or one that has none in run.grace_s       the newest checkpoint there is
+
+No collective is retried: what a rank that was late has left of it is not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl import parallel
+from megatron_rl.launch import process_exit
+from megatron_rl.launch.signs_of_life import Silence, where
+
+LOOK_S = 0.5
+"""How often a rank looks at its own phase and at the others' alarm."""
+REPORT_PATIENCE_S = 10.0
+"""How long rank 0 waits for the others' reports; who has none by then answers no more."""
+LAST_RESORT_S = 60.0
+"""After the limit, the stacks are written by a timer that needs no interpreter, and the process ends without rank 0."""
+BEAT_S = 2.0
+"""How often a rank tells the store that it is alive."""
+EVENTS_KEPT = 30
+ALARM, VERDICT = "alarm", "verdict"
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """Where one rank stood when the alarm came."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    seconds: float
+    """In that phase."""
+    phases_entered: int
+    """Since the start; all ranks enter the same ones, so who has entered fewer is behind."""
+    waits_for: str = ""
+    """What the phase itself says it waits for."""
+    collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By process group: the number of the last collective that was entered, and what it was."""
+
+
+class HangWatch:
+    """One per rank; `enter` is told each change of phase. All ranks make it at the same place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        control: dist.ProcessGroup,
+        limit_s: float,
+        on_hang: Callable[[str], None],
+        waits_for: Callable[[str], str] = lambda phase: "",
+        can_leave: str = "",
+        on_leave: Callable[[str], None] = lambda message: None,
+        grace_s: float = 0.0,
+    ) -> None:
+        """limit_s: seconds that one phase may last. on_hang(message) is called on rank 0 from a thread of this object.
+
+        waits_for(phase) may say, from that thread and within REPORT_PATIENCE_S, what the current phase waits for.
+
+        Where every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them, and on_hang
+        only if this is not closed within grace_s.
+        """
+        self.folder, self.rank, self.world_size, self.limit_s = folder / "hang", rank, world_size, limit_s
+        self._on_hang, self._waits_for = on_hang, waits_for
+        self._can_leave, self._on_leave, self._grace_s = can_leave, on_leave, grace_s
+        self._phase, self._since, self._entered = "", time.monotonic(), 0
+        self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._closed = threading.Event()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Added to: a run that is resumed keeps what was found before.
+        self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
+        self._store = _join_store(rank, control)
+        self.looked_at = time.monotonic()
+        """When this rank last heard of the store, which rank 0 has."""
+        self._beats: dict[int, tuple[str, float]] = {}
+        """On rank 0, of each rank: the last beat, and when it came."""
+        self._thread = process_exit.start_thread(self._watch, name="hang-watch")
+
+    def enter(self, phase: str) -> None:
+        """This rank begins a phase, or goes back to the one around it; '' is none."""
+        self._events.append(f"{time.strftime('%H:%M:%S')} {phase or '-'}")
+        self._entered += 1
+        self._phase, self._since = phase, time.monotonic()
+        faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
+
+    def close(self) -> None:
+        """The run is over, or fails by itself."""
+        self._closed.set()
+        self._thread.join(REPORT_PATIENCE_S)
+        faulthandler.cancel_dump_traceback_later()
+        if self._thread.is_alive():  # it waits for rank 0, which does not answer
+            return
+        if self._stacks.tell() == 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._stacks.name)
+        self._stacks.close()
+
+    def silent(self) -> Silence:
+        """Which ranks have told nothing, for how long: rank 0 knows of all others, and they of rank 0. Any thread.
+
+        And whether this one's main thread lingers between two phases, which have limits of their own.
+        """
+        now, found = time.monotonic(), {}
+        for rank, (beat, heard_at) in list(self._beats.items()):
+            if rank != self.rank:
+                found[f"rank {rank} ({beat.partition(' ')[2]})"] = now - heard_at, ""
+        other = "rank 0, or the way to it," if self.rank else "the thread that hears of the ranks"
+        found[other] = now - self.looked_at, f" It is waited for {where(self._thread)}."
+        if self._entered > 0 and not self._phase:
+            at = where(threading.main_thread())
+            found[f"rank {self.rank}, between two phases,"] = now - self._since, f" It is {at}."
+        return found
+
+    # -- the watching thread
+
+    def _watch(self) -> None:
+        beat_at = 0.0
+        while not self._closed.wait(LOOK_S):
+            try:
+                if time.monotonic() - beat_at > BEAT_S:
+                    beat_at = time.monotonic()
+                    self._beat()
+                self.looked_at = time.monotonic()
+                is_alarm = self._store.check([ALARM])
+                # Before its first phase a run starts servers and loads models, which has other limits.
+                if not is_alarm and self._entered > 0 and time.monotonic() - self._since > self.limit_s:
+                    self._store.set(ALARM, str(self.rank))
+                    is_alarm = True
+            except RuntimeError:  # rank 0, which holds the store, is gone: the launcher ends the others
+                self.looked_at = math.inf
+                return
+            if is_alarm:
+                self.looked_at = math.inf  # all is said that there is to say
+                self._tell_all()
+                return
+
+    def _beat(self) -> None:
+        self._store.set(f"beat {self.rank}", f"{time.monotonic()} {socket.gethostname()}, pid {os.getpid()}")
+        keys = [f"beat {rank}" for rank in range(self.world_size)]
+        if self.rank == 0 and self._store.check(keys):
+            now = time.monotonic()
+            for rank, told in enumerate(self._store.multi_get(keys)):
+                if self._beats.get(rank, ("", 0.0))[0] != (beat := told.decode()):
+                    self._beats[rank] = beat, now
+
+    def _tell_all(self) -> None:
+        report = RankReport(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=self._phase,
+            seconds=time.monotonic() - self._since,
+            phases_entered=self._entered,
+            waits_for=self._waits_for(self._phase),
+            collectives=last_collectives(),
+        )
+        self._write(report)
+        self._store.set(f"report {self.rank}", json.dumps(asdict(report)))
+        if self.rank == 0:
+            reports = self._reports()
+            message = describe(reports, self.world_size, self.limit_s, self.folder)
+            phases = {report.phase for report in reports}
+            is_left = len(reports) == self.world_size and bool(self._can_leave) and phases == {self._can_leave}
+            self._store.set(VERDICT, json.dumps([is_left, message]))
+        else:
+            is_left, message = self._verdict()
+        if is_left:
+            self._on_leave(message)
+            if self._closed.wait(self._grace_s):
+                return
+        if self.rank == 0:
+            self._on_hang(message)
+        elif not self._closed.wait(LAST_RESORT_S):
+            self._on_hang(f"rank {self.rank}: the run stands still, and rank 0 does not end it.")
+
+    def _write(self, report: RankReport) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = (when, json.dumps(asdict(report), indent=1), *self._events, "")
+        print(*lines, sep="\n", file=self._stacks, flush=True)
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        self._stacks.flush()
+
+    def _verdict(self) -> tuple[bool, str]:
+        """What rank 0 has decided: whether the step is left, and its message."""
+        try:
+            self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
+            is_left, message = json.loads(self._store.get(VERDICT))
+        except RuntimeError:  # none came
+            return False, ""
+        return is_left, message
+
+    def _reports(self) -> list[RankReport]:
+        deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []
+        for rank in range(self.world_size):
+            left_s = max(0.1, deadline - time.monotonic())
+            try:
+                self._store.wait([f"report {rank}"], timedelta(seconds=left_s))
+                reports.append(RankReport(**json.loads(self._store.get(f"report {rank}"))))
+            except RuntimeError:  # torch's DistStoreError is one
+                continue
+        return reports
+
+
+def describe(reports: list[RankReport], world_size: int, limit_s: float, folder: Path) -> str:
+    """Say who is late: ranks that do not answer, then those behind in phases, then those behind in a collective."""
+    answered = {report.rank for report in reports}
+    silent = sorted(set(range(world_size)) - answered)
+    parts = [f"a phase has lasted more than run.phase_timeout_s = {limit_s:g} s, so the run is ended."]
+    if silent:
+        parts.append(f"{_ranks(silent)} did not answer (stopped, or its interpreter is held).")
+    ahead = max(report.phases_entered for report in reports)
+    behind = [report for report in reports if report.phases_entered < ahead]
+    for report in behind or reports[:1]:
+        who = f"rank {report.rank} ({report.host}, pid {report.pid})" if behind else "every rank that answered"
+        where = f"in phase {report.phase!r} for {report.seconds:.0f} s" if report.phase else "between phases"
+        waits = f", waiting for {report.waits_for}" if behind and report.waits_for else ""
+        parts.append(f"{who} is {where}{waits}.")
+    if behind:
+        others = sorted({report.phase for report in reports if report.phases_entered == ahead})
+        parts.append(f"The others are in {', '.join(map(repr, others))}.")
+    else:
+        parts += [f"rank {report.rank} waits for {report.waits_for}." for report in reports if report.waits_for]
+    parts += collectives_not_entered(reports)
+    parts.append(f"Stacks and last events of each rank are in {folder}; --resume auto goes on from the checkpoint.")
+    return " ".join(parts)
+
+
+def collectives_not_entered(reports: list[RankReport]) -> list[str]:
+    """For each process group whose ranks differ: who has not entered which collective, that others wait in."""
+    found = []
+    groups = dict.fromkeys(group for report in reports for group in report.collectives)
+    for group in groups:
+        last = {r.rank: tuple(r.collectives[group]) for r in reports if group in r.collectives}
+        number, what = max(last.values())
+        late = sorted(rank for rank, (reached, _) in last.items() if reached < number)
+        if late:
+            found.append(f"{_ranks(late)} did not enter collective {number} of group {group} ({what}).")
+    return found
+
+
+def last_collectives() -> dict[str, tuple[int, str]]:
+    """The newest collective that torch's flight recorder saw here, for each process group that this rank is in.
+
+    The number is 0 where there was none yet. Empty where this torch has no recorder for all backends.
+    """
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+    except ImportError:
+        return {}
+    label = {
+        group.group_name: f"{group.group_name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
+        for group in dist.distributed_c10d._world.pg_map
+    }
+    newest: dict[str, tuple[int, str]] = {text: (0, "") for text in label.values()}
+    entries: list[dict[str, Any]] = json.loads(_dump_fr_trace_json()).get("entries", [])
+    for entry in entries:
+        group, number = label.get(entry["process_group"][0]), entry["collective_seq_id"]
+        if group is not None and not entry["is_p2p"] and number >= newest[group][0]:
+            newest[group] = number, f"{entry['profiling_name']} of {entry['input_sizes']}"
+    return newest
+
+
+def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
+    """A store of its own: the process group's would be shared with collectives that hang."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    place: list[Any] = [None]
+    if rank == 0:
+        listener = parallel.own_listener(host)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+        place = [store.port]
+    dist.broadcast_object_list(place, src=0, group=control)
+    return store if rank == 0 else dist.TCPStore(host, place[0], is_master=False, wait_for_workers=False)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,328 @@
+"""Builds the parts of a run from its config, checked before anything is started, and holds them for the loop.
+
+The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all
+ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl import parallel
+from megatron_rl.algo import mismatch
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.critic import Critic
+from megatron_rl.algo.reward_shaping import RewardShaper, add_scores, take_out_greedy
+from megatron_rl.batch import exchange
+from megatron_rl.config import ParallelConfig, TrainConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.launch.signs_of_life import Look
+from megatron_rl.rollout.rollout_metrics import metrics_of
+from megatron_rl.run.checks import check, check_greedy
+from megatron_rl.run.device_sharing import SharedDevices
+from megatron_rl.run.evaluation import Evaluations, decode_samples
+from megatron_rl.run.rollouts import Rollouts
+from megatron_rl.run.run import Run
+from megatron_rl.run.run_checkpoints import RolloutBooks
+from megatron_rl.run.step_metrics import (
+    batch_metrics,
+    critic_metrics,
+    mismatch_metrics,
+    policy_metrics,
+    publication_metrics,
+    trained_tokens,
+)
+from megatron_rl.run.step_traces import StepTraces
+from megatron_rl.run.warm_start import WarmStart
+from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
+
+
+class RLRun(Run):
+    """All parts of one run of RL on this rank."""
+
+    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        super().__init__(config, resume=resume)
+        self.stands_still = False
+        """The rollout under way has lasted too long and is left."""
+        self.trained_version = 0
+        """The policy's when the step's trajectories were complete."""
+        self.devices = SharedDevices(self)
+        self.rollouts = Rollouts(self)
+        self.traces = StepTraces(self)
+        self.engine: MegatronEngine | None = None
+        self.warm_start = WarmStart(self)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this rank was told of a notice or a standstill: what waits for replies or servers may fail then."""
+        return self.notice.came() or self.stands_still
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        config = self.config
+        self.tokenizer, train_prompts, held_out = check(config)
+        self.held_out = [prompt for prompts in held_out.values() for prompt in prompts]
+        self._join()
+        replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
+        if prompts_per_step < replicas:
+            raise ValueError(
+                f"batch.prompts_per_step = {prompts_per_step}: each of the {replicas} data-parallel replicas drives "
+                f"rollouts and "
+                f"needs one prompt at least; raise it, or start fewer ranks."
+            )
+        self.at_end.push(self._stop_rollouts)
+        self._open(
+            on_half_time=self.rollouts.leave_on_notice,
+            waits_for=self.rollouts.waits_for,
+            can_leave="rollout" if config.run.checkpoint_every_steps > 0 else "",
+            on_leave=self._leave_standstill,
+        )
+        self.evaluations = Evaluations(config, held_out, self.log_file, self.tokenizer)
+        self.prompts = PromptIterator(
+            train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
+        )
+        self.books = RolloutBooks(config, self.prompts, self.groups, self.resumed)
+        self.rollouts.start()
+        self._start_engines()
+
+    def _looks(self) -> list[Look]:
+        return [*super()._looks(), self.rollouts.silent]
+
+    def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if self.engine is not None and self.engine.publisher is not None and error_type is None:
+            self.engine.publisher.close()  # servers that go on after this run forget its group
+        self.rollouts.stop()
+
+    def _start_engines(self) -> None:
+        config = self.config
+        options: dict[str, Any] = {"megatron": config.megatron, "turns": self.devices.turns}
+        self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
+        self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
+        reference = None
+        if config.algo.kl_coefficient > 0:
+            reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
+            reference.initialize()
+        self.reference = reference
+        self.actor = PolicyActor(
+            self.engine,
+            config.algo,
+            temperature=config.generation.temperature,
+            correction=config.correction,
+            reference=reference,
+            shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
+            advantage_args=config.advantage_args,
+        )
+        self.critic: Critic | None = None
+        if config.has_critic:
+            groups = self._layout(config.critic.parallel)
+            engine = MegatronEngine(config.critic_engine, groups=groups, head="value", **options)
+            engine.initialize(None, FinetuneSpec(total_updates=config.run.steps * config.batch.updates_per_step))
+            self.critic = Critic(engine, config.critic)
+        self.reward_model: MegatronEngine | None = None
+        if config.reward_model.path:
+            groups = self._layout(config.reward_model.parallel)
+            self.reward_model = MegatronEngine(
+                config.reward_engine, groups=groups, trainable=False, head="value", **options
+            )
+            self.reward_model.initialize()
+        parameters = sum(p.numel() for p in self.engine.parameters())
+        self.say(
+            f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
+        )
+
+    def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
+        """The policy's groups where another model has its layout too, else groups of its own."""
+        same = layout == self.config.parallel
+        return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
+
+    @property
+    def policy_updates(self) -> int:
+        return (self.config.run.steps - self.config.critic.warmup_steps) * self.config.batch.updates_per_step
+
+    # -- the loop's parts ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Bring models and servers to where the first step starts: resumed from a checkpoint, or warm-started."""
+        if self.resumed:
+            self._continue(self.resumed)
+        else:
+            self.warm_start.run()
+        for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
+            self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
+        with self.timers("publish"):
+            self.rollouts.publish()
+        # A checkpoint is written after its step's evaluation has begun, which may not have ended.
+        if not self.resumed or self.first_step in self.resumed["evaluating"]:
+            self.evaluate(step=self.first_step)
+        starting_up = self.timers.snapshot()  # which is not part of the first step
+        self.traces.begin(self.first_step)
+        if self.resumed_from:
+            self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
+
+    def _continue(self, state: dict[str, Any]) -> None:
+        self.load_checkpoint()
+        self.actor.load_state_dict(state["algorithm"])
+        self.evaluations.scores = state["held_out_scores"]
+        if self.reference is not None and self.config.warm_start.updates > 0:
+            self.warm_start.load(self.reference)
+
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
+
+    def checkpoint(self, *, step: int) -> bool:
+        self.books.note_step(self.rollouts.process)
+        return super().checkpoint(step=step)
+
+    def _state(self) -> dict[str, Any]:
+        if self.rollouts.process is not None:
+            self.rollouts.process.turn_the_page(self.checkpoints.oldest)
+        state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
+        state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
+        return state | self.books.state_dict()
+
+    def _leave_standstill(self, message: str) -> None:
+        """The rollout has lasted too long, and nothing else is wrong. From any thread."""
+        self.stands_still = True
+        self.say(message)
+        self.rollouts.leave_step(message)
+
+    def next_batch(self, step: int) -> TrajectoryBatch | None:
+        """Return the step's trajectories on every rank, or None where a notice stops the run.
+
+        A rollout that a notice or the end of its time cuts short is left, and so is the step: the checkpoint is that of
+        its beginning.
+        """
+        own: TrajectoryBatch | None = None
+        is_left = False
+        self.trained_version = self.engine.get_version()
+        with self.timers("rollout"):
+            self.books.note_step(self.rollouts.process)
+            try:
+                own = self.rollouts.batch()
+            except RuntimeError:
+                if not self.is_ending:
+                    raise
+                is_left = True
+            if self.groups.any(is_left):
+                self.stop_after(step, "a standstill" if self.stands_still else "")
+                return None
+            return exchange.gather(own, self.groups)
+
+    def score(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
+        check_greedy(self.config, batch)
+        if self.reward_model is not None:
+            engine, shared = self.reward_model, self.config.batch.share_prompts
+            with self.timers("score"):
+                scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
+            add_scores(batch, scores, coefficient=self.config.reward_model.coefficient)
+        return take_out_greedy(batch)
+
+    def compute_advantages(self, batch: TrajectoryBatch) -> None:
+        """Set `advantages`, and with a critic its `values` and `returns`."""
+        if self.critic is not None:
+            with self.timers("values"):
+                batch.tokens["values"] = self._by_token(batch, self.critic.engine, self.critic.values)
+        for name in self.actor.columns_needed:
+            engine = self.reference if name == "ref_logprobs" else self.engine
+            assert engine is not None
+            options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}
+            with self.timers("first_pass"):
+                batch.tokens[name] = self._by_token(batch, engine, functools.partial(engine.forward, **options))
+        self.actor.compute_advantages(batch)
+
+    def _by_token(
+        self, batch: TrajectoryBatch, engine: MegatronEngine, compute: Callable[[TrajectoryBatch], Tensor]
+    ) -> Tensor:
+        return exchange.by_token(batch, engine.groups, compute, share_prompts=self.config.batch.share_prompts)
+
+    def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
+        """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
+        return [] if step < self.config.critic.warmup_steps else self._shares(batch, step, self.groups)
+
+    def _shares(self, batch: TrajectoryBatch, step: int, groups: parallel.ParallelGroups) -> list[TrajectoryBatch]:
+        seed = self.config.run.seed * 1_000_003 + step
+        options = self.config.batch
+        return exchange.update_shares(
+            batch, options.updates_per_step, groups, seed=seed, share_prompts=options.share_prompts
+        )
+
+    def update_critic(self, batch: TrajectoryBatch, step: int) -> list[StepStats]:
+        """Train the critic, where there is one, on the same split of the step in its own layout."""
+        if self.critic is None:
+            return []
+        if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
+            self.engine.set_version(self.engine.get_version() + 1)
+        with self.timers("critic"):
+            return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
+
+    def evaluate(self, *, step: int) -> None:
+        """Answer the held-out prompts where it is time to, and log what is there."""
+        if not self.evaluations.is_due(step):
+            return
+        with self.timers("evaluate"):
+            for replies in self.rollouts.evaluate(self.config.evaluation_generation):
+                self.evaluations.begin(step, replies)
+            if self.evaluations.are_waited_for(step):
+                self.rollouts.wait_for(self.evaluations.replies_under_way)
+            self.evaluations.log_finished(is_ending=self.is_ending)
+
+    def log(
+        self,
+        step: int,
+        batch: TrajectoryBatch,
+        shares: list[TrajectoryBatch],
+        stats: list[StepStats],
+        critic_stats: list[StepStats],
+    ) -> None:
+        """Write the step's metrics. Means over the step's updates weigh trained tokens.
+
+        RuntimeError where trainer and servers differ by more than correction.alarm, or too many updates in a row were
+        skipped.
+        """
+        metrics = (
+            batch_metrics(batch, self.trained_version)
+            | {
+                "policy/version": self.engine.get_version(),
+                "batch/trained_tokens": sum(trained_tokens(stat) for stat in stats or critic_stats),
+            }
+            | self.actor.metrics
+        )
+        if stats:
+            metrics |= policy_metrics(stats)
+        differences = mismatch_metrics(shares, stats, self.trained_version, self.groups)
+        metrics |= differences
+        if critic_stats:
+            metrics |= critic_metrics(critic_stats)
+        counts = self.rollouts.counts()
+        if self.groups.is_main:
+            self.evaluations.log_finished(is_ending=self.is_ending)
+            metrics |= metrics_of(counts)
+            if self.engine.publisher is not None and self.engine.publisher.last is not None:
+                metrics |= publication_metrics(self.engine.publisher.last)
+        metrics |= self.timers.snapshot()
+        metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
+        self.traces.end(step)
+        self.traces.begin(step + 1)
+        samples, count = [], self.config.telemetry.samples_logged
+        if self.groups.is_main:
+            seed = self.config.run.seed * 1_000_003 + step
+            samples = decode_samples(self.tokenizer, batch, count, seed=seed, prompts=self.prompts.prompts)
+        self.log_file.log_step(step, metrics, samples)
+        is_skipped = bool(stats) and not stats[0].applied
+        mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
+        self.check_updates("policy", stats)
+        self.check_updates("critic", critic_stats)
+
+    def finish(self) -> None:
+        if self.groups.is_main and self.evaluations.scores:
+            self.say(f"{self.evaluations.change} after {self.config.run.steps} steps")
+        super().finish()

@@ -1,0 +1,282 @@
+"""The life of a run on one rank, whatever it trains: its group, folder, log and checkpoints, and what may end it early.
+
+A notice (launch/stop_signal.py) stops a run with checkpoints between two steps, behind a checkpoint of that place, and
+Ctrl-C any run; a standstill (hang.py) ends it. `with` the run, all that was started is stopped again, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from megatron_rl import parallel
+from megatron_rl.config import TrainConfig
+from megatron_rl.config.import_path import refuse_while_importing
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.launch import file_lock, process_exit
+from megatron_rl.launch.cores import free_cores
+from megatron_rl.launch.signs_of_life import Look, SignsOfLife, StoppedProcesses
+from megatron_rl.launch.start_up import python_path
+from megatron_rl.launch.stop_signal import StopNotice
+from megatron_rl.run.hang_watch import HangWatch
+from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
+from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.sinks import Sinks
+from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.types import StepStats
+
+LOCK = "run.lock"
+"""In run.folder: keeps other runs out of it."""
+
+
+class Run(ABC):
+    """What every run has. All ranks call every method.
+
+    A kind of run starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
+    """
+
+    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+        refuse_while_importing("a run")
+        self.config, self.resume = config, resume
+        self.folder, self.timers = Path(config.run.folder), PhaseTimers()
+        self.is_interrupted = False
+        """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
+        KeyboardInterrupt."""
+        self._skipped_in_a_row: Counter[str] = Counter()
+
+    # -- what a kind of run says of itself ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start all parts; what is to be stopped again goes onto `at_end`."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, MegatronEngine]:
+        """The engines that a checkpoint holds, by their name in it; the first is what the run is for."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
+
+    def _looks(self) -> list[Look]:
+        """What says who of the run is silent; what a kind of run has beside the ranks comes on top."""
+        return [self.hang_watch.silent]
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as at_end:  # stops what has been started where something else cannot be
+            self.at_end = at_end
+            self._start()
+            signs = SignsOfLife([StoppedProcesses(names_parent=self.groups.is_main), *self._looks()])
+            at_end.callback(signs.close)
+            signs.start()
+            if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
+                self.notice.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
+            self.at_end = at_end.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.at_end.__exit__(kind, error, trace)
+        if self.is_interrupted and kind is None:
+            raise KeyboardInterrupt("the run has stopped in order.")
+
+    def _join(self) -> None:
+        """Join the run's process group."""
+        options = self.config.run
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
+        torch.manual_seed(options.seed)
+        self.at_end.callback(parallel.stop)
+        self.groups = parallel.start(self.config.parallel, seed=options.seed)
+        torch.set_num_threads(self.groups.least(threads))  # replicas that sum in another order would drift apart
+
+    def _open(
+        self,
+        *,
+        on_half_time: Callable[[], None] = lambda: None,
+        waits_for: Callable[[str], str] = lambda phase: "",
+        can_leave: str = "",
+        on_leave: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Take the run's folder and open it, choose what to continue from, and begin to hear notices and to watch for
+        standstills. Nothing may have been written or started before. ValueError where another run is in the folder.
+
+        on_half_time is StopNotice's, the others are HangWatch's.
+        """
+        options, groups = self.config.run, self.groups
+
+        def keep_folder() -> None:
+            self.at_end.callback(os.close, file_lock.keep_folder(self.folder, LOCK, "a run"))
+
+        if fault := groups.on_main(keep_folder):
+            raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
+        wait_for_earlier_processes(self.folder, groups)
+        self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
+        self.at_end.callback(self.checkpoints.close)
+        with self.timers("resume"):
+            self.resumed_from = self.checkpoints.choose(self.resume)
+        # The state of that checkpoint; empty where the run had none yet, None for a new run.
+        self.resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
+        self.first_step = self.checkpoints.newest = self.resumed["step"] if self.resumed else 0
+        self.log_file = RunLog(self.folder, options.steps, groups.is_main, first_step=self.first_step)
+        self.at_end.callback(self.log_file.close)
+        self.log_file.log_config(self.config.to_yaml())
+        if groups.is_main:
+            settings = dataclasses.asdict(self.config)
+            self.log_file.sinks = Sinks(self.config.telemetry, self.folder, self.first_step, settings)
+        self.hang_watch = HangWatch(
+            self.folder,
+            rank=groups.rank,
+            world_size=groups.world_size,
+            control=groups.control,
+            limit_s=options.phase_timeout_s,
+            on_hang=process_exit.stop,
+            waits_for=waits_for,
+            can_leave=can_leave,
+            on_leave=on_leave,
+            grace_s=options.grace_s,
+        )
+        self.at_end.callback(self.hang_watch.close)
+        self.timers.on_change = self.hang_watch.enter
+        saves = options.checkpoint_every_steps > 0
+        self.notice = StopNotice(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main, saves=saves)
+        self.at_end.callback(self.notice.close)
+        if saves:
+            self.notice.listen()
+
+    def say(self, text: str) -> None:
+        """Print one line on the main rank."""
+        self.log_file.say(text)
+
+    def check_updates(self, model: str, updates: list[StepStats], *, trained_on: str = "") -> None:
+        """RuntimeError where more updates of `model` in a row than run.most_skipped_updates were skipped.
+
+        trained_on: what the last of them saw, where it has a name.
+        """
+        most = self.config.run.most_skipped_updates
+        for update in updates:
+            self._skipped_in_a_row[model] = 0 if update.applied else self._skipped_in_a_row[model] + 1
+            if self._skipped_in_a_row[model] > most:
+                raise RuntimeError(
+                    f"run.most_skipped_updates = {most}: {self._skipped_in_a_row[model]} updates of the {model} in a "
+                    f"row had a loss or a gradient that is no number, and were skipped. The last one{trained_on}: "
+                    f"{update.fault}. Correct the reward, advantage or loss that makes such numbers, or the data "
+                    f"that have them, or lower optimizer.lr; the weights are those before the first of them, and "
+                    f"--resume auto continues from the last checkpoint."
+                )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self) -> None:
+        """Bring the trained engines to where the checkpoint has them that `resumed_from` names."""
+        assert self.resumed_from is not None
+        with self.timers("resume"):
+            for name, engine in self.trained.items():
+                engine.load(self.resumed_from / name, with_optimizer=True, is_checked=True)
+        for fault in self.checkpoints.passed_over:
+            self.say(f"WARNING: {fault}; it is set aside, and an earlier one is taken.")
+        self.say(f"resumed after step {self.first_step} from {self.resumed_from}")
+
+    def checkpoint(self, *, step: int) -> bool:
+        """Begin to write what a later run continues from after `step` steps, where it is time to.
+
+        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
+        """
+        options = self.config.run
+        if (options.checkpoint_every_steps > 0 or step < options.steps) and self.stop_is_near():
+            self.stop_after(step)
+            return True
+        if options.checkpoint_every_steps == 0:
+            return False
+        is_due = step == options.steps or step % options.checkpoint_every_steps == 0
+        with self.timers("checkpoint"):
+            with self._warning_of_checkpoints():
+                self.checkpoints.finish(wait=is_due)
+            if is_due:
+                with self._warning_of_checkpoints():
+                    self._start_checkpoint(step)
+        return False
+
+    def stop_is_near(self) -> bool:
+        """True on all ranks if a notice came to one."""
+        return self.groups.any(self.notice.came())
+
+    def stop_after(self, step: int, why: str = "") -> None:
+        """Write the checkpoint of this place, where there is something new, and say how to go on.
+
+        A run without checkpoints, which only Ctrl-C stops, and any that it stops, gets its report.
+        """
+        saves = self.config.run.checkpoint_every_steps > 0
+        if saves:
+            self.checkpoints.finish(wait=True)
+            if step > self.checkpoints.newest:
+                self._start_checkpoint(step, in_background=False)
+                self.checkpoints.finish(wait=True)
+        why = why or self.notice.signal_name or "another rank's notice"
+        lost = "nothing of it can be resumed; with run.checkpoint_every_steps=10 it can be"
+        self.say(f"stopped after step {step} on {why}; {'--resume auto continues the run' if saves else lost}")
+        self.is_interrupted = self.groups.any(self.notice.signal_name == signal.SIGINT.name)
+        if self.is_interrupted and step > 0:
+            self._report()
+
+    @contextlib.contextmanager
+    def _warning_of_checkpoints(self) -> Iterator[None]:
+        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
+
+    def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
+        self.log_file.sync()
+        self.checkpoints.start(step, self.trained, self._state(), in_background=in_background)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def save(self, *, step: int) -> None:
+        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
+        options = self.config.run
+        is_last = step == options.steps
+        if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
+            name = "final" if is_last else f"step-{step}"
+            with self.timers("save"), contextlib.nullcontext() if is_last else self._warning_of_checkpoints():
+                for number, (role, engine) in enumerate(self.trained.items()):
+                    engine.save(self.folder / (f"{name}-{role}" if number else name))
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint and write the report."""
+        with self._warning_of_checkpoints(), self.timers("checkpoint"):
+            self.checkpoints.finish(wait=True)
+        self._report()
+
+    def _report(self) -> None:
+        self.log_file.close()
+        if not self.groups.is_main:
+            return
+        # In a process of its own: a report that cannot be made takes no trained weights with it.
+        command = [sys.executable, "-P", "-m", "megatron_rl.cli", "report", str(self.folder)]
+        made = subprocess.run(command, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True)
+        if made.returncode == 0:
+            self.say(f"report: {made.stdout.strip()}")
+        else:
+            last = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
+            self.say(f"WARNING: no report could be made ({last}); megatron-rl report {self.folder} tries again.")

@@ -1,0 +1,324 @@
+"""What a run continues from after any death: its checkpoints, and the books of its rollouts.
+
+A checkpoint, `run.folder/checkpoints/step-N`, holds an engine's checkpoint per trained model, run.json (what the loop
+itself remembers) and, last, the manifest. It is written aside and appears under its name when it is whole; older ones
+go only after that, and none that is damaged goes at all. All ranks call every method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.engine import manifest
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout import journal, journal_lock
+from megatron_rl.rollout.process import RolloutProcess
+from megatron_rl.rollout.resume_state import Place
+from megatron_rl.weights.hf_files import recover_folder, replace_folder
+
+FOLDER, RUN_STATE = "checkpoints", "run.json"
+AUTO = "auto"
+"""Asks for the newest good checkpoint of the run's own folder, or a fresh start where there is none."""
+
+
+class RunCheckpoints:
+    """Writes, finds and thins out the checkpoints of one run, one at a time and in the background."""
+
+    def __init__(self, run_folder: str | Path, *, keep: int, groups: ParallelGroups) -> None:
+        self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
+        self.engines: dict[str, MegatronEngine] = {}
+        self.aside: Path | None = None
+        self.step = 0
+        """What is being written, and after which step."""
+        self.newest = 0
+        """Step of the newest one that this process has written or resumed."""
+        self.passed_over: list[str] = []
+        """Damaged checkpoints that `choose` met, each with its fault."""
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def start(
+        self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any], *, in_background: bool = True
+    ) -> None:
+        """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
+        self.finish(wait=True)
+        # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
+        unique = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
+        dist.broadcast_object_list(unique, src=0, group=self.groups.control)
+        aside = self.folder / unique[0]
+
+        def make_room() -> None:
+            for abandoned in self.folder.glob(".step-*.partial"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            aside.mkdir(parents=True)
+            (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
+
+        self._on_main(make_room, step)
+        self.engines = engines
+        try:
+            for name, engine in engines.items():
+                engine.save_async(aside / name, beside=engines.values(), in_background=in_background)
+        except CheckpointError:
+            self._abandon()
+            raise
+        self.aside, self.step = aside, step
+
+    def finish(self, *, wait: bool) -> bool:
+        """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
+
+        CheckpointError on all ranks where it could not be written; earlier ones are all there then.
+        """
+        if self.aside is None:
+            return True
+        try:
+            # Of all engines, also after one that is not done: each call is a collective.
+            is_done = all([engine.finish_saves(wait=wait) for engine in self.engines.values()])
+        except CheckpointError:
+            self._abandon()
+            raise
+        if not is_done:
+            return False
+        aside, self.aside = self.aside, None
+
+        def publish() -> None:
+            manifest.write(aside)
+            replace_folder(aside, self.folder / f"step-{self.step}")
+            for old in sorted(self._steps())[: -self.keep]:
+                shutil.rmtree(self.folder / f"step-{old}")
+
+        self._on_main(publish, self.step)
+        self.newest = self.step
+        return True
+
+    def close(self) -> None:
+        """The run ends; what it leaves in work, because it failed, is given up, and its writers do not outlive it."""
+        if self.aside is not None:
+            for engine in self.engines.values():
+                engine.drop_saves()
+
+    def _abandon(self) -> None:
+        """One engine could not be written: wait for the writers of the others, whose part is of no use."""
+        self.aside = None
+        for engine in self.engines.values():
+            with contextlib.suppress(CheckpointError):
+                engine.finish_saves(wait=True)
+
+    def _on_main(self, act: Callable[[], None], step: int) -> None:
+        fault = self.groups.on_main(act)
+        if fault:
+            raise CheckpointError(
+                f"checkpoint {str(self.folder / f'step-{step}')!r}: {fault}; earlier ones are untouched. See that the "
+                f"disk has space and that run.folder can be written."
+            )
+
+    @property
+    def oldest(self) -> int:
+        """Step of the oldest checkpoint that could be resumed, for the main rank; 0 where there is none."""
+        return min(self._steps(), default=0)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def choose(self, resume: str) -> Path | None:
+        """Return the checkpoint to continue from, every file of it compared with its sums, or None for a fresh start.
+
+        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Steps of this run that come after the chosen
+        one are set aside under other names, as are damaged ones that `auto` passes over. ValueError for a folder that
+        is no checkpoint, or for a fresh start in the folder of a run that could be continued; RuntimeError where
+        what there is is damaged.
+        """
+        names: list[Any] = [None]
+        if self.groups.is_main:
+            for old in self.folder.glob(".step-*.old"):  # killed while it replaced a checkpoint of the same step
+                recover_folder(self.folder / old.name.removeprefix(".").removesuffix(".old"))
+            names = [sorted(self._steps(), reverse=True)]
+        dist.broadcast_object_list(names, src=0, group=self.groups.control)
+        steps: list[int] = names[0]
+        if resume == AUTO:
+            return self._newest_good(steps)
+        is_another_runs = bool(resume) and Path(resume).resolve().parent != self.folder.resolve()
+        if steps and (not resume or is_another_runs):
+            raise ValueError(
+                f"run.folder = {str(self.folder.parent)!r}: has checkpoints of a run, up to step {steps[0]}; "
+                f"--resume {AUTO} continues it. For a new run name another folder, or move {self.folder} away."
+            )
+        if not resume:
+            return None
+        chosen = self._checked(Path(resume))
+        for step in steps:
+            if step > read_state(chosen)["step"]:
+                self._set_aside(step, "superseded")
+        return chosen
+
+    def _newest_good(self, steps: list[int]) -> Path | None:
+        damaged: dict[int, str] = {}
+        for step in steps:
+            path = self.folder / f"step-{step}"
+            faults = manifest.faults_for_all(path, self.groups)
+            if not faults:
+                for other in damaged:
+                    self._set_aside(other, "damaged")
+                self.passed_over = [f"checkpoint step-{other}: {fault}" for other, fault in damaged.items()]
+                return path
+            damaged[step] = faults[0]
+        if damaged:
+            named = "; ".join(f"step-{step}: {fault}" for step, fault in damaged.items())
+            raise RuntimeError(
+                f"--resume {AUTO}: every checkpoint in {str(self.folder)!r} is damaged ({named}). All are left as they "
+                f"are; restore one from a copy, or start again in another run.folder."
+            )
+        return None
+
+    def _checked(self, path: Path) -> Path:
+        if not (path / RUN_STATE).is_file():
+            raise ValueError(
+                f"--resume {str(path)!r}: has no {RUN_STATE}, so it is no checkpoint of a run; give run.folder/"
+                f"{FOLDER}/step-N, or {AUTO}."
+            )
+        for fault in manifest.faults_for_all(path, self.groups):
+            raise RuntimeError(f"--resume {str(path)!r}: {fault}; give an earlier checkpoint, or {AUTO}.")
+        return path
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        """Rename a checkpoint so that it is neither found nor thinned out."""
+
+        def rename() -> None:
+            path = self.folder / f"step-{step}"
+            names = (path.with_name(f"{path.name}.{reason}{number or ''}") for number in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+
+        self._on_main(rename, step)
+
+    def _steps(self) -> list[int]:
+        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*"))
+        return [int(match[1]) for match in found if match]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps.
+
+    RuntimeError where that is no state of a run after the step that the folder is named for.
+    """
+    where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
+    try:
+        state = json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RuntimeError(f"{where} cannot be read ({error}); give an earlier checkpoint.") from error
+    if not isinstance(state, dict):
+        raise RuntimeError(f"{where} is a {type(state).__name__} and no object; give an earlier checkpoint.")
+    named = re.fullmatch(r"step-(\d+)(\..*)?", path.name)
+    prompts, ledgers = state.get("prompts"), state.get("ledgers", [])
+    is_place = isinstance(prompts, dict) and all(is_count(prompts.get(name)) for name in ("number", "count"))
+    rules = {
+        "step": (is_count(state.get("step")), "must be a whole number of at least 0"),
+        "version": (is_count(state.get("version", 0)), "must be a whole number of at least 0"),
+        "prompts": (is_place or "prompts" not in state, "must have number and count, whole numbers of at least 0"),
+        "ledgers": (isinstance(ledgers, list) and all(map(is_ledger, ledgers)), "must be a list of ledgers' states"),
+    }
+    if named and rules["step"][0]:
+        rules["step"] = state["step"] == int(named[1]), f"must be that of the folder, {named[1]}"
+    for key, (holds, rule) in rules.items():
+        if not holds:
+            raise RuntimeError(
+                f"{where} has {key} = {state.get(key)!r:.200}, which {rule}; give an earlier checkpoint."
+            )
+    return state
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_ledger(state: Any) -> bool:
+    if not (isinstance(state, dict) and is_count(state.get("next")) and is_count(state.get("size"))):
+        return False
+    return state["size"] > 0 and isinstance(state.get("open"), list) and all(map(is_count, state["open"]))
+
+
+def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
+    """Return once no other process writes the run's journal; RuntimeError on all ranks names one that goes on."""
+    fault = groups.on_main(lambda: journal_lock.wait_for_owners(run_folder / journal.FOLDER))
+    if fault:
+        raise RuntimeError(fault)
+
+
+class RolloutBooks:
+    """Where a run is in its prompts; what each data head has of them is in its rollout process (resume_state.py).
+
+    resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
+    """
+
+    def __init__(
+        self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
+    ) -> None:
+        self.prompts, self.groups, self.options, self.resumed = prompts, groups, config.rollout, resumed
+        self.folder = Path(config.run.folder) / journal.FOLDER
+        self.keeps_journal = config.run.checkpoint_every_steps > 0
+        self.fingerprint = fingerprint(config)
+        life = [journal.next_life(self.folder)]
+        dist.broadcast_object_list(life, src=0, group=groups.control)
+        self.life: int = life[0]
+        if resumed:
+            self._check_order(resumed)
+            prompts.load_state_dict(resumed["prompts"])
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        if state["ledgers"] and self.options.takes_prompts_in_order:
+            raise ValueError(
+                f"rollout.max_staleness = {self.options.max_staleness}: the checkpoint's run samples prompts ahead or "
+                f"replaces them, and one that takes them in order would leave out those under way; resume it with its "
+                f"own max_staleness, max_uniform_resamples and oversample."
+            )
+
+    def place(self) -> Place:
+        """What this data head's rollout process is told."""
+        data = self.groups.data
+        stamp: dict[str, Any] = {"life": self.life, "fingerprint": self.fingerprint, "resumed": self.resumed}
+        return Place(head=data.rank, heads=data.size, **stamp)
+
+    def lock(self) -> int | None:
+        """Take the lock of this data head's journal, for its rollout process; None where the run keeps no journal."""
+        return journal_lock.take(self.folder, self.groups.data.rank) if self.keeps_journal else None
+
+    def note_step(self, rollout: RolloutProcess | None) -> None:
+        """A step begins or has ended: this is the place that `state_dict` tells of."""
+        in_order = rollout is None or self.options.takes_prompts_in_order
+        self._noted = self.prompts.state_dict(), None if in_order else rollout.ledger_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the prompts, the same on all ranks.
+
+        The ledgers of all data heads; none of a run that takes its prompts in order.
+        """
+        prompts, ledger = self._noted
+        if self.options.takes_prompts_in_order:
+            return {"prompts": prompts, "ledgers": []}
+        states: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(states, ledger, group=self.groups.control)
+        return {"prompts": prompts, "ledgers": [state for state in states if state is not None]}
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """Sum up every setting that a group depends on which is sampled at a given version of the same run."""
+    parts = {"model": config.model, "generation": config.generation, "data": config.data}
+    parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
+    settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+    rollout, seed = config.rollout, config.run.seed
+    settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
+    settings |= {"recipe": rollout.recipe}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,135 @@
+"""The numbers that one step leaves in metrics.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.algo import mismatch
+from megatron_rl.algo.loss import explained_variance
+from megatron_rl.algo.normalize import deviation_of, group_numbers
+from megatron_rl.algo.reward_shaping import sum_of_tokens, written_tokens
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.groups import trained_versions
+from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.weights.publish import Publication
+
+
+def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    """What the updates of a step, at least one, have in common whatever the model."""
+    seen = applied_of(stats)
+    weight = max(sum(s.weight for s in seen), 1.0)  # 0 where not one token of the step is trained
+    return {
+        "loss": sum(s.loss * s.weight for s in seen) / weight,
+        "first_loss": stats[0].loss,
+        "first_grad_norm": stats[0].grad_norm,
+        "grad_norm": max(s.grad_norm for s in seen),
+        "skipped_updates": sum(not s.applied for s in stats),
+        "lr": stats[-1].lr,
+    }
+
+
+def applied_of(stats: list[StepStats]) -> list[StepStats]:
+    """The updates that means are taken over: those applied, for the others' numbers may be none; all where none was."""
+    return [s for s in stats if s.applied] or stats
+
+
+def trained_tokens(stats: StepStats) -> float:
+    """Of one update: its weight, unless its loss is a mean over trajectories."""
+    return stats.sums.get("tokens", stats.weight)
+
+
+COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
+"""What a skipped update has counted says why it was skipped."""
+
+
+def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    """The loss is aggregated as configured; what the loss counts beside it are means over trained tokens."""
+    metrics = update_metrics(stats)
+    for key in stats[0].sums:
+        over = stats if key in COUNTED_IN_ALL else applied_of(stats)
+        metrics[key] = sum(s.sums[key] for s in over) / max(sum(map(trained_tokens, over)), 1.0)
+    metrics.pop("tokens", None)
+    if "ratio_deviation" in metrics:
+        metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
+    return {f"policy/{key}": value for key, value in metrics.items()}
+
+
+def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
+    seen = applied_of(stats)
+    weight = max(sum(s.weight for s in seen), 1.0)
+    sums = {key: sum(s.sums[key] for s in seen) for key in stats[0].sums}
+    metrics = update_metrics(stats) | {"explained_variance": explained_variance(sums, weight)}
+    metrics["mean_return"] = sums["returns"] / weight
+    if "clipped_values" in sums:
+        metrics["clipped_values"] = sums["clipped_values"] / weight
+    return {f"critic/{key}": value for key, value in metrics.items()}
+
+
+def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
+    """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
+    rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
+    member = group_numbers(batch["group"])
+    deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)
+    deviations[member] = deviation_of(rewards, member, correction=0)
+    metrics: dict[str, Any] = {
+        "reward/mean": float(batch.means_of_samples(rewards).mean()),
+        "reward/groups_without_variance": float((deviations == 0).double().mean()),
+        "batch/trajectories": len(batch),
+        "batch/sequence_tokens": float(batch.lengths.float().mean()),
+    }
+    metrics |= {
+        "histogram/reply_tokens": counts_by_doubling(sum_of_tokens(written_tokens(batch).long(), batch)),
+        "histogram/token_age": counts_by_number(version - trained_versions(batch)),
+    }
+    if "model_rewards" in batch:
+        metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
+    return metrics
+
+
+def publication_metrics(publication: Publication) -> dict[str, Any]:
+    metrics = {
+        "publish/duration_s": publication.seconds,
+        "publish/paused_s": publication.paused_s,
+        "publish/bytes": publication.nbytes,
+        "publish/verified_tensors": publication.verified,
+    }
+    if publication.sent_bytes is not None:
+        metrics["publish/sent_bytes"] = publication.sent_bytes
+    return metrics
+
+
+def counts_by_doubling(values: Tensor) -> dict[str, int]:
+    """Count whole numbers by the class [2^k, 2^(k+1)) they are in: class -> count, from the lowest one that has any."""
+    classes = torch.bincount(values.clamp_min(1).double().log2().floor().long())
+    present = classes.nonzero().flatten().tolist()
+    first = present[0] if present else 0
+    names = [f"{2**k} to {2 ** (k + 1) - 1}" if k else "0 to 1" for k in range(len(classes))]
+    return dict(zip(names[first:], classes[first:].tolist(), strict=True))
+
+
+def counts_by_number(values: Tensor) -> dict[str, int]:
+    """Count whole numbers from 0: number -> count."""
+    return {str(number): count for number, count in enumerate(torch.bincount(values.clamp_min(0).long()).tolist())}
+
+
+def mismatch_metrics(
+    shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
+) -> dict[str, float]:
+    """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
+
+    version: the policy's before the updates. All ranks call it.
+    """
+    if not stats or stats[0].logprobs is None:
+        return {}
+    share = shares[0]
+    columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
+    sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
+    if not groups.is_data_head:
+        sums, largest = sums.zero_(), largest.zero_()
+    dist.all_reduce(sums, group=groups.control)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.control)
+    return mismatch.metrics(sums, largest)

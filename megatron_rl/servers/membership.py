@@ -1,0 +1,467 @@
+"""Which servers get requests, and which take part in the next publication of weights.
+
+A server serves until a call to it fails. Then it is lost, and looked at until it generates as before, with the weights
+it had. One that answers with other weights was started anew, and one that failed in a publication is dropped whatever
+it answers: these two serve again once they were caught up, or took part in a publication, whichever comes first. One
+whose replies cannot be believed is dropped too, and is caught up only once it was started anew.
+Everything here runs on one event loop, which may itself stand still: no server is lost for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from megatron_rl.api import RequestRefused
+from megatron_rl.servers.client import ServerClient, ServerError
+from megatron_rl.servers.reply_check import VERSION
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_LOOK_S = 0.05
+LONGEST_LOOK_S = 5.0
+LOOK_EVERY_S = 0.5
+LOOK_TIMEOUT_S = 10.0
+PATROL_EVERY_S = 5.0
+MUSTER_POLL_S = 0.05
+BAD_REPLIES = 4
+"""So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
+BEAT_S = 0.25
+LAG_SHARE = 0.1
+"""Of its patience: where this event loop stood still for longer while a server was asked, it is asked again."""
+VISITS = 10
+
+
+@dataclass(eq=False)
+class Member:
+    """One server and what is known about it."""
+
+    server: ServerClient
+    weights: str | None = None
+    """Name of the weights it must have to serve again; None where its own word for them is not enough."""
+    failures: int = 0
+    """Calls that failed since one last went well."""
+    bad_replies: int = 0
+    """Times that it was lost for a bad reply, less good ones since."""
+    distrusted: str | None = None
+    """The start of it whose replies were not to be believed; empty where it does not say which it is."""
+    is_restarted: bool = False
+    """It was started since it took part in a publication, or named its weights first."""
+    is_published: bool = False
+    """It has weights that were published to it, and not those of its start."""
+    silent_since: float | None = None
+    """On the monotonic clock: since when it was found to generate nothing."""
+    answers: bool = True
+    """It has answered since it was lost, but with other weights."""
+    away_since: float = 0.0
+    """On the monotonic clock: when it was lost, or found where it is new."""
+    dropped_in: int = -1
+    """The publication that it failed."""
+    trouble: str = ""
+    is_catching_up: bool = False
+    watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Membership:
+    """The servers of one client. `serving` get requests; `publishing` take part in control calls."""
+
+    def __init__(
+        self,
+        servers: list[ServerClient],
+        *,
+        catch_up: Callable[[ServerClient], Awaitable[str | None]],
+        on_drop: Callable[[str, str], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
+
+        `on_drop(url, reason)` is told of servers that failed a publication, or that are not to be believed;
+        `on_failure(message)` where something here ended that has to last.
+        """
+        self._members = {server: Member(server) for server in servers}
+        self.serving = list(servers)
+        self.publishing = list(servers)
+        self.number = 0
+        """Counts changes: a weight group made under another number no longer fits."""
+        self._catch_up, self._on_drop = catch_up, on_drop
+        self._on_failure = on_failure or logger.error
+        self._may_catch_up = True
+        self._patience_s = math.inf
+        self.follows = False
+        """Another client publishes, and this one hears of it behind the servers."""
+        self._beat = Heartbeat()
+        self.changed = asyncio.Event()
+        """Set whenever `serving` may have changed."""
+        self._is_suspicious = asyncio.Event()
+        self._publications = 0
+        self._patrol: asyncio.Task[None] | None = None
+        self._some_serve = asyncio.Event()
+        self._some_serve.set()
+
+    def begin(self, patience_s: float) -> None:
+        """The servers have answered `probe`, and serve with the weights that they named.
+
+        From now on one that gives no sign of life for `patience_s` is lost, and what it was generating with it.
+        """
+        for server, member in self._members.items():
+            member.weights = server.info.weight_version if server.info else None
+        self._patience_s = patience_s
+        self._beat.begin()
+        self._patrol = self.lasting(self._go_round(), "the patrol of rollout servers")
+
+    def lasting(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Start what the run depends on; `on_failure` is told where it raises, which nobody would hear of."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._on_failure(f"{what} has ended: {type(error).__name__}: {error}")
+                logger.error("%s has ended", what, exc_info=error)
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(look)
+        return task
+
+    def add(self, server: ServerClient) -> None:
+        """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
+        member = Member(server, answers=False, trouble="is new", away_since=time.monotonic())
+        self._members[server] = member
+        self._watch(member)
+
+    def forget(self, server: ServerClient) -> None:
+        """A server that is gone for good. What it was generating moves to others."""
+        self.lose(server, "is gone")
+        if (member := self._members.pop(server, None)) is not None:
+            self._stop_watching(member)
+        if server in self.publishing:
+            self.publishing.remove(server)
+            self.number += 1
+        server.abandon_calls()
+
+    @property
+    def needs_weights(self) -> bool:
+        """True where no server serves and one that could lacks the weights. From any thread."""
+        return not self.serving and any(member.answers for member in list(self._members.values()))
+
+    def away_for(self, at_most_s: float) -> list[ServerClient]:
+        """The servers that have not served for so long at most. From any thread."""
+        since = time.monotonic() - at_most_s
+        members = list(self._members.values())
+        return [m.server for m in members if m.server not in self.serving and m.away_since >= since]
+
+    def troubles(self) -> str:
+        """Say what is the matter with the servers that do not serve."""
+        return "; ".join(m.trouble for s, m in self._members.items() if s not in self.serving)
+
+    async def wait_for_one(self, timeout_s: float) -> None:
+        """Return once a server serves; ServerError where none does for `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._some_serve.wait(), timeout_s)
+        except TimeoutError:
+            raise ServerError(f"no rollout server is left, and none came back: {self.troubles()}") from None
+
+    def weights_of(self, server: ServerClient) -> str | None:
+        """What the server was last known to call its weights."""
+        member = self._members.get(server)
+        return None if member is None else member.weights
+
+    def is_published(self, server: ServerClient) -> bool:
+        member = self._members.get(server)
+        return member is not None and member.is_published
+
+    def praise(self, server: ServerClient) -> None:
+        """A reply of it was good."""
+        if (member := self._members.get(server)) is not None:
+            member.failures, member.silent_since = 0, None
+            member.bad_replies = max(0, member.bad_replies - 1)
+
+    def distrust(self, server: ServerClient, trouble: str) -> None:
+        """A reply of it was bad: it is lost, and after BAD_REPLIES dropped."""
+        member = self._members.get(server)
+        if member is None or server not in self.serving:
+            return
+        member.bad_replies += 1
+        if member.bad_replies < BAD_REPLIES:
+            self.lose(server, trouble)
+            return
+        member.distrusted = (server.info.start if server.info else None) or ""
+        member.bad_replies = 0
+        self.drop(server, f"{BAD_REPLIES} of its replies could not be used: {trouble}")
+        member.dropped_in = -1  # it failed no publication
+
+    def lose(self, server: ServerClient, trouble: str) -> None:
+        """Send it nothing more until it answers as before."""
+        member = self._members.get(server)
+        if member is None:  # it is gone for good
+            return
+        member.trouble = trouble
+        if server not in self.serving:
+            return
+        self.serving.remove(server)
+        self.changed.set()
+        member.failures += 1
+        member.answers, member.away_since = False, time.monotonic()
+        self._watch(member)
+        if not self.serving:
+            self._some_serve.clear()
+
+    def drop(self, server: ServerClient, trouble: str) -> None:
+        """Leave it out, and what it was generating to others, until it takes part in a later publication."""
+        member = self._members.get(server)
+        if member is None:
+            return
+        logger.warning("%s is left out: %s", server.url, trouble)
+        self.lose(server, trouble)
+        member.weights, member.trouble, member.answers = None, trouble, False
+        member.dropped_in = self._publications
+        self._watch(member)
+        if server in self.publishing:
+            self.publishing.remove(server)
+            self.number += 1
+        server.abandon_calls()
+        if self._on_drop is not None:
+            self._on_drop(server.url, trouble)
+
+    async def muster(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
+        """Settle who takes part in the next publication: all that answer, at least one.
+
+        ServerError where none answers for `timeout_s`. What `check` raises ends the waiting.
+        """
+        await self.stop_catching_up()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not (present := self._present()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerError(f"no rollout server answered for {timeout_s:g} s: {self.troubles()}")
+            check()
+            await asyncio.sleep(MUSTER_POLL_S)
+        for server in present:  # in the middle of a publication a server may name weights that it has half of
+            self._stop_watching(self._members[server])
+        if set(present) != set(self.publishing):
+            self.number += 1
+            self.publishing = present
+
+    async def stop_catching_up(self) -> None:
+        """Let no server catch up until `settle` or `allow_catching_up`; those that are at it have stopped by then."""
+        self._may_catch_up = False
+        for member in [member for member in self._members.values() if member.is_catching_up]:
+            if member.watcher is not None:
+                member.watcher.cancel()
+                await asyncio.wait([member.watcher])
+            if member.server not in self.serving:
+                self._watch(member)
+
+    def allow_catching_up(self) -> None:
+        self._may_catch_up = True
+
+    @property
+    def is_publishing(self) -> bool:
+        """From `muster` to the end of the publication."""
+        return not self._may_catch_up
+
+    def _present(self) -> list[ServerClient]:
+        present = [server for server, member in self._members.items() if server in self.serving or member.answers]
+        # What failed this publication once may fail it again; but where nobody else is left, it must do.
+        return [s for s in present if self._members[s].dropped_in < self._publications] or present
+
+    def settle(self, servers: list[ServerClient], weights: str) -> None:
+        """A publication is over: `servers` have `weights` and serve, others wait for the next one."""
+        for server, member in self._members.items():
+            if server in servers:
+                self._stop_watching(member)
+                member.weights, member.answers, member.is_published = weights, True, True
+                member.bad_replies, member.distrusted, member.silent_since = 0, None, None
+                member.is_restarted = False
+            else:
+                member.weights = None
+                if server in self.serving:
+                    self.lose(server, "left out of a publication")
+        self._publications += 1
+        self._may_catch_up = True
+        self.serving = [server for server in servers if server in self._members]
+        self.changed.set()
+        if self.serving:
+            self._some_serve.set()
+
+    def close(self) -> None:
+        self._beat.end()
+        if self._patrol is not None:
+            self._patrol.cancel()
+        for member in self._members.values():
+            self._stop_watching(member)
+
+    async def _go_round(self) -> None:
+        """A server that hangs fails no call, so each is asked something that takes it no time."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_suspicious.wait(), min(PATROL_EVERY_S, self._patience_s))
+            is_suspect = self._is_suspicious.is_set()
+            self._is_suspicious.clear()
+            visited = list(self.serving)
+            visits = (self._visit(server, is_suspect) for server in visited)
+            ends = await asyncio.gather(*visits, return_exceptions=True)
+            for server, end in zip(visited, ends, strict=True):
+                if isinstance(end, Exception):  # a bug of ours: one visit's is not to end all others
+                    logger.error("the visit to %s failed", server.url, exc_info=end)
+
+    async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
+        expected, publications = self.weights_of(server), self._publications
+        may_compare = not self.is_publishing
+        try:
+            weights = await self.patiently(lambda: server.give_sign_of_life(timeout_s=self._patience_s))
+        except ServerError as error:
+            self.lose(server, str(error))
+            server.abandon_calls()
+            return
+        may_compare = may_compare and not self.is_publishing and publications == self._publications
+        if may_compare and None not in (weights, expected) and weights != expected:
+            is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(expected))
+            if not (self.follows and is_ahead and int(str(weights)) > int(str(expected))):
+                self.lose(server, f"has weights {weights!r}, and was published {expected!r}")
+                return
+        await self._see_it_generate(server, is_suspect)
+
+    async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
+        """A server whose scheduler hangs answers everything but requests: those that wait for long are a sign of it."""
+        member = self._members.get(server)
+        if member is None:
+            return
+        quiet_s = time.monotonic() - max(server.last_reply_s, server.busy_since)
+        is_suspect = is_suspect or member.silent_since is not None
+        if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
+            member.silent_since = None
+            return
+        try:
+            await self.patiently(lambda: server.check_generation(timeout_s=self._patience_s))
+        except (ServerError, RequestRefused) as error:
+            # Another client may have it paused just now.
+            member.silent_since = member.silent_since or time.monotonic()
+            if time.monotonic() - member.silent_since >= self._patience_s:
+                self.lose(server, f"generates nothing: {error}")
+                server.abandon_calls()
+        else:
+            member.silent_since = None
+
+    async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask, and ask again where it failed while this event loop stood still, which would look like the server."""
+        for _ in range(VISITS):
+            lag = self._beat.lag_s
+            try:
+                return await ask()
+            except ServerError:
+                if self._beat.lag_s - lag <= LAG_SHARE * self._patience_s:
+                    raise
+        return await ask()
+
+    def suspect(self) -> None:
+        """Something failed, and nobody knows at which server: look at all of them now."""
+        self._is_suspicious.set()
+
+    def _watch(self, member: Member) -> None:
+        self._stop_watching(member)
+
+        def look(task: asyncio.Task[None]) -> None:  # a bug of ours: the server is not to be forgotten for it
+            if not task.cancelled() and (error := task.exception()) is not None:
+                member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
+                logger.error("the watch over %s begins again", member.server.url, exc_info=error)
+                if self._members.get(member.server) is member:
+                    self._watch(member)
+
+        member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
+        member.watcher.add_done_callback(look)
+
+    def _stop_watching(self, member: Member) -> None:
+        if member.watcher is not None:
+            member.watcher.cancel()
+            member.watcher = None
+
+    async def _look_after(self, member: Member) -> None:
+        # One that is well whenever it is asked, and fails every reply, is asked ever more rarely.
+        await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** min(16, max(0, member.failures - 1))))
+        server = member.server
+        while True:
+            try:
+                info = await server.probe(timeout_s=LOOK_TIMEOUT_S)
+                if member.distrusted is not None and member.distrusted != (info.start or ""):
+                    member.distrusted = None
+                # Where another client publishes, it may have caught up, and has the name only then.
+                is_as_before = self.follows or not member.is_published or server.has_same_start
+                if member.weights is not None and info.weight_version == member.weights and is_as_before:
+                    await self._check_generation(member)
+                    if self.follows:
+                        server.forget_start()
+                    break
+                if member.weights is not None and not member.is_restarted:
+                    # Another process than the one that is in the weight group.
+                    member.is_restarted, self.number = True, self.number + 1
+                member.answers = True
+                if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
+                    break
+            except (ServerError, RequestRefused) as error:
+                member.trouble, member.answers = str(error), False
+            await asyncio.sleep(LOOK_EVERY_S)
+        member.watcher, member.silent_since = None, None
+        self.serving.append(server)
+        self.changed.set()
+        self._some_serve.set()
+
+    async def _check_generation(self, member: Member) -> None:
+        """Where it has generated nothing for long, what it was asked before moves to others."""
+        try:
+            await member.server.check_generation(timeout_s=LOOK_TIMEOUT_S)
+        except (ServerError, RequestRefused):
+            member.silent_since = member.silent_since or time.monotonic()
+            if time.monotonic() - member.silent_since >= self._patience_s:
+                member.server.abandon_calls()
+            raise
+
+    async def _has_caught_up(self, member: Member) -> bool:
+        """Bring it to the current weights where there is a way; one that fails is tried ever more rarely."""
+        member.is_catching_up = True
+        try:
+            weights = await self._catch_up(member.server)
+        except ServerError as error:
+            member.trouble, member.failures = f"catching up: {error}", member.failures + 1
+            logger.warning("%s did not catch up: %s", member.server.url, error)
+            await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** min(16, member.failures)))
+            return False
+        finally:
+            member.is_catching_up = False
+        if weights is None:
+            return False
+        member.weights, member.is_published, member.is_restarted = weights, True, False
+        if member.server not in self.publishing:
+            self.publishing.append(member.server)
+            self.number += 1
+        return True
+
+
+class Heartbeat:
+    """Counts for how long the event loop, or the whole process, stood still while it was to run."""
+
+    def __init__(self) -> None:
+        self._lost_s = 0.0
+        self._due_s = time.monotonic() + BEAT_S
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def lag_s(self) -> float:
+        """Of all stops so far, one that lasts until now included."""
+        return self._lost_s + max(0.0, time.monotonic() - self._due_s)
+
+    def begin(self) -> None:
+        self._due_s = time.monotonic() + BEAT_S
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        self._lost_s = self.lag_s
+        self.begin()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,201 @@
+"""How one rollout server is started: an embedded one or a real SGLang, on a GPU or without."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.ports import free_port
+from megatron_rl.launch.start_up import python_path
+
+SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
+SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
+"""Where scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
+WATCHDOG = Path(__file__).parent / "watchdog.py"
+LOG_TAIL_LINES = 30
+NO_WEIGHTS = "none"
+"""Version of weights that were never loaded. No policy version has this name."""
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
+"""glibc's settings with which a CPU server uses freed memory again instead of faulting in new pages every turn."""
+SGLANG_CPU_ARGS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
+    # Without it an idle scheduler keeps a whole core busy.
+    *("--skip-server-warmup", "--sleep-on-idle"),
+]
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One started server process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str | None
+    """None until an embedded server has written its ready file."""
+    ready_file: Path | None
+    watchdog: subprocess.Popen[bytes] | None
+    is_ready: bool = False
+    fault: str = ""
+    """Why it was killed first, if it was."""
+    looked_at: float = field(default_factory=time.monotonic)
+    """When its supervisor last had nothing to wait for from it."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout server {self.number} (pid {self.process.pid})"
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
+
+    def kill(self, fault: str) -> None:
+        """Kill it and its workers, which are in its group. Where none is left, there is no group."""
+        self.fault = self.fault or fault
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def how_it_ended(self) -> str:
+        return f"was killed: {self.fault}" if self.fault else how_it_ended(self.process.returncode)
+
+
+@dataclass(kw_only=True)
+class ServerLauncher:
+    """Starts servers of one model. Logs go to `folder`."""
+
+    config: RolloutConfig
+    model_path: Path
+    folder: Path
+    dtype: str
+    context_length: int | None
+    weight_version: int
+    dummy_weights: bool
+    """Skip the checkpoint, where the trainer publishes weights before the first request."""
+    threads_per_server: int
+    host: str
+    devices: list[list[str]] | None
+    """The GPUs of each server."""
+
+    def __post_init__(self) -> None:
+        self.backend = choose_backend(self.config.backend)
+
+    @property
+    def token_file(self) -> Path:
+        """The servers' token; in `folder` without config.token_file."""
+        return Path(self.config.token_file or self.folder / "token")
+
+    def launch(self, number: int, url: str | None = None) -> Server:
+        """Start a server, at `url` where it had one before."""
+        log, ready_file = self.folder / f"server-{number}.log", None
+        restarts = url is not None
+        if self.backend == "embedded":
+            ready_file = self.folder / f"server-{number}.url"
+            ready_file.unlink(missing_ok=True)
+            command = self.embedded_command(ready_file, port_of(url) if url else 0)
+            url = None  # again from the ready file, which says that it is there
+        else:
+            port = port_of(url) if url else free_port(self.host)
+            url = f"http://{self.host}:{port}"
+            command = self.sglang_command(port)
+        command += self.config.server_args
+        with log.open("ab" if restarts else "wb") as output:
+            output.write((" ".join(command) + "\n").encode())
+            output.flush()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment(number),
+                # A group of its own: Ctrl-C reaches the trainer only, which then stops its servers in order.
+                start_new_session=True,
+            )
+        watchdog = None
+        if self.backend == "sglang":
+            watchdog = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(WATCHDOG), str(process.pid)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return Server(number=number, process=process, log=log, url=url, ready_file=ready_file, watchdog=watchdog)
+
+    def embedded_command(self, ready_file: Path, port: int) -> list[str]:
+        command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(self.model_path)]
+        command += ["--host", self.host, "--token-file", str(self.token_file)]
+        command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
+        return command + self._shared_arguments()
+
+    def sglang_command(self, port: int) -> list[str]:
+        command = [sys.executable, "-m", "megatron_rl.servers.sglang_launch", "--token-file", str(self.token_file)]
+        command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
+        command += self._shared_arguments()
+        if not has_cuda():
+            command += SGLANG_CPU_ARGS
+        elif self.config.colocated:
+            command.append("--enable-memory-saver")
+        return command
+
+    def _shared_arguments(self) -> list[str]:
+        version = NO_WEIGHTS if self.dummy_weights else str(self.weight_version)
+        arguments = ["--dtype", self.dtype, "--weight-version", version]
+        if self.context_length is not None:
+            arguments += ["--context-length", str(self.context_length)]
+        if self.dummy_weights:
+            arguments += ["--load-format", "dummy"]
+        return arguments
+
+    def environment(self, number: int) -> dict[str, str]:
+        environment = dict(os.environ)
+        # A server must not take itself for a rank of the trainer.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        environment["OMP_NUM_THREADS"] = str(self.threads_per_server)
+        if self.backend == "embedded" and not has_cuda():
+            environment |= KEEP_FREED_MEMORY
+        first_paths: list[str] = []
+        if self.backend == "sglang" and not has_cuda():
+            first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
+        return environment
+
+
+def choose_backend(backend: str) -> str:
+    """Return embedded or sglang for `auto`: sglang where CUDA is."""
+    if backend != "auto":
+        return backend
+    return "sglang" if has_cuda() else "embedded"
+
+
+def has_cuda() -> bool:
+    """What torch says, which takes a second to load and so is not asked where there is no driver of a device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if not Path("/dev/kfd").exists():  # AMD's, whose devices torch calls CUDA too
+            return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def how_it_ended(returncode: int) -> str:
+    """Say it in words: `was killed by SIGKILL` or `exited with status 1`."""
+    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])

@@ -1,0 +1,350 @@
+"""Starts rollout servers on this host, waits until they answer, restarts those that die or hang, and stops them.
+
+Servers are embedded ones or real SGLang. A restarted one keeps its URL. None of them outlives the process that started
+it, however that ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import http.client
+import logging
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.launch import process_exit
+from megatron_rl.launch.run_token import token_in
+from megatron_rl.launch.signs_of_life import Silence
+from megatron_rl.servers.server_process import Server, ServerLauncher
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+STOP_GRACE_S = 20.0
+"""SGLang drains for up to ten seconds before it goes."""
+GIVE_UP_LINES = 3
+HEALTH_EVERY_S = 5.0
+FIRST_RESTART_S = 1.0
+LONGEST_RESTART_S = 60.0
+STEADY_S = 600.0
+"""A server that served for so long is forgiven its restarts."""
+
+
+class Supervisor:
+    """`config.server_count` servers of one model, in a `with` block or between `start` and `stop`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str | Path,
+        folder: str | Path,
+        *,
+        dtype: str = "float32",
+        context_length: int | None = None,
+        weight_version: int = 0,
+        dummy_weights: bool = False,
+        threads_per_server: int = 1,
+        host: str = "127.0.0.1",
+        devices: list[list[str]] | None = None,
+        on_death: Callable[[str], None] | None = None,
+    ) -> None:
+        """`on_death` is called with one line, from a thread of the supervisor, when the last server is given up. The
+        others are ServerLauncher's.
+        """
+        self.config, self.on_death = config, on_death
+        self._launcher = ServerLauncher(
+            config=config,
+            model_path=Path(model_path),
+            folder=Path(folder),
+            dtype=dtype,
+            context_length=context_length,
+            weight_version=weight_version,
+            dummy_weights=dummy_weights,
+            threads_per_server=threads_per_server,
+            host=host,
+            devices=devices,
+        )
+        self.backend, self.token_file = self._launcher.backend, self._launcher.token_file
+        if devices is not None and len(devices) != config.server_count:
+            raise ValueError(
+                f"rollout.server_count = {config.server_count}: {len(devices)} lists of devices given; give as many."
+            )
+        self._servers: list[Server] = []
+        self._given_up: set[int] = set()
+        self._changing = threading.Lock()
+        """Held to start a server, so that none is started once `stop` has begun."""
+        self._stopping = threading.Event()
+        self._publishing = threading.Event()
+        self._lent = threading.Event()
+        self._holds_back = threading.Event()
+        """Set while no server may be started again."""
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers if server.url is not None]
+
+    @property
+    def all_answer(self) -> bool:
+        """Every server is up, and has answered since it was last started. From any thread."""
+        with self._changing:
+            return all(server.is_ready and server.process.poll() is None for server in self._servers)
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """By URL, a number that differs from one start of a server to the next. From any thread."""
+        with self._changing:
+            return {server.url: server.process.pid for server in self._servers if server.url is not None}
+
+    def lend_devices(self) -> None:
+        """The trainer is about to use the servers' devices: those that are starting come up first, as they need memory
+        of their own for it, and one that dies from now on is started again only by `start_missing`."""
+        with self._changing:
+            self._lent.set()
+            self._holds_back.set()
+        self._wait_for_starting()
+
+    def take_devices_back(self) -> None:
+        """Servers are expected to generate again."""
+        self._lent.clear()
+
+    @property
+    def lacks_servers(self) -> bool:
+        """One has died and is going to be started again."""
+        with self._changing:
+            return any(server.process.poll() is not None for server in self._kept())
+
+    def start_missing(self, dead: Collection[str] = ()) -> None:
+        """Start servers that died while their devices were lent, and wait for them; `dead` are URLs of some that may
+        be dying still. The trainer should not be using the devices."""
+        before = self.starts
+        self._holds_back.clear()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while self.lacks_servers or self._any_still(before, dead):
+            if time.monotonic() > deadline or self._stopping.wait(POLL_S):
+                return
+        self._wait_for_starting()
+
+    def _any_still(self, before: dict[str, int], dead: Collection[str]) -> bool:
+        with self._changing:
+            return any(server.url in dead and server.process.pid == before[server.url] for server in self._kept())
+
+    def _kept(self) -> list[Server]:
+        """Those that are not given up. With `_changing` held."""
+        return [server for server in self._servers if server.number not in self._given_up]
+
+    def _wait_for_starting(self) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while time.monotonic() < deadline and not self._stopping.wait(POLL_S):
+            with self._changing:
+                if all(server.is_ready or server.process.poll() is not None for server in self._servers):
+                    return
+
+    def start(self) -> list[str]:
+        """Start the servers and return their URLs once all answer.
+
+        RuntimeError shows the log of one that does not, ValueError says what is wrong with the token's file.
+        """
+        self._launcher.folder.mkdir(parents=True, exist_ok=True)
+        token_in(self.token_file)  # made where there is none
+        self._stopping.clear()
+        self._given_up.clear()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        try:
+            for number in range(self.config.server_count):
+                self._servers.append(self._launcher.launch(number))
+            for server in self._servers:
+                self._wait_until_healthy(server, deadline)
+        except BaseException:  # also when interrupted: no server may be left behind
+            self.stop()
+            raise
+        for number in range(len(self._servers)):
+            process_exit.start_thread(functools.partial(self._keep, number), name=f"server-{number}")
+        logger.info("%d %s rollout server(s): %s", len(self._servers), self.backend, ", ".join(self.urls))
+        return self.urls
+
+    def stop(self) -> None:
+        """Stop all servers: SIGTERM, and SIGKILL for what remains. May be called twice."""
+        self._stopping.set()
+        with self._changing:
+            servers, self._servers = self._servers, []
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for server in servers:
+            try:
+                server.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("%s ignored SIGTERM for %g s; killing it", server.name, STOP_GRACE_S)
+            server.kill("")
+            server.process.wait()
+            if server.watchdog is not None:
+                server.watchdog.wait()
+
+    def replace(self, url: str, reason: str) -> None:
+        """Kill the server at `url` if it is alive, so that it is restarted. From any thread; does not wait."""
+        with self._changing:
+            for server in self._servers:
+                if server.url == url and server.process.poll() is None:
+                    server.kill(reason)
+
+    def silent(self) -> Silence:
+        """Which servers, or the threads that look after them, have not been heard of, for how long. From any thread."""
+        now = time.monotonic()
+        with self._changing:
+            servers = [server for server in self._servers if server.process.poll() is None]
+        patience = f" One that does not answer for {self.config.health_timeout_s:g} s is restarted."
+        return {server.name: (now - server.looked_at, f"{patience} Its log is {server.log}.") for server in servers}
+
+    @contextmanager
+    def publication(self) -> Iterator[None]:
+        """Within this block a server that generates nothing is paused, not hung; one that dies is still restarted."""
+        self._publishing.set()
+        try:
+            yield
+        finally:
+            self._publishing.clear()
+
+    def _wait_until_healthy(self, server: Server, deadline: float) -> None:
+        while not self._stopping.is_set():
+            server.looked_at = time.monotonic()
+            if server.process.poll() is not None:
+                raise RuntimeError(
+                    f"{server.name} {server.how_it_ended()} before it was ready. Its log, {server.log}, ends with:\n"
+                    f"{server.tail()}"
+                )
+            if server.url is None and server.ready_file is not None and server.ready_file.exists():
+                server.url = server.ready_file.read_text().strip()
+            if server.url is not None and is_healthy(server.url, "/health", timeout_s=10.0):
+                server.is_ready = True
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{server.name} did not answer within rollout.start_timeout_s = {self.config.start_timeout_s:g} s; "
+                    f"raise it if the model is large. Its log, {server.log}, ends with:\n{server.tail()}"
+                )
+            time.sleep(POLL_S)
+
+    # -- one thread per server
+
+    def _keep(self, number: int) -> None:
+        """Restart server `number` whenever it ends, until its restarts are used up."""
+        url, restarts = self._servers[number].url, 0
+        while (server := self._server(number)) is not None:
+            started = time.monotonic()
+            self._watch(server)
+            if self._stopping.is_set():
+                return
+            server.kill(server.fault)  # its workers may have outlived it
+            server.process.wait()
+            restarts = 0 if time.monotonic() - started > STEADY_S else restarts
+            if restarts == self.config.server_restarts:
+                self._give_up(server, restarts)
+                return
+            delay_s = min(LONGEST_RESTART_S, FIRST_RESTART_S * 2**restarts)
+            restarts += 1
+            logger.warning(
+                "%s %s; restart %d of %d in %g s; its log is %s",
+                *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
+            )
+            while not self._stopping.wait(delay_s) and not self._restart(number, url):
+                delay_s = POLL_S
+
+    def _restart(self, number: int, url: str | None) -> bool:
+        """Start a server again; False while the trainer has its device."""
+        with self._changing:
+            if self._holds_back.is_set():
+                return False
+            if not self._stopping.is_set():
+                self._servers[number] = self._launcher.launch(number, url)
+            return True
+
+    def _server(self, number: int) -> Server | None:
+        with self._changing:
+            return None if self._stopping.is_set() else self._servers[number]
+
+    def _watch(self, server: Server) -> None:
+        """Return when the server has ended, after killing it where it does not start or hangs."""
+        if not server.is_ready:
+            try:
+                self._wait_until_healthy(server, time.monotonic() + self.config.start_timeout_s)
+            except RuntimeError:
+                if server.process.poll() is None:
+                    server.kill(f"it did not answer within rollout.start_timeout_s = {self.config.start_timeout_s:g} s")
+                return
+        patience_s = self.config.health_timeout_s
+        well_at = looked_at = time.monotonic()
+        while not self._stopping.wait(POLL_S) and server.process.poll() is None:
+            now = server.looked_at = time.monotonic()
+            if self._is_quiet():
+                well_at = now
+            elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
+                looked_at = now
+                if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
+                    well_at = time.monotonic()
+                elif time.monotonic() - well_at > patience_s and not self._is_quiet():
+                    server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
+
+    def _is_quiet(self) -> bool:
+        """Servers are not expected to generate anything."""
+        return self._publishing.is_set() or self._lent.is_set()
+
+    def _give_up(self, server: Server, restarts: int) -> None:
+        ending = " | ".join(line.strip() for line in server.tail().splitlines()[-GIVE_UP_LINES:])
+        message = (
+            f"{server.name} {server.how_it_ended()} and is given up after {restarts} restarts "
+            f"(rollout.server_restarts = {self.config.server_restarts}); its log, {server.log}, ends with: {ending}"
+        )
+        with self._changing:
+            self._given_up.add(server.number)
+            is_last = len(self._given_up) == len(self._servers)
+        if self._stopping.is_set():
+            return
+        if is_last and self.on_death is not None:
+            self.on_death(message)
+        else:
+            logger.error(message)
+
+
+@contextmanager
+def start_servers(
+    model_path: str | Path, folder: str | Path, config: RolloutConfig | None = None, **options: Any
+) -> Iterator[RolloutConfig]:
+    """Start rollout servers of a model for a `with` block, and yield the config of a client of theirs.
+
+        with start_servers("models/smollm2-135m-instruct", "runs/mine/servers") as rollout:
+            engine = RemoteSGLangEngine(rollout)
+            engine.initialize()
+
+    They answer once it begins, are started again where they die, and are gone after it. folder: for logs and, without
+    config.token_file, their token. options: Supervisor's, such as dtype. Raises as `Supervisor.start` does.
+    """
+    config = config or RolloutConfig()
+    with Supervisor(config, model_path, folder, **options) as supervisor:
+        yield dataclasses.replace(config, servers=supervisor.urls, token_file=str(supervisor.token_file))
+
+
+def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:
+    # Without an explicit empty one, urllib would ask the cluster's http_proxy for a server on this host.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException):
+        return False

@@ -1,0 +1,208 @@
+"""The rollout servers as the weight publisher sees them: a WeightReceiver over HTTP, part of RemoteSGLangEngine."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_rl.api import ChecksumForm, HeldWeights
+from megatron_rl.config import RolloutConfig
+from megatron_rl.servers.client import CommandRefused, ServerClient, ServerError
+from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.servers.pool import Fleet
+
+SIGN_OF_LIFE_S = 5.0
+
+
+class ServerWeights(abc.ABC):
+    """Implements WeightReceiver for the servers of `_fleet` that take part. The trainer's thread calls it."""
+
+    config: RolloutConfig
+    _fleet: Fleet
+
+    @property
+    def membership(self) -> int:
+        return self._fleet.members.number
+
+    @property
+    def server_ranks(self) -> dict[str, int]:
+        return {server.url: server.info.ranks for server in self._fleet.members.publishing if server.info is not None}
+
+    def drop(self, server: str, reason: str) -> None:
+        async def drop() -> None:
+            members = self._fleet.members
+            for client in [client for client in members.publishing if client.url == server]:
+                members.drop(client, reason)
+
+        self._running_thread().run(drop())
+
+    def trainer_address(self) -> str:
+        """Return this host's address as the servers reach it: that of the interface towards the first server."""
+        parts = urlsplit(self._fleet.members.publishing[0].url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
+            return probe.getsockname()[0]
+
+    def unreachable(self) -> dict[str, str]:
+        members = self._fleet.members
+        asked = self._ask(lambda server: members.patiently(lambda: server.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)))
+        return {server: str(error) for server, answer in asked.items() if (error := answer.exception()) is not None}
+
+    def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
+        ranks = self.server_ranks
+        offsets = dict(zip(ranks, itertools.accumulate(ranks.values(), initial=1), strict=False))
+
+        async def join(server: ServerClient) -> None:
+            if server.info is not None and server.info.replicas > 1:
+                raise ServerError(
+                    f"{server.url}: dp_size = {server.info.replicas}: must be 1 for weight updates; start more servers."
+                )
+            body = {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": offsets[server.url],
+                "world_size": 1 + sum(ranks.values()),
+                "group_name": name,
+                "backend": backend,
+            }
+            await server.command("/init_weights_update_group", body, timeout_s=self.config.start_timeout_s)
+
+        return self._ask(join)
+
+    def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]:
+        return self._ask(self._command("/destroy_weights_update_group", {"group_name": name}))
+
+    def begin_weight_update(self, version: int) -> None:
+        """Open a weight session on servers that have them (SGLang 0.5.21)."""
+        self._fleet.begin_update()
+        begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
+
+        async def open_session(server: ServerClient) -> None:
+            try:
+                await begin(server)
+            except CommandRefused:  # a trainer that was killed meanwhile has left its own open
+                await end(server)
+                await begin(server)
+
+        self._running_thread().run(self._fleet.on_all(open_session))
+
+    def load_bucket(
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        version: int,
+        flattened: bool = True,
+    ) -> dict[str, Future[None]]:
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket" if flattened else None,
+            "weight_version": str(version),
+            # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
+            "flush_cache": False,
+        }
+        return self._ask(self._command("/update_weights_from_distributed", body, timeout_s=self.config.start_timeout_s))
+
+    def shared_memory_forms(self) -> dict[str, str | None]:
+        servers = self._fleet.members.publishing
+        form = {s.url: "handle" if s.info is not None and s.info.is_embedded else "pickle" for s in servers}
+        return {url: form[url] if is_on_this_host(url) else None for url in form}
+
+    def load_shared(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
+    ) -> dict[str, Future[None]]:
+        update = {"load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": False}
+
+        async def load(server: ServerClient) -> None:
+            told = buckets[server.url]
+            if isinstance(told, list):
+                body = update | {"serialized_named_tensors": told}
+            else:
+                body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
+            await server.command("/update_weights_from_tensor", body, timeout_s=self.config.start_timeout_s)
+
+        return self._ask(load)
+
+    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+        async def load(server: ServerClient) -> None:
+            endpoint, timeout_s = "/update_weights_from_delta", self.config.start_timeout_s
+            await server.command(endpoint, bodies[server.url], timeout_s=timeout_s)
+
+        return self._ask(load)
+
+    def end_weight_update(self, version: int) -> None:
+        self._command_all("/end_weight_update", {}, sessions_only=True)
+
+    def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
+        self._fleet.begin_update(folder=str(path))
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
+        timeout_s = self.config.start_timeout_s
+        return self._ask(self._command("/update_weights_from_disk", body, timeout_s=timeout_s))
+
+    def checksum_forms(self) -> dict[str, ChecksumForm | None]:
+        servers = self._fleet.members.publishing
+        return {server.url: server.info.checksum_form if server.info else None for server in servers}
+
+    def held_weights(self) -> dict[str, Future[HeldWeights]]:
+        async def held(server: ServerClient) -> HeldWeights:
+            form = server.info.checksum_form if server.info is not None else None
+            answer = await server.held_weights(form=form, timeout_s=self.config.start_timeout_s)
+            self._fleet.note_held(server, answer)
+            return answer
+
+        return self._ask(held)
+
+    def finish_update(self, version: int) -> None:
+        self._fleet.finish_update(version)
+        self.set_version(version)
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    # -- calls to every server
+
+    def _command(
+        self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False, timeout_s: float | None = None
+    ) -> Callable[[ServerClient], Awaitable[None]]:
+        async def command(server: ServerClient) -> None:
+            if not sessions_only or (server.info is not None and server.info.has_sessions):
+                await server.command(endpoint, body, timeout_s=timeout_s or self.config.control_timeout_s)
+
+        return command
+
+    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
+        self._running_thread().run(self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only)))
+
+    def _ask(self, act: Callable[[ServerClient], Any]) -> dict[str, Future[Any]]:
+        thread = self._running_thread()
+        return {server.url: thread.submit(act(server)) for server in self._fleet.members.publishing}
+
+    @abc.abstractmethod
+    def _running_thread(self) -> EventLoopThread: ...
+
+
+def is_on_this_host(url: str) -> bool:
+    """Whether the address of a URL is one of this host's own."""
+    try:
+        addresses = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        return False
+    for family, *_, address in addresses:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address[0], 0))  # which the system allows for its own addresses only
+            except OSError:
+                continue
+            return True
+    return False

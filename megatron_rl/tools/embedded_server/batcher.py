@@ -1,0 +1,511 @@
+"""Continuous batching: which requests run in the next forward pass, in which rows of the KV cache.
+
+One thread runs `Batcher.run` and alone touches the model, the cache and the requests; others talk to it through
+`submit`, `abort`, `pause`, `resume` and `call`. A request waits at the door (while paused or while an update waits),
+then in the queue, then runs in a row. Each turn: admit, prefill at most `prefill_tokens_per_turn`, decode one token of
+every running row. Prefill stops one token short of the end, so the last token of a prompt is decoded like all others.
+Tested: tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_rl.tools.embedded_server import sampling
+from megatron_rl.tools.embedded_server.kv_rows import RowTable
+from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.sampling import SamplingParams
+from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
+
+logger = logging.getLogger(__name__)
+
+FAILED = "The embedded server failed: "
+MEMORY = ("weights", "kv_cache")
+"""The parts of a server's memory that can be released, as SGLang calls them."""
+RELEASED = "released"
+"""The weight version where there are no weights, or none that were published. No policy version has this name."""
+LOGIT_ROWS = 256
+"""Rows of logits computed at a time when a prompt is scored."""
+
+
+class Stopped(RuntimeError):
+    """The batcher's thread has ended and runs nothing more."""
+
+
+@dataclass
+class _Command:
+    run: Callable[[], Any]
+    exclusive: bool
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Stats:
+    """Counters since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    tokens_per_s: float = 0.0
+
+
+class Batcher:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_running_requests: int,
+        context_length: int,
+        max_total_tokens: int,
+        eos_token_ids: Iterable[int] = (),
+        decode_text: Callable[[list[int], bool], str] | None = None,
+        weight_version: str = "default",
+        reuse_prefixes: bool = True,
+        prefill_tokens_per_turn: int = 2048,
+    ):
+        self.model = model
+        self.cache = KVCache(model.config, model.dtype, model.device)
+        self.rows = RowTable(
+            self.cache,
+            max_rows=max_running_requests,
+            context_length=context_length,
+            max_total_tokens=max_total_tokens,
+            reuse_prefixes=reuse_prefixes,
+        )
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.decode_text = decode_text
+        self.weight_version = weight_version
+        self.prefill_tokens_per_turn = prefill_tokens_per_turn
+        self.stats = Stats()
+        self.failure: str | None = None
+        """Why the batcher can run nothing more; set once, after a forward pass raised or its thread died."""
+        self.has_died = False
+        """The thread has ended though nobody stopped it: this server must be started again."""
+        self.paused = False
+        self.released: set[str] = set()
+        """Parts of MEMORY that are not there: nothing can be generated then."""
+        self._door: deque[Request] = deque()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._accepted: set[Request] = set()
+        """All requests between the door and their end, wherever a turn has them."""
+        self._commands: deque[_Command] = deque()
+        self._stopping = False
+        self._has_ended = False
+        self._wake = threading.Condition()
+        self._window = (time.monotonic(), 0)
+
+    # Called from any thread
+
+    def submit(self, request: Request) -> Future:
+        """Queue a request; the future gives the request itself once `finish_reason` is set."""
+        with self._wake:
+            if self._has_ended:
+                request.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+            else:
+                self._door.append(request)
+                self._wake.notify()
+        return request.done
+
+    def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
+        """Run `function` in the batcher's thread between two turns.
+
+        An exclusive one waits until every request accepted before it has finished, and holds new ones at the door; on a
+        paused batcher it runs at once.
+        """
+        command = _Command(function, exclusive)
+        with self._wake:
+            if self._has_ended:
+                command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+            else:
+                self._commands.append(command)
+                self._wake.notify()
+        return command.done
+
+    def abort(self, rid: str | None) -> Future:
+        """Abort one request, or all of them with None. Unknown ids are ignored."""
+        return self.call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
+
+    def abort_request(self, request: Request) -> Future:
+        return self.call(lambda: self._abort(lambda other: other is request))
+
+    def pause(self, mode: str) -> Future:
+        """Stop between two turns. `abort` ends all accepted requests, `retract` sends running ones back to the queue
+        without their keys, `in_place` freezes them."""
+
+        def run() -> None:
+            if not self.paused:
+                self._open_door()
+            self.paused = True
+            if mode == "abort":
+                self._abort(lambda request: request.accepted)
+            elif mode == "retract":
+                for request in reversed(list(self._running)):
+                    self._retract(request)
+
+        return self.call(run)
+
+    def resume(self) -> Future:
+        def run() -> None:
+            self.require(*MEMORY)
+            self.paused = False
+
+        return self.call(run)
+
+    def flush(self) -> Future:
+        return self.call(self.flush_now)
+
+    def require(self, *tags: str) -> None:
+        """Raise ValueError where one of these parts of the memory is released."""
+        if missing := [tag for tag in tags if tag in self.released]:
+            raise ValueError(
+                f"{' and '.join(missing)}: released by /release_memory_occupation; call /resume_memory_occupation first"
+            )
+
+    def stop(self) -> None:
+        """End `run`; requests that still wait are aborted."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    @property
+    def running_requests(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._waiting) + len(self._door)
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(request.filled for request in list(self._running))
+
+    # Called in the batcher's thread
+
+    def flush_now(self) -> bool:
+        """Forget all keys and values; False, and nothing done, while requests hold or await them."""
+        if not self.can_flush():
+            return False
+        self.rows.forget_prefixes()
+        return True
+
+    def can_flush(self) -> bool:
+        return not self._running and (self.paused or not (self._waiting or self._door))
+
+    def release(self, tags: Iterable[str]) -> None:
+        """Free parts of MEMORY; ValueError, and nothing freed, while requests hold or await the cache."""
+        if not self.can_flush():
+            raise ValueError(
+                f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "
+                f"requests; pause with mode abort or retract first"
+            )
+        for tag in set(tags) - self.released:
+            self.released.add(tag)
+            if tag == "weights":
+                self.model.free()
+                self.weights_changed(RELEASED)
+            else:
+                self.rows.free()
+
+    def regain(self, tags: Iterable[str]) -> None:
+        """Undo `release`, but for what was in the memory."""
+        for tag in set(tags) & self.released:
+            self.released.remove(tag)
+            if tag == "weights":
+                self.model.allocate()
+
+    def weights_changed(self, version: str | None) -> None:
+        """Keys of the old weights are never reused for new requests; running requests close a span."""
+        self.rows.epoch += 1
+        self.set_version(version)
+
+    def set_version(self, version: str | None) -> None:
+        if version is not None and version != self.weight_version:
+            for request in (*self._running, *self._waiting):
+                request.end_span(self.weight_version)
+            self.weight_version = version
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Run until `stop`. Whatever else ends the thread is logged, and leaves nobody waiting for an answer."""
+        try:
+            self._run()
+        # Nobody else would hear of it: the thread's end is all that is left of a bug, and /health must say so.
+        except BaseException as error:
+            logger.critical("the batcher's thread died; the server must be started again", exc_info=True)
+            self.has_died = True
+            self._fail(f"its thread died: {type(error).__name__}: {error}")
+        finally:
+            with self._wake:
+                self._has_ended = True
+            self._abort(lambda request: True, message="The server is shutting down", status=503)
+            for command in self._commands:
+                if not command.done.done():
+                    command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._stopping or self._can_turn()):
+                    self._wake.wait()
+                    self._window = (time.monotonic(), self.stats.generated_tokens)
+                if self._stopping:
+                    break
+            self._run_commands()
+            if self.paused or self.released:
+                continue
+            try:
+                self._turn()
+            # Whatever a forward pass may raise, clients must get an answer and /health must turn to 503.
+            except Exception as error:
+                logger.exception("the batcher failed; %d requests end with status 500", len(self._accepted))
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _can_turn(self) -> bool:
+        if self.paused or self.released:
+            return bool(self._commands)
+        return bool(self._commands or self._door or self._waiting or self._running)
+
+    def _run_commands(self) -> None:
+        while (command := self._next_command()) is not None:
+            if not command.done.set_running_or_notify_cancel():
+                continue  # its client is gone
+            try:
+                command.done.set_result(command.run())
+            # The caller gets whatever was raised; this thread serves everyone else.
+            except Exception as error:
+                command.done.set_exception(error)
+
+    def _next_command(self) -> _Command | None:
+        """Take the first command that may run now."""
+        with self._wake:  # other threads append, and nobody may while one looks through
+            must_wait = not self.paused and bool(self._running or self._waiting)
+            # Later commands (an abort, a pause) may be what ends the wait of an exclusive one.
+            command = next((c for c in self._commands if not (c.exclusive and must_wait)), None)
+            if command is not None:
+                self._commands.remove(command)
+            return command
+
+    def _turn(self) -> None:
+        self._open_door()
+        if self.failure is not None:
+            self._abort(lambda request: True)
+            return
+        self._admit()
+        budget = self.prefill_tokens_per_turn
+        while computed := self._prefill(budget):
+            budget -= computed
+            self._admit()  # requests that waited for a prefix computed just now
+        self._decode()
+        self._count()
+
+    def _open_door(self) -> None:
+        with self._wake:
+            if any(command.exclusive for command in self._commands):
+                return
+        while self._door:
+            request = self._door.popleft()
+            request.accepted = True
+            self._accepted.add(request)
+            self._waiting.append(request)
+
+    # Admission
+
+    def _admit(self) -> None:
+        if not self._waiting:
+            return
+        running = len(self._running)
+        self._fit(min(running + len(self._waiting), self.rows.max_rows), self._longest(), least_rows=max(running, 1))
+        deferred: list[Request] = []
+        while self._waiting and len(self._running) < self.rows.max_rows:
+            request, running = self._waiting.popleft(), len(self._running)
+            if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
+                self._waiting.appendleft(request)
+                break
+            prefix = self.rows.find_prefix(request)
+            if prefix.more_is_coming:
+                deferred.append(request)
+                continue
+            self.rows.admit(request, prefix)
+            self._running.append(request)
+            if not request.started:
+                request.started, request.cached_tokens = True, prefix.length
+                request.started_s = time.monotonic()
+                self.stats.prompt_tokens += len(request.prompt)
+                self.stats.cached_tokens += prefix.length
+        self._waiting.extendleft(reversed(deferred))
+        self.rows.copy_prefixes()
+
+    def _longest(self) -> int:
+        return max((len(request.tokens) for request in self._running), default=0)
+
+    def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
+        """Make the cache hold `rows` rows of `tokens` tokens, or as many rows as memory allows.
+
+        False, and nothing changed, if that would be fewer than `least_rows`. The youngest requests are retracted when
+        fewer rows than run fit.
+        """
+        if rows <= len(self.rows) and tokens <= self.cache.capacity:
+            return True
+        wanted, capacity = self.rows.size_for(rows, tokens, self._longest())
+        if wanted < least_rows:
+            return False
+        while len(self._running) > wanted:
+            self._retract(self._running[-1])
+        if (wanted, capacity) != (len(self.rows), self.cache.capacity):
+            self.rows.resize(wanted, capacity)
+        return True
+
+    def _retract(self, request: Request) -> None:
+        self._running.remove(request)
+        self.rows.release(request, keep=False)
+        request.filled = 0
+        request.retractions += 1
+        self._waiting.appendleft(request)
+
+    # The forward passes
+
+    def _prefill(self, budget: int) -> int:
+        """Compute at most `budget` prompt tokens; returns how many there were to compute."""
+        spans, owners, tokens = [], [], []
+        for request in self._running:
+            count = min(len(request.tokens) - 1 - request.filled, budget)
+            if count > 0:
+                spans.append(Span(request.row, request.filled, count))
+                owners.append(request)
+                tokens += request.tokens[request.filled : request.filled + count]
+                budget -= count
+        if not spans:
+            return 0
+        hidden = self.model.prefill(torch.tensor(tokens, device=self.model.device), spans, self.cache)
+        begin = 0
+        for request, span in zip(owners, spans, strict=True):
+            if request.next_score is not None:
+                self._score(request, hidden[begin : begin + span.count], span)
+            begin += span.count
+            self.rows.advance(request, span.count)
+        return len(tokens)
+
+    def _score(self, request: Request, hidden: torch.Tensor, span: Span) -> None:
+        """Log-probabilities of the prompt tokens after those of `span`, at temperature 1 like SGLang's."""
+        stop = min(span.start + span.count, len(request.prompt) - 1)
+        for begin in range(max(request.next_score, span.start), stop, LOGIT_ROWS):
+            end = min(begin + LOGIT_ROWS, stop)
+            logprobs = self.model.logits(hidden[begin - span.start : end - span.start]).log_softmax(-1)
+            targets = torch.tensor(request.prompt[begin + 1 : end + 1], device=logprobs.device)
+            request.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+
+    def _decode(self) -> None:
+        ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
+        for request in [r for r in ready if r.room <= 0]:
+            self._finish(request, {"type": "length", "length": len(request.output)})
+        ready = [r for r in ready if r.room > 0]
+        if not ready:
+            return
+        self._fit(len(self._running), max(len(r.tokens) for r in ready), least_rows=1)
+        batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
+        hidden = self.model.decode(
+            [r.tokens[-1] for r in batch], [r.filled for r in batch], [r.row for r in batch], self.cache
+        )
+        logits = self.model.logits(hidden)
+        for i, request in enumerate(batch):
+            if request.params.adjusts_logits:
+                sampling.adjust_logits(
+                    logits[i], request.params, request.prompt, request.output, self._stop_ids(request.params)
+                )
+        uniforms = [sampling.uniform(r.seed, len(r.tokens) - len(r.prompt)) for r in batch]
+        chosen, logprobs = sampling.sample(logits, [r.params for r in batch], uniforms)
+        for request, token, logprob in zip(batch, chosen, logprobs, strict=True):
+            self._accept(request, token, logprob)
+        self.stats.generated_tokens += len(batch)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        # SGLang's ignore_eos switches off stop_token_ids as well.
+        return frozenset() if params.ignore_eos else params.stop_token_ids | self.eos_token_ids
+
+    def _accept(self, request: Request, token: int, logprob: float) -> None:
+        params = request.params
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        request.first_token_s = request.first_token_s or time.monotonic()
+        self.rows.advance(request, 1)
+        reason: dict[str, Any] | None = None
+        if math.isnan(logprob):
+            self.rows.wipe(request)
+            reason = {"type": "stop", "matched": "NaN happened"}
+            request.logprobs[-1] = 0.0
+        elif request.room == 0:
+            reason = {"type": "length", "length": len(request.tokens) - len(request.prompt)}
+        elif token in self._stop_ids(params):
+            reason = {"type": "stop", "matched": token}
+        elif params.stop and (matched := self._matched_stop(request)) is not None:
+            reason = {"type": "stop", "matched": matched}
+        if reason is not None:
+            self._finish(request, reason)
+        elif request.on_progress is not None:
+            request.on_progress(request)
+
+    def _matched_stop(self, request: Request) -> str | None:
+        # A token is at least one byte, so this many tokens hold every stop string that ends in the newest token.
+        tail = max(len(stop.encode()) for stop in request.params.stop) + 4
+        text = self.decode_text(request.output[-tail:], request.params.skip_special_tokens)
+        return next((stop for stop in request.params.stop if stop in text), None)
+
+    # Endings
+
+    def _finish(self, request: Request, reason: dict[str, Any]) -> None:
+        if request.row is not None:
+            self._running.remove(request)
+            self.rows.release(request, keep=self.rows[request.row].epoch == self.rows.epoch)
+        self._accepted.discard(request)
+        request.end_span(self.weight_version)
+        request.weight_version = self.weight_version
+        request.finish_reason = reason
+        request.finished_s = time.monotonic()
+        self.stats.finished_requests += 1
+        if request.done.set_running_or_notify_cancel():
+            request.done.set_result(request)
+
+    def _fail(self, cause: str) -> None:
+        """After a turn raised: its bookkeeping may be half done, so start from what was accepted."""
+        self.failure = cause
+        for request in list(self._accepted):
+            request.row = None
+            self._finish(request, {"type": "abort", "message": FAILED + cause, "status_code": 500, "err_type": None})
+        self._waiting.clear()
+        self._running.clear()
+        self.rows.reset()
+
+    def _abort(
+        self, chosen: Callable[[Request], bool], *, message: str | None = None, status: int | None = None
+    ) -> None:
+        if self.failure is not None:
+            message, status = FAILED + self.failure, 500
+        for queue in (self._door, self._waiting):
+            with self._wake:  # other threads append at the door
+                taken = [request for request in queue if chosen(request)]
+                for request in taken:
+                    queue.remove(request)
+            for request in taken:
+                queued = message or ("Aborted" if request.started else "Abort in waiting queue")
+                self._finish(request, {"type": "abort", "message": queued, "status_code": status, "err_type": None})
+        for request in [r for r in self._running if chosen(r)]:
+            self._finish(
+                request, {"type": "abort", "message": message or "Aborted", "status_code": status, "err_type": None}
+            )
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        since, generated = self._window
+        if now - since >= 1.0:
+            self.stats.tokens_per_s = (self.stats.generated_tokens - generated) / (now - since)
+            self._window = (now, self.stats.generated_tokens)

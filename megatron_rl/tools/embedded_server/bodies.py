@@ -1,0 +1,148 @@
+"""Reads the bodies of requests, within bounds: of size, of time, of memory for all together, and of JSON's own cost.
+
+A body that its sender announces or sends too large is refused, as is one that comes too slowly. Where all that are
+under way together take too much memory, the largest is dropped. JSON is read in threads of its own, two bodies at a
+time, so that the event loop goes on answering; what has so many lists and objects that Python's collector would hold
+every thread for seconds is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import HttpVersion11, web
+from aiohttp.web import RequestPayloadError
+
+from megatron_rl.tools.embedded_server.connections import Connections
+
+MAX_BODY_BYTES = 16 * 1024**2
+"""Of a request but one that brings weights; dozens of prompts of the longest context."""
+ALL_BODIES_BYTES = 512 * 1024**2
+"""Of all that are being read, or wait to be used, at the same time."""
+FIRST_S = 20.0
+SLOWEST_BYTES_PER_S = 1024**2
+"""A body has FIRST_S and what it takes at this rate."""
+MOST_CONTAINERS = 200_000
+MOST_VALUES = 2_000_000
+MOST_QUOTES = 1_000_000
+
+Result = TypeVar("Result")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class RequestFailed(Exception):
+    """A request ends with this message and this HTTP status."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class _Held:
+    """A body that is being read, or was and is still needed."""
+
+    deadline: asyncio.Timeout
+    size: int = 0
+    is_whole: bool = False
+    is_dropped: bool = False
+
+
+class Bodies:
+    """Lives in the event loop's thread, one in each application."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._held: set[_Held] = set()
+        self._readers, self._slow = ThreadPoolExecutor(2, "json"), ThreadPoolExecutor(1, "text")
+
+    async def json(
+        self, http: web.Request, use: Callable[[Any], Result], *, is_slow: Callable[[Any], bool] = lambda _: False
+    ) -> Result:
+        """Return what `use` makes of the body in a thread; ValueError where it is not JSON, or `use` raises it.
+
+        is_slow: says of a body that `use` may take seconds, as text does. Such ones are used one after the other, and
+        hold nobody else.
+        """
+
+        def read() -> tuple[bool, Any]:
+            body = parse(raw)
+            return (True, None) if is_slow(body) else (False, use(body))
+
+        loop = asyncio.get_running_loop()
+        async with self.raw(http) as raw:
+            must_wait, result = await loop.run_in_executor(self._readers, read)
+            if must_wait:  # the objects are made again, so that those of bodies that wait take no memory
+                result = await loop.run_in_executor(self._slow, lambda: use(parse(raw)))
+            return result
+
+    async def object(self, http: web.Request) -> dict[str, Any]:
+        """Return the JSON object of the body; an empty one where there is none."""
+        async with self.raw(http) as raw:
+            body = await asyncio.get_running_loop().run_in_executor(self._readers, parse, raw or b"{}")
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        return body
+
+    @asynccontextmanager
+    async def raw(self, http: web.Request, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
+        """Read the body; within this block it counts as held."""
+        too_large = f"{http.method} {http.path}: the body must have at most {most:,} bytes; send several requests"
+        announced = http.content_length
+        if announced is not None and announced > most:
+            raise RequestFailed(too_large, 413)
+        if http.version >= HttpVersion11 and http.headers.get("Expect", "").lower() == "100-continue":
+            await http.writer.write(CONTINUE)
+            http.writer.output_size = 0  # the answer has not begun
+        pieces, allowed_s = [], FIRST_S + (most if announced is None else announced) / SLOWEST_BYTES_PER_S
+        held = _Held(asyncio.timeout(allowed_s))
+        self._held.add(held)
+        try:
+            async with held.deadline:
+                while piece := await http.content.readany():
+                    pieces.append(piece)
+                    held.size += len(piece)
+                    if held.size > most:
+                        raise RequestFailed(too_large, 413)
+                    self._make_room()
+                held.is_whole = True
+            self._connections.welcome(http)
+            yield b"".join(pieces)
+        except TimeoutError:
+            if held.is_whole:
+                raise
+            if held.is_dropped:
+                raise RequestFailed("too many large bodies are under way; send it again later", 503) from None
+            raise RequestFailed(f"the body did not come within {allowed_s:.0f} s", 408) from None
+        except RequestPayloadError as error:
+            raise ValueError(f"the body broke off or is not what its headers say: {error}") from None
+        finally:
+            self._held.discard(held)
+
+    def _make_room(self) -> None:
+        if sum(held.size for held in self._held) > ALL_BODIES_BYTES:
+            largest = max((held for held in self._held if not held.is_whole), key=lambda held: held.size)
+            largest.is_dropped, largest.size = True, 0
+            largest.deadline.reschedule(0)
+
+
+BODIES = web.AppKey("bodies", Bodies)
+
+
+def parse(raw: bytes) -> Any:
+    containers, values, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b","), raw.count(b'"')
+    if containers > MOST_CONTAINERS or values > MOST_VALUES or quotes > MOST_QUOTES:
+        raise ValueError(
+            f"the body has {containers:,} opening brackets, {values:,} commas and {quotes:,} quotes; it must have at "
+            f"most {MOST_CONTAINERS:,}, {MOST_VALUES:,} and {MOST_QUOTES:,}: send several requests"
+        )
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {str(error)[:200]}") from None

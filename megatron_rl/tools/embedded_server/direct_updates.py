@@ -1,0 +1,59 @@
+"""Updates that need no process group: buckets in shared memory, and changes of the weights that are held.
+
+Each function checks all of an update and returns what writes it, to be called where nothing else uses the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.tools.embedded_server.fields import field
+from megatron_rl.tools.embedded_server.transformer import Decoder
+from megatron_rl.weights.delta_code import INTEGERS, Run, bits_of, decode, put, unpack
+from megatron_rl.weights.shared_bucket import open_bucket
+from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
+
+SENT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def shared_tensors(body: dict[str, Any], specs: list[TensorSpec], model: Decoder) -> Callable[[], None]:
+    """Read the bucket of a handle, which is mapped until it is written."""
+    for spec in specs:
+        model.check_tensor(spec.name, spec.shape)
+    flat = [open_bucket(field(body, "shared_memory", dict), sum(spec.nbytes for spec in specs))]
+
+    def write() -> None:
+        # Out of the list, or whoever holds this function would hold the memory.
+        for spec, tensor in zip(specs, unpack_bucket(flat.pop(), specs), strict=True):
+            model.write(spec.name, tensor)
+
+    return write
+
+
+def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
+    """Read packed changes; also returns the version that the weights then have."""
+    runs, version = unpack(body)
+    decoded = [(run, *_decoded(run, model)) for run in runs]
+
+    def write() -> None:
+        for run, places, values in decoded:
+            if run.name in model.parameters:  # a tied head is not
+                model.forget_checksum(run.name)
+                part = model.part(run.name, run.start, run.change.count)
+                put(part, places.to(model.device), values.to(model.device), is_added=run.change.values == "added")
+
+    return write, version
+
+
+def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
+    """The places and values of a run, in the dtype of the weights."""
+    own = model.part(run.name, run.start, run.change.count).dtype
+    sent = next((dtype for dtype in SENT if str(dtype) == f"torch.{run.dtype}"), None)
+    if sent is None or (sent != own and (run.change.places, run.change.values) != ("all", "whole")):
+        raise ValueError(f"{run.name}: a change of {run.dtype} cannot be applied to {own}; send the whole tensor")
+    places, values = decode(run.change, INTEGERS[sent.itemsize])
+    return places, values if sent == own else bits_of(values.view(sent).to(own))

@@ -1,0 +1,187 @@
+"""The rows of the KV cache: which request holds which, what finished requests left behind, and how many there are.
+
+A row is free, held by a running request, or kept after its request finished because a later prompt may share a prefix.
+Keys of earlier weights (an older epoch) are never given to a new request.
+"""
+
+from dataclasses import dataclass, field
+
+from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.transformer import KVCache
+
+MIN_PREFIX = 8
+"""Copying a shorter prefix costs more than computing it."""
+MIN_CAPACITY = 64
+NEVER = -1
+"""The epoch of a row whose keys nobody may use."""
+
+
+@dataclass(eq=False)
+class Row:
+    """`tokens` of the running request, or of the finished one; the keys of the first `filled` of them are there."""
+
+    tokens: list[int] = field(default_factory=list)
+    filled: int = 0
+    epoch: int = NEVER
+    request: Request | None = None
+    last_used: int = 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a new request may reuse: `length` tokens of row `row`, or more once a running prefill is done."""
+
+    row: int | None
+    length: int
+    more_is_coming: bool
+
+
+class RowTable:
+    """Used by the batcher's thread alone."""
+
+    def __init__(
+        self, cache: KVCache, *, max_rows: int, context_length: int, max_total_tokens: int, reuse_prefixes: bool
+    ):
+        self.cache = cache
+        self.max_rows = max_rows
+        self.context_length = context_length
+        self.max_total_tokens = max(max_total_tokens, context_length)
+        self.reuse_prefixes = reuse_prefixes
+        self.epoch = 0
+        """Counts weight updates."""
+        self._rows: list[Row] = []
+        self._clock = 0
+        self._copies: list[tuple[int, int, list[int]]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+    def forget_prefixes(self) -> None:
+        for row in self._rows:
+            row.epoch = NEVER
+
+    def reset(self) -> None:
+        self._rows = [Row() for _ in self._rows]
+        self._copies.clear()
+
+    # Size
+
+    def free(self) -> None:
+        """Give back all memory of the cache; nothing may run. It grows again with the next requests."""
+        self._rows.clear()
+        self._copies.clear()
+        self.cache.resize(0, 0, [])
+
+    def size_for(self, rows: int, tokens: int, longest: int) -> tuple[int, int]:
+        """(rows, capacity) that hold `rows` rows of `tokens` tokens, with fewer rows where memory does not allow them.
+
+        Shrinks the capacity again before it gives up rows, but not below `longest`, the longest running request.
+        """
+        capacity = max(self.cache.capacity, self._capacity_for(tokens))
+        wanted = max(len(self), min(_power_of_two(rows), self.max_rows))
+        if wanted * capacity > self.max_total_tokens:
+            capacity = self._capacity_for(max(tokens, longest))
+            wanted = min(wanted, self.max_total_tokens // capacity)
+        return wanted, capacity
+
+    def _capacity_for(self, tokens: int) -> int:
+        return min(_power_of_two(max(tokens, MIN_CAPACITY)), self.context_length)
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Move the running rows first, then as many kept ones as fit, the most recently used first."""
+        self.copy_prefixes()
+        running = [i for i, row in enumerate(self._rows) if row.request]
+        kept = [i for i, row in enumerate(self._rows) if not row.request and row.epoch == self.epoch]
+        kept = [i for i in kept if self._rows[i].filled <= capacity]
+        order = [*running, *sorted(kept, key=lambda i: -self._rows[i].last_used)][:rows]
+        self.cache.resize(rows, capacity, [(old, new, self._rows[old].filled) for new, old in enumerate(order)])
+        self._rows = [self._rows[old] for old in order] + [Row() for _ in range(rows - len(order))]
+        for index, row in enumerate(self._rows):
+            if row.request is not None:
+                row.request.row = index
+
+    # Requests come and go
+
+    def find_prefix(self, request: Request) -> Prefix:
+        # The last token is always computed, and so are the tokens whose log-probabilities were asked for.
+        limit = len(request.tokens) - 1
+        if request.next_score is not None:
+            limit = min(limit, request.next_score)
+        if not self.reuse_prefixes or limit < MIN_PREFIX:
+            return Prefix(None, 0, False)
+        best, best_length, coming = None, 0, 0
+        for index, row in enumerate(self._rows):
+            if row.epoch != self.epoch:
+                continue
+            common = _common_prefix(row.tokens, request.tokens, limit)
+            length = min(common, row.filled)
+            # Of equal ones prefer a finished row, which the request can take over without a copy.
+            if length >= MIN_PREFIX and (length > best_length or (length == best_length and row.request is None)):
+                best, best_length = index, length
+            if row.request is not None:
+                coming = max(coming, min(common, len(row.tokens) - 1))
+        # A prompt that is being computed whole, as by the first sample of a group, is worth waiting for in any case.
+        waits = coming > best_length and (coming == limit or coming >= best_length + MIN_PREFIX)
+        return Prefix(best, best_length, waits)
+
+    def admit(self, request: Request, prefix: Prefix) -> None:
+        """Give the request a row. Its prefix is there after `copy_prefixes`."""
+        if prefix.row is not None and self._rows[prefix.row].request is None:
+            index = prefix.row
+        else:
+            free = [i for i, row in enumerate(self._rows) if row.request is None]
+            index = min(free, key=lambda i: (self._rows[i].epoch == self.epoch, self._rows[i].last_used, i))
+        if prefix.row not in (None, index):
+            # In order, because a row read by one copy may be the target of a later one.
+            if not self._copies or self._copies[-1][:2] != (prefix.row, prefix.length):
+                self._copies.append((prefix.row, prefix.length, []))
+            self._copies[-1][2].append(index)
+        request.row, request.filled = index, prefix.length
+        row = self._rows[index]
+        row.tokens, row.filled, row.epoch, row.request = request.tokens, prefix.length, self.epoch, request
+
+    def copy_prefixes(self) -> None:
+        for source, length, targets in self._copies:
+            self.cache.copy_prefix(source, targets, length)
+        self._copies.clear()
+
+    def advance(self, request: Request, count: int) -> None:
+        """The keys of `count` more tokens are in the request's row."""
+        request.filled += count
+        self._rows[request.row].filled = request.filled
+
+    def release(self, request: Request, *, keep: bool) -> None:
+        """Take the request out of its row; `keep` leaves its keys for later requests with the same prefix."""
+        row = self._rows[request.row]
+        self._clock += 1
+        row.request, row.last_used = None, self._clock
+        row.tokens = request.tokens[: request.filled]
+        if not keep:
+            row.epoch = NEVER
+        request.row = None
+
+    def wipe(self, request: Request) -> None:
+        """Zero the keys of a request that met NaN: masked positions must stay finite for whoever comes next."""
+        self.cache.clear_row(request.row)
+        self._rows[request.row].epoch = NEVER
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
+    """Length of the common prefix, at most `limit`, by bisection over slice comparisons (which run in C)."""
+    low, high = 0, min(len(a), limit)
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,65 @@
+"""What a server gives back while others use its device, by SGLang's tags: weights, kv_cache.
+
+Released weights are gone: once they are resumed the memory holds anything, until new ones are published.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from aiohttp import web
+
+from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
+from megatron_rl.tools.embedded_server.fields import shown
+from megatron_rl.tools.embedded_server.responses import json_answer, read_object, wait
+
+WITHOUT_MEMORY = "cuda_graph"
+"""A tag of SGLang's for what this server does not have."""
+
+
+class MemoryEndpoints:
+    """Lives in the event loop's thread; memory changes in the batcher's."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/release_memory_occupation", self.release),
+            web.post("/resume_memory_occupation", self.resume),
+        ]
+
+    async def release(self, http: web.Request) -> web.Response:
+        tags = _tags(await read_object(http))
+
+        def release() -> None:
+            self.batcher.release(tags)
+            if self.batcher.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            else:
+                return_freed_memory()
+
+        await wait(self.batcher.call(release))
+        return json_answer(None)
+
+    async def resume(self, http: web.Request) -> web.Response:
+        tags = _tags(await read_object(http))
+        await wait(self.batcher.call(lambda: self.batcher.regain(tags)))
+        return json_answer(None)
+
+
+def return_freed_memory() -> None:
+    """Have the C library give freed pages back to the system, which it keeps for itself (glibc; others do not)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        pass
+
+
+def _tags(body: dict) -> list[str]:
+    tags = body.get("tags") or [*MEMORY, WITHOUT_MEMORY]
+    known = (*MEMORY, WITHOUT_MEMORY)
+    if not isinstance(tags, list) or not all(tag in known for tag in tags):
+        raise ValueError(f"tags = {shown(tags)}: each must be one of {', '.join(known)}; leave them out for all")
+    return [tag for tag in MEMORY if tag in tags]

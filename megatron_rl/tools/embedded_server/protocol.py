@@ -1,0 +1,444 @@
+"""SGLang's `/generate` and OpenAI's chat: JSON bodies to requests, finished requests to JSON. No HTTP, no torch.
+
+Whatever is wrong with a body raises ValueError with the field, the value and the rule; the HTTP layer answers 400.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.tools.embedded_server.fields import flag, shown
+from megatron_rl.tools.embedded_server.reply_text import Text
+from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.sampling import SamplingParams, derive_seed
+
+# Fields of SGLang's GenerateReqInput that would change the answer, with the values that do not.
+_UNSUPPORTED = {
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "audio_data": (None, []),
+    "video_data": (None, []),
+    "lora_path": (None,),
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None, []),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "return_sampling_mask": (None, False),
+    "sampling_logprobs_mode": (None, "selected"),
+    "custom_logit_processor": (None,),
+}
+_CHAT_UNSUPPORTED = {
+    "tools": (None, []),
+    "stream": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "lora_path": (None,),
+}
+_CHAT_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+} | {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("logit_bias", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "n"),
+        *("stop_regex", "regex", "ebnf", "json_schema", "structural_tag"),
+    )
+}
+
+
+MAX_SAMPLES = 4096
+"""Of all prompts of one call."""
+MAX_MESSAGES = 4096
+MAX_DEPTH = 8
+"""Of what lies within a message."""
+MAX_ID_LETTERS = 256
+LETTERS_PER_TOKEN = 32
+"""No text of a context's length has more, on average: it is refused before it is tokenised, which would take long."""
+MAX_SCALARS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    vocab_size: int
+    context_length: int
+
+    @property
+    def letters(self) -> int:
+        """Of all texts or messages of a call."""
+        return max(2**20, LETTERS_PER_TOKEN * self.context_length)
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A checked `/generate` body."""
+
+    requests: list[Request]
+    single: bool
+    """Answer with an object instead of a list."""
+    stream: bool
+    return_logprob: bool
+    return_text_in_logprobs: bool
+    return_prompt_token_ids: bool
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A checked chat body, and not the body itself, which may be large."""
+
+    prompt: list[int] | None
+    """None where the messages are still to be rendered."""
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    """Of the model's template."""
+    params: SamplingParams
+    rid: str | None
+    logprobs: bool
+    return_token_ids: bool
+    return_prompt_token_ids: bool
+    return_meta_info: bool
+
+
+def is_text(body: Any) -> bool:
+    """The prompts are still to be tokenised, which takes long for long ones."""
+    return isinstance(body, dict) and (body.get("text") is not None or body.get("messages") is not None)
+
+
+def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall:
+    _check_object(body, _UNSUPPORTED)
+    prompts, batch = _prompts(body, limits, text)
+    stream, return_logprob = flag(body, "stream"), flag(body, "return_logprob")
+    params = _per_prompt(body.get("sampling_params"), len(prompts), batch, "sampling_params")
+    rids = _per_prompt(body.get("rid"), len(prompts), batch, "rid")
+    start = body.get("logprob_start_len")
+    start = -1 if start is None else start
+    if type(start) is not int or start < -1:
+        raise ValueError(f"logprob_start_len = {shown(start)}: must be an integer >= -1")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        _check_ids(prompt, limits)
+        sampling = SamplingParams.parse(params[i], limits.vocab_size)
+        if len(requests) + sampling.n > MAX_SAMPLES:
+            raise ValueError(f"{len(prompts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
+        requests += make_requests(prompt, sampling, rids[i], limits, text, start if return_logprob else -1)
+    single = not batch and len(requests) == 1
+    if stream and not single:
+        raise ValueError("stream: true needs one prompt and n = 1; send one request per sample")
+    in_text = flag(body, "return_text_in_logprobs")
+    if in_text and text is None:
+        raise ValueError("return_text_in_logprobs: true needs a tokenizer, and the model folder has none")
+    return GenerateCall(requests, single, stream, return_logprob, in_text, flag(body, "return_prompt_token_ids"))
+
+
+def make_requests(
+    prompt: list[int], params: SamplingParams, rid: Any, limits: Limits, text: Text | None, logprob_start: int
+) -> list[Request]:
+    """One request per sample; for n > 1 with ids of their own, like SGLang."""
+    _check_rid(rid)
+    if params.stop and text is None:
+        raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
+    if logprob_start > len(prompt):
+        raise ValueError(f"logprob_start_len = {logprob_start}: must be at most the prompt's {len(prompt)} tokens")
+    params = replace(params, max_new_tokens=min(params.max_new_tokens, limits.context_length - len(prompt)))
+    requests = []
+    for i in range(params.n):
+        own = params
+        if params.n > 1 and params.sampling_seed is not None:
+            own = replace(params, sampling_seed=derive_seed(params.sampling_seed, i))
+        own_rid = rid if rid is not None and params.n == 1 else uuid.uuid4().hex
+        start = logprob_start if 0 <= logprob_start < len(prompt) else None
+        requests.append(Request(rid=own_rid, prompt=prompt, params=own, logprob_start=start))
+    return requests
+
+
+def generate_answer(
+    request: Request, call: GenerateCall, version: str, text: Text | None, tokens: int | None = None
+) -> dict[str, Any]:
+    """SGLang's answer to one request; `tokens` cuts it to the first so many, for a stream chunk."""
+    output = request.output[:tokens]
+    finished = tokens is None
+    answer = {
+        "text": reply_text(request, output, finished, text),
+        "output_ids": output,
+        "meta_info": meta_info(request, output, finished, version),
+    }
+    if call.return_prompt_token_ids:
+        answer["prompt_token_ids"] = request.prompt
+    if call.return_logprob:
+        named = text if call.return_text_in_logprobs else None
+        start = len(request.prompt) if request.logprob_start is None else request.logprob_start
+        # The first scored token has no prediction before it.
+        scores = [None, *request.input_logprobs][: len(request.prompt) - start]
+        answer["meta_info"] |= {
+            "input_token_logprobs": _triples(scores, request.prompt[start : start + len(scores)], named),
+            "output_token_logprobs": _triples(request.logprobs[: len(output)], output, named),
+            "output_token_logprobs_length": len(output),
+        }
+    return answer
+
+
+def meta_info(request: Request, output: list[int], finished: bool, version: str) -> dict[str, Any]:
+    reason = request.finish_reason if finished else None
+    version = request.weight_version or version
+    info: dict[str, Any] = {"id": request.rid, "finish_reason": reason, "weight_version": version}
+    # SGLang leaves these out for a request that was aborted before it ran.
+    if request.started or reason is None or reason["type"] != "abort":
+        cached = request.cached_tokens
+        info |= {
+            "prompt_tokens": len(request.prompt),
+            "cached_tokens": cached,
+            "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
+            "num_retractions": request.retractions,
+        }
+    spans, begin = [], 0
+    for span_version, end in [*request.spans, (version, len(output))]:
+        if min(end, len(output)) > begin:
+            spans.append({"version": span_version, "start": begin, "end": min(end, len(output))})
+            begin = spans[-1]["end"]
+    info |= {"completion_tokens": len(output), "reasoning_tokens": 0, "weight_versions": spans, "dp_rank": None}
+    if finished:
+        info |= timing(request)
+    return info
+
+
+def timing(request: Request) -> dict[str, float]:
+    """When a finished request came, in wall-clock seconds, and how long it took: what SGLang gives with metrics on."""
+    times = {
+        "request_received_ts": time.time() - (time.monotonic() - request.created_s),
+        "queue_time": (request.started_s or request.finished_s) - request.created_s,
+        "e2e_latency": request.finished_s - request.created_s,
+    }
+    if request.first_token_s:
+        times["first_token_latency"] = request.first_token_s - request.created_s
+    return times
+
+
+def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:
+    """The text without the stop token or string that ended it, unless no_stop_trim."""
+    if text is None:
+        return ""
+    params = request.params
+    matched = request.finish_reason.get("matched") if finished and request.finish_reason else None
+    trim = matched is not None and not params.no_stop_trim
+    if trim and isinstance(matched, int):
+        output = output[:-1]
+    reply = text.decode(output, params.skip_special_tokens)
+    if trim and isinstance(matched, str) and matched in params.stop:
+        reply = reply[: reply.find(matched)] if matched in reply else reply
+    return reply
+
+
+def parse_chat(body: Any, limits: Limits, text: Text | None) -> ChatCall:
+    """Check an OpenAI chat body; `input_ids` in place of messages skips the template."""
+    _check_object(body, _CHAT_UNSUPPORTED)
+    prompt, messages = None, []
+    if body.get("input_ids") is not None:
+        prompts, batch = _prompts({"input_ids": body["input_ids"]}, limits, text)
+        if batch:
+            raise ValueError("input_ids: a chat takes one list of token ids")
+        prompt = prompts[0]
+        _check_ids(prompt, limits)
+    else:
+        messages = body.get("messages")
+        _check_messages(messages, limits)
+        if text is None:
+            raise ValueError("messages: the model folder has no tokenizer; send input_ids")
+    names = {theirs: ours for ours, theirs in _CHAT_SAMPLING.items() if body.get(ours) is not None}
+    sampling = {theirs: body[ours] for theirs, ours in names.items()}
+    sampling.setdefault("max_new_tokens", limits.context_length)
+    _check_rid(body.get("rid"))
+    for name in ("model", "user"):
+        if not isinstance(body.get(name), str | None):
+            raise ValueError(f"{name} = {shown(body[name])}: must be a string")
+    return ChatCall(
+        prompt=prompt,
+        messages=messages,
+        options=_template_options(body),
+        params=SamplingParams.parse(sampling, limits.vocab_size, names),
+        rid=body.get("rid"),
+        logprobs=flag(body, "logprobs"),
+        return_token_ids=flag(body, "return_token_ids"),
+        return_prompt_token_ids=flag(body, "return_prompt_token_ids"),
+        return_meta_info=flag(body, "return_meta_info"),
+    )
+
+
+def chat_requests(call: ChatCall, limits: Limits, text: Text | None) -> list[Request]:
+    """The requests of a call, whose messages are rendered by the model's own template."""
+    prompt = call.prompt
+    if prompt is None:
+        assert text is not None  # parse_chat has seen to that
+        prompt = text.render(call.messages, call.options)
+        _check_ids(prompt, limits)
+    return make_requests(prompt, call.params, call.rid, limits, text, -1)
+
+
+def chat_answer(
+    requests: list[Request], call: ChatCall, version: str, model_name: str, now_s: int, text: Text | None
+) -> dict[str, Any]:
+    choices = []
+    for index, request in enumerate(requests):
+        reason, output = request.finish_reason, request.output
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": reply_text(request, output, True, text)},
+            "finish_reason": reason["type"],
+            "matched_stop": reason.get("matched"),
+            "logprobs": None,
+        }
+        triples = _triples(request.logprobs, output, text)
+        if call.logprobs:
+            choice["logprobs"] = {
+                "content": [
+                    {
+                        "token": token or "",
+                        "logprob": logprob,
+                        "bytes": list((token or "").encode()),
+                        "top_logprobs": [],
+                    }
+                    for logprob, _, token in triples
+                ]
+            }
+        if call.return_token_ids:
+            choice["token_ids"] = output
+        if call.return_prompt_token_ids:
+            choice["prompt_token_ids"] = request.prompt
+        if call.return_meta_info:
+            choice["meta_info"] = meta_info(request, output, True, version)
+            choice["meta_info"]["output_token_logprobs"] = _triples(request.logprobs, output, None)
+        choices.append(choice)
+    generated = sum(len(r.output) for r in requests)
+    prompt = len(requests[0].prompt)
+    return {
+        "id": requests[0].rid,
+        "object": "chat.completion",
+        "created": now_s,
+        "model": model_name,
+        "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+        "metadata": {
+            "weight_version": requests[-1].weight_version,
+            "weight_versions": meta_info(requests[0], requests[0].output, True, version)["weight_versions"],
+        },
+    }
+
+
+def _check_object(body: Any, unsupported: dict[str, tuple]) -> None:
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    for name, harmless in unsupported.items():
+        if name in body and body[name] not in harmless:
+            raise ValueError(f"{name} is not supported by the embedded server; leave it out")
+
+
+def _check_rid(rid: Any) -> None:
+    if rid is not None and (not isinstance(rid, str) or not 0 < len(rid) <= MAX_ID_LETTERS):
+        raise ValueError(f"rid = {shown(rid)}: must be a non-empty string of at most {MAX_ID_LETTERS} letters")
+
+
+def _template_options(body: dict[str, Any]) -> dict[str, Any]:
+    options = body.get("chat_template_kwargs")
+    options = {} if options is None else options
+    if not isinstance(options, dict) or len(options) > MAX_SCALARS:
+        raise ValueError(f"chat_template_kwargs = {shown(options)}: must be an object of at most {MAX_SCALARS} fields")
+    for name, value in options.items():
+        is_word = isinstance(value, str) and len(value) <= MAX_ID_LETTERS
+        if not (is_word or type(value) in (bool, int, float, type(None))):
+            raise ValueError(
+                f"chat_template_kwargs.{name[:100]} = {shown(value)}: must be true, false, null, a number or a string "
+                f"of at most {MAX_ID_LETTERS} letters"
+            )
+    return options
+
+
+def _check_messages(messages: Any, limits: Limits) -> None:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("messages: must be a non-empty list of objects with role and content")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages: has {len(messages)}; must have at most {MAX_MESSAGES}")
+    letters = 0
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not 0 < len(role) <= MAX_ID_LETTERS:
+            raise ValueError(f"messages[{i}].role = {shown(role)}: must be a name such as user")
+        if isinstance(content, list):
+            for part in content:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(f"messages[{i}].content: {shown(part)} must be an object of type text with a text")
+        elif not isinstance(content, str | None):
+            raise ValueError(f"messages[{i}].content = {shown(content)}: must be a string or a list of texts")
+        letters += _letters(message, f"messages[{i}]", MAX_DEPTH)
+        if letters > limits.letters:
+            raise ValueError(f"messages: must have at most {limits.letters:,} letters in all")
+
+
+def _letters(value: Any, name: str, depth: int) -> int:
+    """How much there is to render, every value counted as a letter at least."""
+    if isinstance(value, str):
+        return len(value) + 1
+    if not isinstance(value, dict | list):
+        return 1
+    if not depth:
+        raise ValueError(f"{name}: is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        return 1 + sum(len(key) + _letters(inner, name, depth - 1) for key, inner in value.items())
+    return 1 + sum(_letters(inner, name, depth - 1) for inner in value)
+
+
+def _prompts(body: dict[str, Any], limits: Limits, text: Text | None) -> tuple[list[list[int]], bool]:
+    """The prompts as token ids (range not checked yet), and whether the caller sent a batch."""
+    ids, texts = body.get("input_ids"), body.get("text")
+    if (ids is None) == (texts is None):
+        raise ValueError("exactly one of input_ids and text must be given")
+    if ids is None:
+        if text is None:
+            raise ValueError("text: the model folder has no tokenizer; send input_ids")
+        batch = isinstance(texts, list)
+        texts = texts if batch else [texts]
+        if not texts or not all(isinstance(t, str) and t for t in texts):
+            raise ValueError("text: must be a non-empty string or a list of such")
+        if len(texts) > MAX_SAMPLES:
+            raise ValueError(f"{len(texts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
+        longest, letters = max(map(len, texts)), sum(map(len, texts))
+        if longest > LETTERS_PER_TOKEN * limits.context_length or letters > limits.letters:
+            raise ValueError(
+                f"text: has {longest:,} letters, {letters:,} in all; must have at most {LETTERS_PER_TOKEN} for each "
+                f"token of the model's context length ({limits.context_length} tokens), and {limits.letters:,} in all"
+            )
+        return [text.encode(t) for t in texts], batch
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids: must be a non-empty list of token ids, or a list of such lists")
+    batch = isinstance(ids[0], list)
+    return (ids if batch else [ids]), batch
+
+
+def _check_ids(ids: Any, limits: Limits) -> None:
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids: must be a non-empty list of token ids")
+    if len(ids) >= limits.context_length:  # SGLang's words
+        raise ValueError(
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context_length} tokens)."
+        )
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < limits.vocab_size:
+            raise ValueError(f"input_ids[{i}] = {shown(token)}: must be an integer in [0, {limits.vocab_size})")
+
+
+def _per_prompt(value: Any, count: int, batch: bool, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        if batch and count > 1 and isinstance(value, str):
+            raise ValueError(f"{name} = {shown(value)}: a batch of {count} prompts needs a list of {count}")
+        return [value] * count
+    if not batch or len(value) != count:
+        raise ValueError(f"{name}: a list of {len(value)} does not fit {count} prompt(s)")
+    return value
+
+
+def _triples(logprobs: list[float | None], ids: list[int], text: Text | None) -> list[list[Any]]:
+    return [
+        [logprob, token, None if text is None else text.decode([token], False)]
+        for logprob, token in zip(logprobs, ids, strict=True)
+    ]

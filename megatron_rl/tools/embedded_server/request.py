@@ -1,0 +1,79 @@
+"""One prompt and its reply, as they travel between the HTTP layer and the batcher."""
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.tools.embedded_server.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its reply. Fields up to `on_progress` are the caller's; the others belong to the batcher."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    logprob_start: int | None = None
+    """Score the prompt from this position on (None: no scoring)."""
+    on_progress: Callable[["Request"], None] | None = None
+    """Called in the batcher's thread after every token."""
+    done: Future = field(default_factory=Future)
+    seed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output so far."""
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float | None] = field(default_factory=list)
+    filled: int = 0
+    """Tokens whose keys and values lie in the row."""
+    row: int | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    accepted: bool = False
+    """Past the door."""
+    started: bool = False
+    """Has been in a row."""
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    """(weight version, number of output tokens when it ended), oldest first."""
+    finish_reason: dict[str, Any] | None = None
+    weight_version: str | None = None
+    """The version when it finished."""
+    created_s: float = field(default_factory=time.monotonic)
+    started_s: float = 0.0
+    """When it was first in a row; 0 before. So for the next two."""
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        seed = self.params.sampling_seed
+        self.seed = random.getrandbits(63) if seed is None else seed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def room(self) -> int:
+        """Tokens it may still generate."""
+        return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
+
+    @property
+    def next_score(self) -> int | None:
+        """The next prompt position whose prediction is to be scored."""
+        if self.logprob_start is None or self.logprob_start + len(self.input_logprobs) >= len(self.prompt) - 1:
+            return None
+        return self.logprob_start + len(self.input_logprobs)
+
+    def end_span(self, version: str) -> None:
+        """The tokens since the last span were sampled with `version`."""
+        count = len(self.tokens) - len(self.prompt)
+        begin = self.spans[-1][1] if self.spans else 0
+        if count > begin:
+            if self.spans and self.spans[-1][0] == version:
+                self.spans[-1] = (version, count)
+            else:
+                self.spans.append((version, count))

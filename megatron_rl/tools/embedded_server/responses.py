@@ -1,0 +1,39 @@
+"""What all endpoints share: SGLang's answer shapes and errors as JSON."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from megatron_rl.tools.embedded_server.bodies import BODIES, RequestFailed
+from megatron_rl.tools.embedded_server.request import Request
+
+MOST_MESSAGE_LETTERS = 4000
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def read_object(http: web.Request) -> dict[str, Any]:
+    """The JSON object of the body; an empty one where there is none."""
+    return await http.app[BODIES].object(http)
+
+
+async def wait(future: Future) -> Any:
+    return await asyncio.wrap_future(future)
+
+
+def json_answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def raise_failed(request: Request) -> None:
+    reason = request.finish_reason
+    if reason["type"] == "abort" and reason["status_code"] is not None:
+        raise RequestFailed(reason["message"], reason["status_code"])
+
+
+def error_answer(message: str, status: int) -> web.Response:
+    return json_answer({"error": {"message": message[:MOST_MESSAGE_LETTERS]}}, status)

@@ -1,0 +1,253 @@
+"""The next token: sampling parameters as SGLang names them, and the draw.
+
+Token k of a request uses one uniform number that depends on (seed, k) only, so a reply does not depend on what else is
+in the batch. The log-probability of a token is that of softmax(logits / temperature), before top-k, top-p and min-p.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.tools.embedded_server.fields import shown
+
+_MASK64 = (1 << 64) - 1
+GREEDY_BELOW = 1e-6
+"""Temperatures; SGLang's bound. Dividing by less would overflow."""
+MOST_BIASES = MOST_STOP_IDS = 1024
+MOST_STOP_LETTERS = 256
+"""What is looked at again for every token must not be long."""
+NOT_SUPPORTED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """The fields and defaults of SGLang's sampling_params."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # changes nothing with fast tokenizers
+    n: int = 1
+    sampling_seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.top_k == 1
+
+    @property
+    def filters(self) -> bool:
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        return bool(
+            self.logit_bias
+            or self.min_new_tokens
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1
+        )
+
+    @classmethod
+    def parse(cls, body: Any, vocab_size: int, names: Mapping[str, str] | None = None) -> "SamplingParams":
+        """Check a JSON object field by field; raises ValueError naming the field, the value and the rule.
+
+        names: what the client calls a field, where that is not `sampling_params.` and its name here.
+        """
+
+        def named(name: str) -> str:
+            return (names or {}).get(name, f"sampling_params.{name[:100]}")
+
+        if body is None:
+            return cls()
+        if not isinstance(body, dict):
+            raise ValueError(f"sampling_params = {shown(body)}: must be an object")
+        fields: dict[str, Any] = {}
+        for name, value in body.items():
+            if name in NOT_SUPPORTED:
+                if value is not None:
+                    raise ValueError(f"{named(name)} is not supported by the embedded server; leave it out")
+            elif name == "stream_interval":
+                continue  # only thins out stream chunks
+            elif name not in _CHECKS:
+                raise ValueError(f"unknown field {named(name)}; known are {', '.join(sorted(_CHECKS))}")
+            elif value is not None:
+                accepted, rule = _CHECKS[name]
+                if not accepted(value):
+                    raise ValueError(f"{named(name)} = {shown(value)}: must be {rule}")
+                fields[name] = value
+        if isinstance(fields.get("stop"), str):
+            fields["stop"] = [fields["stop"]]
+        fields["stop"] = tuple(fields.get("stop", ()))
+        fields["stop_token_ids"] = frozenset(fields.get("stop_token_ids", ()))
+        fields["logit_bias"] = tuple({int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}.items())
+        for token, _ in fields["logit_bias"]:
+            if token >= vocab_size:
+                raise ValueError(
+                    f"{named('logit_bias')}: token id {token} must be below the vocabulary size {vocab_size}"
+                )
+        if fields.get("temperature", 1.0) < GREEDY_BELOW:
+            fields |= {"temperature": 1.0, "top_k": 1}
+        params = cls(**fields)
+        if params.min_new_tokens > params.max_new_tokens:
+            raise ValueError(
+                f"{named('min_new_tokens')} = {params.min_new_tokens}: must be at most max_new_tokens = "
+                f"{params.max_new_tokens}"
+            )
+        return params
+
+
+def _is_int(low: int, high: int = 2**63 - 1):
+    return lambda x: type(x) is int and low <= x <= high
+
+
+def _is_number(low: float, high: float, *, open_low: bool = False):
+    return lambda x: type(x) in (int, float) and math.isfinite(x) and low <= x <= high and not (open_low and x == low)
+
+
+def _is_bool(x: Any) -> bool:
+    return type(x) is bool
+
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, list) and len(x) <= MOST_STOP_IDS and all(type(i) is int and 0 <= i < 2**31 for i in x)
+
+
+def _is_stop(x: Any) -> bool:
+    stops = [x] if isinstance(x, str) and x else x
+    if not isinstance(stops, list):
+        return x == ""
+    return len(stops) <= 32 and all(isinstance(s, str) and 0 < len(s) <= MOST_STOP_LETTERS for s in stops)
+
+
+def _is_bias(x: Any) -> bool:
+    number = _is_number(-1e30, 1e30)
+    if not isinstance(x, dict) or len(x) > MOST_BIASES:
+        return False
+    return all(key.isascii() and key.isdecimal() and len(key) <= 10 and number(value) for key, value in x.items())
+
+
+_CHECKS = {
+    "max_new_tokens": (_is_int(0), "an integer >= 0"),
+    "min_new_tokens": (_is_int(0), "an integer >= 0"),
+    "temperature": (_is_number(0, math.inf), "a finite number >= 0"),
+    "top_p": (_is_number(0, 1, open_low=True), "a number in (0, 1]"),
+    "top_k": (lambda x: type(x) is int and (x == -1 or 1 <= x < 2**31), "-1 (all) or an integer in [1, 2^31)"),
+    "min_p": (_is_number(0, 1), "a number in [0, 1]"),
+    "frequency_penalty": (_is_number(-2, 2), "a number in [-2, 2]"),
+    "presence_penalty": (_is_number(-2, 2), "a number in [-2, 2]"),
+    "repetition_penalty": (_is_number(0, 2, open_low=True), "a number in (0, 2]"),
+    "logit_bias": (_is_bias, f"an object of at most {MOST_BIASES} numbers by token id"),
+    "stop": (_is_stop, f"a string or at most 32 non-empty strings, each of at most {MOST_STOP_LETTERS} letters"),
+    "stop_token_ids": (_is_ids, f"a list of at most {MOST_STOP_IDS} token ids"),
+    "ignore_eos": (_is_bool, "true or false"),
+    "no_stop_trim": (_is_bool, "true or false"),
+    "skip_special_tokens": (_is_bool, "true or false"),
+    "spaces_between_special_tokens": (_is_bool, "true or false"),
+    "n": (_is_int(1, 4096), "an integer in [1, 4096]"),
+    "sampling_seed": (_is_int(-(2**63)), "a 64-bit integer"),
+}
+
+
+def mix64(value: int) -> int:
+    """The finalizer of splitmix64: a bijection of 64-bit integers whose output bits all depend on all input bits."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with n > 1."""
+    return mix64(mix64(seed & _MASK64) + index)
+
+
+def uniform(seed: int, k: int) -> float:
+    """The number in [0, 1) that draws token k of a request with this seed."""
+    return (mix64(mix64(seed & _MASK64) ^ k) >> 11) * 2.0**-53
+
+
+def adjust_logits(
+    row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]
+) -> None:
+    """Apply penalties, biases and min_new_tokens to one row `[V]` in place, as SGLang does: before the temperature."""
+    if params.repetition_penalty != 1:
+        ids, penalty = torch.tensor(sorted({*prompt, *output}), device=row.device), params.repetition_penalty
+        row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
+    if output and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
+        row[ids] -= counts * params.frequency_penalty + params.presence_penalty
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row[list(ids)] += torch.tensor(biases, device=row.device)
+    if stop_ids and len(output) < params.min_new_tokens:
+        row[[i for i in stop_ids if i < len(row)]] = -math.inf
+
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Draw one token per row of `[B, V]` float32 logits (overwritten). Returns ids and their log-probabilities.
+
+    A row with NaN gives a NaN log-probability and an arbitrary id inside the vocabulary.
+    """
+    if any(p.temperature != 1 for p in params):
+        logits /= torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    probs = torch.softmax(logits, -1)
+    greedy = [i for i, p in enumerate(params) if p.greedy]
+    filtered = [i for i, p in enumerate(params) if p.filters]
+    if len(greedy) == len(params):
+        chosen = probs.argmax(-1)
+    else:
+        kept = probs
+        if filtered:
+            kept = probs.clone()
+            kept[filtered] = filter_probs(probs[filtered], [params[i] for i in filtered])
+        chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+        if greedy:
+            chosen[greedy] = probs[greedy].argmax(-1)
+    return chosen.tolist(), probs.gather(1, chosen[:, None])[:, 0].log().tolist()
+
+
+def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first id whose cumulative weight exceeds uniform * total; rows of `[B, V]` need not sum to 1."""
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    # Rounding may lift the target to the total, which no entry exceeds: stay just below it.
+    target = torch.minimum((uniforms[:, None] * total).float(), total * (1 - 2.0**-23))
+    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def filter_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what top-k, top-p and min-p exclude, each judged on the unfiltered `[B, V]` distribution like SGLang."""
+    vocab_size = probs.shape[1]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=probs.device)[:, None]
+
+    top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
+    top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
+    # Almost always the head of the sorted row decides; sorting the whole vocabulary costs ten times as much.
+    for width in (min(1024, vocab_size), vocab_size):
+        values, ids = probs.topk(width)
+        rank = torch.arange(width, device=probs.device)
+        keep = (rank < top_k) & (values.cumsum(-1) - values <= top_p) & (values >= min_p * values[:, :1])
+        if width == vocab_size or not keep[:, -1].any():
+            break
+    return torch.zeros_like(probs).scatter_(1, ids, values * keep)

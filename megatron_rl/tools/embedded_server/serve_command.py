@@ -1,0 +1,93 @@
+"""`megatron-rl serve MODEL --backend sglang`: one real SGLang server under a supervisor, registered for a run.
+
+Registered is what answers: while the supervisor restarts the server, its lease runs out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.tools.embedded_server.run_arguments import add_run_arguments, check_run_arguments, token_file_of
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-rl serve --backend sglang",
+        description="Serve rollouts with SGLang, restart it where it dies; further arguments are SGLang's.",
+    )
+    parser.add_argument("model", type=Path, help="folder in Hugging Face format")
+    parser.add_argument(
+        "--backend", choices=("sglang", "embedded"), default="sglang", help="what serves (default sglang)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, which the trainer reaches")
+    parser.add_argument("--dtype", default="bfloat16", help="the trainer's model.dtype")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: weights come later")
+    parser.add_argument("--log-folder", type=Path, default=Path("."), help="where the server's log goes (default .)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RolloutConfig.server_restarts,
+        help="of a server that ends, until it is given up",
+    )
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=RolloutConfig.start_timeout_s, help="longest that a start may take"
+    )
+    parser.add_argument(
+        "--health-timeout-s",
+        type=float,
+        default=RolloutConfig.health_timeout_s,
+        help="it is restarted where it generates nothing for so long; a publication must not take longer",
+    )
+    add_run_arguments(parser)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    args, server_args = parser().parse_known_args(argv)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # srun hands on the second alone
+        signal.signal(number, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
+    ended, reason = threading.Event(), []
+    try:
+        args.token_file = token_file_of(args) or args.log_folder / "token"
+        check_run_arguments(args)
+        config = RolloutConfig(
+            backend=args.backend,
+            token_file=str(args.token_file),
+            server_args=server_args,
+            server_restarts=args.restarts,
+            start_timeout_s=args.start_timeout_s,
+            health_timeout_s=args.health_timeout_s,
+        )
+    except ValueError as error:
+        raise SystemExit(f"megatron-rl serve: {error}") from None
+
+    def give_up(message: str) -> None:
+        reason.append(message)
+        ended.set()
+
+    supervisor = Supervisor(
+        config,
+        args.model,
+        args.log_folder,
+        dtype=args.dtype,
+        host=args.host,
+        dummy_weights=args.load_format == "dummy",
+        on_death=give_up,
+    )
+    with supervisor:
+        url = supervisor.urls[0]
+        print(f"{supervisor.backend} rollout server ready at {url}; its token is in {args.token_file}", flush=True)
+        if args.register is None:
+            ended.wait()
+        else:
+            with Lease(args.register, Registration(url=url, run=args.run), is_well=lambda: supervisor.all_answer):
+                ended.wait()
+    if reason:
+        raise SystemExit(f"megatron-rl serve: {reason[0]}")

@@ -1,0 +1,528 @@
+"""The embedded rollout server: SGLang's HTTP protocol (0.5.21: weight sessions) over one model on one device.
+
+The event loop parses and answers; the batcher's thread runs the model. Clients get SGLang's statuses and shapes, an
+error is `{"error": {"message": ...}}`, and no body can stop the server. Start:
+`python -m megatron_rl.tools.embedded_server.server`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from aiohttp import web
+
+from megatron_rl.launch import process_exit
+from megatron_rl.launch.run_token import token_in
+from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.tools.embedded_server import protocol
+from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
+from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
+from megatron_rl.tools.embedded_server.connections import Connections
+from megatron_rl.tools.embedded_server.fields import field, shown
+from megatron_rl.tools.embedded_server.guard import guard, invite_later
+from megatron_rl.tools.embedded_server.lent_memory import MemoryEndpoints
+from megatron_rl.tools.embedded_server.log_rate import LogRate
+from megatron_rl.tools.embedded_server.peer import PeerEndpoints
+from megatron_rl.tools.embedded_server.reply_text import Text
+from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.responses import json_answer, raise_failed, read_object, wait
+from megatron_rl.tools.embedded_server.run_arguments import (
+    add_run_arguments,
+    check_run_arguments,
+    listen,
+    port_number,
+    token_file_of,
+)
+from megatron_rl.tools.embedded_server.sampling import SamplingParams
+from megatron_rl.tools.embedded_server.transformer import Decoder, ModelConfig
+from megatron_rl.tools.embedded_server.weight_endpoints import DTYPES, WeightEndpoints
+
+logger = logging.getLogger(__name__)
+SECONDS = re.compile(r"\d{1,4}(\.\d{1,6})?", re.ASCII)
+
+PROTOCOL_VERSION = "0.5.21"
+CPU_CONTEXT_LENGTH = 4096
+HEALTH_TIMEOUT_S = 20.0
+KEEPALIVE_S = 75.0
+LINGER_S = 2.0
+"""How long the rest of a refused body is read, so that its sender reads the refusal."""
+CHUNK_S = 30.0
+"""How long a client may take to read a piece of a streamed answer."""
+MOST_LIVE_REQUESTS = 65_536
+MOST_LIVE_TOKENS = 2**25
+"""Of all requests that run or wait, prompts and what they may generate not counted."""
+CACHE_SHARE = 0.3
+"""Share of the device's memory that the KV cache may take."""
+
+
+class RolloutServer:
+    """The HTTP handlers and the state between them. Lives in the event loop's thread."""
+
+    def __init__(self, batcher: Batcher, text: Text | None, *, model_path: str, options: dict[str, Any]):
+        self.batcher = batcher
+        self.text = text
+        self.weights = WeightEndpoints(batcher, model_path)
+        self.options = options
+        self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.rows.context_length)
+        self.live: dict[str, Request] = {}
+        self.live_tokens = 0
+        """Of the prompts of those."""
+        self.health_check: asyncio.Task[bool] | None = None
+        self.started_s = time.time()
+
+    @property
+    def model_name(self) -> str:
+        """SGLang renames a model whose weights were replaced from disk."""
+        path = self.weights.model_path
+        replaced = path != self.options["model_path"]
+        return path if replaced else self.options["served_model_name"] or path
+
+    def app(self, token: str | None, host: str, connections: Connections) -> web.Application:
+        app = web.Application(middlewares=[guard(token, host, connections)])
+        app[BODIES] = Bodies(connections)
+        both = ("GET", "POST")
+        for methods, path, handler in (
+            (("POST", "PUT"), "/generate", self.generate),
+            (("POST",), "/v1/chat/completions", self.chat),
+            (("POST",), "/abort_request", self.abort_request),
+            (("POST",), "/pause_generation", self.pause_generation),
+            (("POST",), "/continue_generation", self.continue_generation),
+            (both, "/flush_cache", self.flush_cache),
+            (("GET",), "/health", self.health),
+            (("GET",), "/ready", self.health),
+            (("GET",), "/health_generate", self.health_generate),
+            (("GET",), "/model_info", self.model_info),
+            (("GET",), "/get_model_info", self.model_info),
+            (("GET",), "/server_info", self.server_info),
+            (("GET",), "/get_server_info", self.server_info),
+            (("GET",), "/v1/loads", self.loads),
+            (("GET",), "/v1/models", self.models),
+            (("GET",), "/metrics", self.metrics),
+        ):
+            for method in methods:
+                app.router.add_route(method, path, handler, expect_handler=invite_later)
+        for endpoints in (self.weights, PeerEndpoints(self.batcher), MemoryEndpoints(self.batcher)):
+            for route in endpoints.routes():
+                app.router.add_route(route.method, route.path, route.handler, expect_handler=invite_later)
+        return app
+
+    # Generation
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        call = await http.app[BODIES].json(
+            http, lambda body: protocol.parse_generate(body, self.limits, self.text), is_slow=protocol.is_text
+        )
+        if call.stream:
+            return await self._stream(http, call)
+        requests = await self._run(call.requests)
+        for request in requests:
+            raise_failed(request)
+        version = self.batcher.weight_version
+
+        def write() -> bytes:
+            answers = [orjson.dumps(protocol.generate_answer(r, call, version, self.text)) for r in requests]
+            return answers[0] if call.single else b"[" + b",".join(answers) + b"]"
+
+        return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        def read(body: Any) -> tuple[protocol.ChatCall, list[Request]]:
+            call = protocol.parse_chat(body, self.limits, self.text)
+            return call, protocol.chat_requests(call, self.limits, self.text)
+
+        call, requests = await http.app[BODIES].json(http, read, is_slow=protocol.is_text)
+        await self._run(requests)
+        for request in requests:
+            raise_failed(request)
+        known = self.batcher.weight_version, self.model_name, int(time.time())
+
+        def write() -> bytes:
+            return orjson.dumps(protocol.chat_answer(requests, call, *known, self.text))
+
+        return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
+
+    def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
+        if not self.batcher.paused:  # else they wait, with those that were on their way when it was
+            self.batcher.require(*MEMORY)
+        own = {request.rid for request in requests}
+        if twice := next((r.rid for r in requests if r.rid in self.live or len(own) < len(requests)), None):
+            raise ValueError(f"Duplicate request ID detected: {twice}")
+        tokens = sum(len(request.prompt) for request in requests)
+        if self.live and (
+            len(self.live) + len(requests) > MOST_LIVE_REQUESTS or self.live_tokens + tokens > MOST_LIVE_TOKENS
+        ):
+            raise RequestFailed(
+                f"{len(self.live):,} requests of {self.live_tokens:,} prompt tokens are running or waiting; send it "
+                f"again later, or start another server",
+                503,
+            )
+        for request in requests:
+            self.live[request.rid] = request
+        self.live_tokens += tokens
+        return [asyncio.wrap_future(self.batcher.submit(request)) for request in requests]
+
+    async def _run(self, requests: list[Request]) -> list[Request]:
+        """Run to the end. A client that hangs up cancels this coroutine, and with it the requests."""
+        futures = self._submit(requests)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            self._forget(requests)
+
+    def _forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            if self.live.pop(request.rid, None) is not None:
+                self.live_tokens -= len(request.prompt)
+            if request.finish_reason is None:
+                self.batcher.abort_request(request)
+
+    async def _stream(self, http: web.Request, call: protocol.GenerateCall) -> web.StreamResponse:
+        (request,), loop, progress = call.requests, asyncio.get_running_loop(), asyncio.Event()
+        request.on_progress = lambda _: loop.call_soon_threadsafe(progress.set)
+        (done,) = self._submit([request])
+        done.add_done_callback(lambda _: progress.set())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        try:
+            await response.prepare(http)
+            while not done.done():
+                await progress.wait()
+                progress.clear()
+                count = None if done.done() else len(request.logprobs)
+                answer = protocol.generate_answer(request, call, self.batcher.weight_version, self.text, count)
+                async with asyncio.timeout(CHUNK_S):
+                    await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        except TimeoutError:  # nobody reads: what is left in the buffer must not be kept
+            if http.transport is not None:
+                http.transport.abort()
+        finally:
+            self._forget([request])
+        return response
+
+    async def abort_request(self, http: web.Request) -> web.Response:
+        body = await read_object(http)
+        rid, everything = field(body, "rid", str, ""), field(body, "abort_all", bool, False)
+        if everything or rid:
+            await wait(self.batcher.abort(None if everything else rid))
+        return web.Response()
+
+    async def pause_generation(self, http: web.Request) -> web.Response:
+        mode = field(await read_object(http), "mode", str, "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise ValueError(f"mode = {shown(mode)}: must be 'abort', 'retract' or 'in_place'")
+        await wait(self.batcher.pause(mode))
+        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, http: web.Request) -> web.Response:
+        await read_object(http)
+        await wait(self.batcher.resume())
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, http: web.Request) -> web.Response:
+        sent = http.query.get("timeout", "0")
+        if not SECONDS.fullmatch(sent):
+            raise ValueError(f"timeout = {shown(sent)}: must be seconds, such as 10 or 0.5")
+        deadline = time.monotonic() + float(sent)
+        while not (flushed := await wait(self.batcher.flush())) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if flushed:
+            return web.Response(text="Cache flushed.\n")
+        load = f"{self.batcher.running_requests} running and {self.batcher.waiting_requests} queued requests"
+        return web.Response(status=400, text=f"Cache not flushed: there are {load}. Abort or finish them first.\n")
+
+    # Information
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.batcher.failure is None else 503)
+
+    async def health_generate(self, _: web.Request) -> web.Response:
+        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long.
+
+        However many ask at the same time, it generates one.
+        """
+        if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:
+            return await self.health(_)
+        if self.health_check is None or self.health_check.done():
+            self.health_check = asyncio.create_task(self._generates())
+        if not await asyncio.shield(self.health_check):
+            return web.Response(status=503)
+        return await self.health(_)
+
+    async def _generates(self) -> bool:
+        request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
+        generated, deadline = self.batcher.stats.generated_tokens, time.monotonic() + HEALTH_TIMEOUT_S
+        check = asyncio.ensure_future(asyncio.wrap_future(self.batcher.submit(request)))
+        while not check.done() and self.batcher.stats.generated_tokens == generated:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.wait([check], timeout=0.05)
+        if check.done():
+            return check.exception() is None
+        check.cancel()
+        self.batcher.abort_request(request)
+        return self.batcher.stats.generated_tokens > generated
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        config = self.batcher.model.config
+        return json_answer(
+            {
+                "model_path": self.weights.model_path,
+                "served_model_name": self.model_name,
+                "tokenizer_path": self.options["model_path"],
+                "is_generation": True,
+                "weight_version": self.batcher.weight_version,
+                "load_format": self.options["load_format"],
+                "model_type": config.model_type,
+                "architectures": config.architectures,
+            }
+        )
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        state = {"weight_version": self.batcher.weight_version, "last_gen_throughput": self.batcher.stats.tokens_per_s}
+        return json_answer(
+            self.options
+            | {"version": PROTOCOL_VERSION, "embedded": True, "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
+            | {
+                "max_total_num_tokens": self.batcher.rows.max_total_tokens,
+                "context_length": self.batcher.rows.context_length,
+            }
+            | {"max_req_input_len": self.batcher.rows.context_length - 1, "internal_states": [state], "status": "ready"}
+            | {"startup_time": self.started_s, "vocab_size": self.limits.vocab_size}
+        )
+
+    def load(self) -> dict[str, Any]:
+        batcher = self.batcher
+        return {
+            "dp_rank": 0,
+            "num_running_reqs": batcher.running_requests,
+            "num_waiting_reqs": batcher.waiting_requests,
+            "num_used_tokens": batcher.used_tokens,
+            "max_total_num_tokens": batcher.rows.max_total_tokens,
+            "token_usage": batcher.used_tokens / batcher.rows.max_total_tokens,
+            "gen_throughput": batcher.stats.tokens_per_s,
+        }
+
+    async def loads(self, _: web.Request) -> web.Response:
+        return json_answer({"timestamp": time.time(), "version": PROTOCOL_VERSION, "loads": [self.load()]})
+
+    async def models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model_name, "object": "model", "created": int(self.started_s), "owned_by": "megatron_rl"}
+        return json_answer(
+            {"object": "list", "data": [model | {"root": self.model_name, "max_model_len": self.limits.context_length}]}
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        load, stats = self.load(), self.batcher.stats
+        rows = (
+            ("num_running_reqs", "gauge", "Requests in the batch.", load["num_running_reqs"]),
+            ("num_queue_reqs", "gauge", "Requests that wait.", load["num_waiting_reqs"]),
+            ("num_used_tokens", "gauge", "Tokens of running requests in the KV cache.", load["num_used_tokens"]),
+            ("token_usage", "gauge", "Used share of the KV cache's token budget.", load["token_usage"]),
+            ("gen_throughput", "gauge", "Generated tokens per second.", load["gen_throughput"]),
+            ("prompt_tokens_total", "counter", "Prompt tokens received.", stats.prompt_tokens),
+            ("cached_tokens_total", "counter", "Prompt tokens taken from the KV cache.", stats.cached_tokens),
+            ("generation_tokens_total", "counter", "Generated tokens.", stats.generated_tokens),
+            ("num_requests_total", "counter", "Finished requests.", stats.finished_requests),
+        )
+        label = self.model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        lines = []
+        for name, kind, help_, value in rows:
+            lines += [f"# HELP sglang:{name} {help_}", f"# TYPE sglang:{name} {kind}"]
+            lines += [f'sglang:{name}{{model_name="{label}"}} {value}']
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+# The process
+
+
+def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
+    """Load the model and start nothing yet."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[("bfloat16" if device.type == "cuda" else "float32") if args.dtype == "auto" else args.dtype]
+    config = ModelConfig.read(folder)
+    longest = config.max_positions if device.type == "cuda" else min(config.max_positions, CPU_CONTEXT_LENGTH)
+    context_length = args.context_length or longest
+    if not 2 <= context_length <= config.max_positions:
+        raise ValueError(f"--context-length {context_length}: must lie in [2, {config.max_positions}], the model's own")
+    if args.max_running_requests < 1:
+        raise ValueError(f"--max-running-requests {args.max_running_requests}: must be at least 1")
+    model = Decoder(config, dtype=dtype, device=device, context_length=context_length)
+    if args.load_format == "dummy":
+        model.draw()
+    else:
+        model.load(folder)
+    text = Text.load(folder)
+    batcher = Batcher(
+        model,
+        max_running_requests=args.max_running_requests,
+        context_length=context_length,
+        max_total_tokens=args.max_total_tokens or default_total_tokens(model),
+        eos_token_ids=config.eos_token_ids | (text.eos_token_ids if text else frozenset()),
+        decode_text=text.decode if text else None,
+        weight_version=args.weight_version,
+        reuse_prefixes=not args.disable_radix_cache,
+    )
+    options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
+    options |= {"model_path": str(folder), "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    return RolloutServer(batcher, text, model_path=str(folder), options=options)
+
+
+def default_total_tokens(model: Decoder) -> int:
+    if model.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    config = model.config
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    return int(memory * CACHE_SHARE / per_token)
+
+
+def watch_parent(pid: int) -> None:
+    """End this process within 2 s of the death of process `pid`, so that no server outlives its run."""
+    parent = os.getppid()
+
+    def alive() -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return os.getppid() == parent
+
+    def watch() -> None:
+        while alive():
+            time.sleep(0.5)
+        print(f"rollout server: its parent (pid {pid}) died; exiting", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=process_exit, name="parent-watchdog", daemon=True).start()
+
+
+@asynccontextmanager
+async def open_to_clients(
+    server: RolloutServer, listener: socket.socket, *, host: str, token: str | None
+) -> AsyncIterator[asyncio.Event]:
+    """Answer clients within this block. The event is set once it cannot go on, which the block's end then raises."""
+    batcher, loop, over = server.batcher, asyncio.get_running_loop(), asyncio.Event()
+
+    def run_batcher() -> None:
+        batcher.run()
+        loop.call_soon_threadsafe(over.set)
+
+    thread = process_exit.start_thread(run_batcher, name="batcher")
+    connections = Connections()
+    runner = web.AppRunner(
+        server.app(token, host, connections),
+        handler_cancellation=True,  # or a client that hangs up would keep its request running
+        access_log=None,
+        shutdown_timeout=2,
+        keepalive_timeout=KEEPALIVE_S,
+        lingering_time=LINGER_S,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
+    tasks.append(asyncio.create_task(connections.look_after()))
+    for task in tasks:
+        task.add_done_callback(lambda _: over.set())
+    try:
+        yield over
+        for task in tasks:
+            if task.done():
+                task.result()
+        if batcher.has_died:
+            raise RuntimeError(str(batcher.failure))
+    finally:
+        for task in tasks:
+            task.cancel()
+        listener.close()
+        batcher.stop()
+        await asyncio.to_thread(thread.join, 5)
+        await runner.cleanup()
+
+
+async def serve(server: RolloutServer, listener: socket.socket, args: argparse.Namespace, token: str | None) -> None:
+    """Serve until SIGTERM or SIGINT; RuntimeError where the batcher's thread has died."""
+    batcher = server.batcher
+    async with open_to_clients(server, listener, host=args.host, token=token) as stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        port = listener.getsockname()[1]
+        url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
+        if args.ready_file is not None:
+            partial = args.ready_file.with_name(f"{args.ready_file.name}.{os.getpid()}")
+            partial.write_text(url)
+            partial.replace(args.ready_file)
+        count, dtype = sum(p.numel() for p in batcher.model.parameters.values()), server.options["dtype"]
+        known = f"model {server.model_name}, dtype {dtype}, {count:,} parameters"
+        print(f"rollout server ready at {url} ({known})", flush=True)
+        with contextlib.ExitStack() as stack:
+            if args.register is not None:
+                registration = Registration(url=url, run=args.run)
+                stack.enter_context(Lease(args.register, registration, is_well=lambda: batcher.failure is None))
+            await stop.wait()
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("megatron-rl serve", description="Serve rollouts with SGLang's HTTP protocol.")
+    parser.add_argument("model", type=Path, help="folder in Hugging Face format (llama, qwen2, qwen3)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; other hosts reach 0.0.0.0")
+    parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free one (default 30000)")
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float32 on CPU, bfloat16 on CUDA"
+    )
+    parser.add_argument(
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, to be updated later"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="more wait (default 64)")
+    parser.add_argument("--context-length", type=int, help="default: the model's, on CPU at most 4096")
+    parser.add_argument("--max-total-tokens", type=int, help="tokens the KV cache may hold; default: 30%% of memory")
+    parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
+    parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
+    parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
+    parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
+    parser.add_argument("--ready-file", type=Path, help="the URL is written there once the server listens")
+    add_run_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogRate())
+    if args.parent_pid is not None:
+        watch_parent(args.parent_pid)
+    try:
+        check_run_arguments(args)
+        token_file = token_file_of(args)
+        token = None if token_file is None else token_in(token_file, key="--token-file")
+        ModelConfig.read(args.model)
+        listener = listen(args.host, args.port)  # before the model is loaded, which takes long
+        server = build_server(args.model, args)
+    except ValueError as error:
+        raise SystemExit(f"megatron-rl serve: {error}") from None
+    try:
+        asyncio.run(serve(server, listener, args, token))
+    except RuntimeError as error:
+        raise SystemExit(f"megatron-rl serve: {error}") from None
+
+
+if __name__ == "__main__":
+    process_exit.run_and_end(main)

@@ -1,0 +1,468 @@
+"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3 dense) in plain torch, with a KV cache of rows.
+
+Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name is a view of the tensor the
+forward pass multiplies with, so an update is a `copy_` by HF name and a checksum reads what is used. Tested: logits
+equal transformers' to 1e-5 in float32; decoding row by row equals the full forward.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_rl.weights.update_group import checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the forward pass needs of an HF `config.json`."""
+
+    model_type: str
+    architectures: list[str]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelConfig":
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
+        raw = json.loads((folder / "config.json").read_text())
+        kind = raw.get("model_type")
+        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+            raise ValueError(
+                f"config.json: model_type = {kind!r}: the embedded server runs llama, mistral, qwen2 and qwen3; serve "
+                f"this model with SGLang"
+            )
+        window = raw.get("sliding_window") if kind == "mistral" else None
+        if window is not None and window < raw.get("max_position_embeddings", 2048):
+            raise ValueError(
+                f"config.json: sliding_window = {window}: the embedded server attends to all tokens; serve this model "
+                f"with SGLang, or lower max_position_embeddings to the window"
+            )
+        if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+            raise ValueError("config.json: sliding-window attention is not supported; set use_sliding_window to false")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act = {raw['hidden_act']!r}; only 'silu' is supported")
+        # transformers 5 writes rope_parameters; transformers 4 wrote rope_theta and rope_scaling.
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+        heads = raw["num_attention_heads"]
+        attention_bias = bool(raw.get("attention_bias", False))
+        eos = raw.get("eos_token_id")
+        if (folder / "generation_config.json").is_file():
+            eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", eos)
+        return cls(
+            model_type=kind,
+            architectures=raw.get("architectures") or [],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            # Qwen3 alone has a default that does not follow from the hidden size.
+            head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
+            vocab_size=raw["vocab_size"],
+            max_positions=raw.get("max_position_embeddings", 2048),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope=rope,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=kind != "qwen2" and attention_bias,
+            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        )
+
+
+def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Rotary frequencies `[head_dim / 2]` float32, with the rope scalings `default`, `linear` and `llama3`."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported (only 1)"
+        )
+    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope["rope_theta"] ** steps)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        # 0 below `low` periods in the original context (scaled by factor), 1 above `high` (kept), a ramp between.
+        keep = ((periods - low) / (high - low)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / rope["factor"])
+    raise ValueError(f"config.json: rope_type = {kind!r}; the embedded server knows default, linear and llama3")
+
+
+class KVCache:
+    """Keys and values of `rows` sequences: per layer `[rows, kv_heads, capacity, head_dim]`, zero where never written.
+
+    Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and whoever leaves NaN in
+    a row calls `clear_row`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        self.shape = (config.num_kv_heads, config.head_dim)
+        self.dtype, self.device = dtype, device
+        self.rows = self.capacity = 0
+        self.keys = [self._empty(0, 0) for _ in range(config.num_layers)]
+        self.values = [self._empty(0, 0) for _ in range(config.num_layers)]
+
+    def _empty(self, rows: int, capacity: int) -> Tensor:
+        heads, head_dim = self.shape
+        return torch.zeros(rows, heads, capacity, head_dim, dtype=self.dtype, device=self.device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * len(self.keys) * math.prod(self.shape) * self.dtype.itemsize
+
+    def resize(self, rows: int, capacity: int, kept: Sequence[tuple[int, int, int]]) -> None:
+        """Reallocate; `kept` lists (old row, new row, tokens). Layer by layer, so the extra memory is one layer's."""
+        for layers in (self.keys, self.values):
+            for i, old in enumerate(layers):
+                layers[i] = new = self._empty(rows, capacity)
+                for source, target, tokens in kept:
+                    new[target, :, :tokens] = old[source, :, :tokens]
+        self.rows, self.capacity = rows, capacity
+
+    def copy_prefix(self, source: int, targets: list[int], tokens: int) -> None:
+        for layer in (*self.keys, *self.values):
+            layer[targets, :, :tokens] = layer[source, :, :tokens]
+
+    def clear_row(self, row: int) -> None:
+        for layer in (*self.keys, *self.values):
+            layer[row].zero_()
+
+
+PADDED_SHARE = 0.75
+"""Prompts are padded to a common length for attention down to this share of the longest."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` tokens of one row, from position `start`, in a packed prefill."""
+
+    row: int
+    start: int
+    count: int
+
+
+@dataclass
+class _Layer:
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [2, head_dim]: the norm of queries, the norm of keys
+    o: Tensor  # [H, heads * head_dim]
+    o_bias: Tensor | None
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 * intermediate, H]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [H, intermediate]
+    down_bias: Tensor | None
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder:
+    """The model. Not thread-safe: one thread runs it and writes its weights."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
+        self.config, self.dtype, self.device = config, dtype, device
+        self.parameters: dict[str, Tensor] = {}
+        """HF name -> view of the weight in use."""
+        self._checksums: dict[str, str] = {}
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.norm = self._new("model.norm.weight", config.hidden_size)
+        self.head = (
+            self.embedding if config.tied else self._new("lm_head.weight", config.vocab_size, config.hidden_size)
+        )
+        angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
+        self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
+        kinds = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
+        self._norm_of_head = kinds  # row of `qk_norm` for each query and key head
+
+    def _new(self, name: str, *shape: int) -> Tensor:
+        return self._new_fused([(name, shape[0])], *shape[1:])
+
+    def _new_fused(self, parts: list[tuple[str, int]], *rest: int) -> Tensor:
+        whole = torch.empty(sum(rows for _, rows in parts), *rest, dtype=self.dtype, device=self.device)
+        views = whole.split([rows for _, rows in parts])
+        self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
+        return whole
+
+    def _new_layer(self, prefix: str) -> _Layer:
+        c, hidden = self.config, self.config.hidden_size
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv = [(f"{prefix}self_attn.{n}_proj", size) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))]
+        gate_up = [(f"{prefix}mlp.{n}_proj", c.intermediate_size) for n in ("gate", "up")]
+
+        def weight(parts: list[tuple[str, int]], columns: int) -> Tensor:
+            return self._new_fused([(f"{name}.weight", rows) for name, rows in parts], columns)
+
+        def bias(wanted: bool, parts: list[tuple[str, int]]) -> Tensor | None:
+            return self._new_fused([(f"{name}.bias", rows) for name, rows in parts]) if wanted else None
+
+        qk_norm = None
+        if c.qk_norm:
+            qk_norm = torch.empty(2, c.head_dim, dtype=self.dtype, device=self.device)
+            for i, name in enumerate("qk"):
+                self.parameters[f"{prefix}self_attn.{name}_norm.weight"] = qk_norm[i]
+        o, down = [(f"{prefix}self_attn.o_proj", hidden)], [(f"{prefix}mlp.down_proj", hidden)]
+        return _Layer(
+            input_norm=self._new(f"{prefix}input_layernorm.weight", hidden),
+            qkv=weight(qkv, hidden),
+            qkv_bias=bias(c.qkv_bias, qkv),
+            qk_norm=qk_norm,
+            o=weight(o, q_size),
+            o_bias=bias(c.o_bias, o),
+            post_norm=self._new(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=weight(gate_up, hidden),
+            gate_up_bias=bias(c.mlp_bias, gate_up),
+            down=weight(down, c.intermediate_size),
+            down_bias=bias(c.mlp_bias, down),
+        )
+
+    # Weights
+
+    def check_tensor(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ValueError unless `name` is a tensor of this model with that shape."""
+        # A tied model has no head of its own; SGLang reads and ignores one that is sent.
+        own = self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+        if own is None:
+            raise ValueError(f"{name}: the {self.config.model_type} model has no such tensor; send Hugging Face names")
+        if list(own.shape) != list(shape):
+            raise ValueError(f"{name}: shape {list(shape)} must be {list(own.shape)}; send the whole tensor")
+
+    def memory_of(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A weight's own memory, to be overwritten with a whole tensor of this dtype before anything reads it; None
+        where it is kept otherwise, so that `write` has to convert it."""
+        own = self.parameters.get(name)
+        if own is None or own.dtype != dtype or not own.is_contiguous():
+            return None
+        self._checksums.pop(name, None)
+        return own
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into the weight that it is not already, and take the checksum of what the weight then holds
+        while the processor's cache still has it."""
+        own = self.parameters.get(name)
+        if own is not None:
+            if own is not tensor:
+                own.copy_(tensor)
+            self._checksums[name] = checksum(own)
+
+    def part(self, name: str, start: int, count: int) -> Tensor:
+        """Return some numbers of a weight, row-major, to be changed in place; ValueError where it has no such ones."""
+        own = self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+        if own is None or start + count > own.numel():
+            size = "no such tensor" if own is None else f"{own.numel()} numbers"
+            raise ValueError(f"{name}: numbers {start} to {start + count} were sent; the model has {size}")
+        return own.view(-1)[start : start + count]
+
+    def forget_checksum(self, name: str) -> None:
+        self._checksums.pop(name, None)
+
+    def load(self, folder: Path) -> None:
+        """Read all weights of an HF folder. Names and shapes are checked before the first write."""
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"model {folder}: no *.safetensors there")
+        owner = {}
+        for path in files:
+            try:
+                handle = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
+            owner |= {name: handle for name in handle.keys() if not name.endswith("rotary_emb.inv_freq")}
+        for name, handle in owner.items():
+            self.check_tensor(name, handle.get_slice(name).get_shape())
+        missing = sorted(self.parameters.keys() - owner.keys())
+        if missing:
+            raise ValueError(f"model {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+        for name, handle in owner.items():
+            self.write(name, handle.get_tensor(name))
+
+    def draw(self) -> None:
+        """Fill all weights with small random numbers: a stand-in until the trainer sends its own."""
+        self._checksums.clear()
+        for name, weight in self.parameters.items():
+            weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+
+    def free(self) -> None:
+        """Give back the memory of the weights; nothing may read or write them until `allocate`."""
+        storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
+        self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._checksums.clear()
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Undo `free`: the weights are there again, with anything in them."""
+        for storage, size in self._freed:
+            storage.resize_(size)
+        self._freed = []
+
+    def checksums(self) -> dict[str, str]:
+        """HF name -> checksum of the tensor's bytes as they lie in the memory that the forward pass reads.
+
+        Kept until that tensor is written again.
+        """
+        missing = self.parameters.keys() - self._checksums.keys()
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            fresh = pool.map(lambda name: checksum(self.parameters[name]), missing)
+            self._checksums |= zip(missing, fresh, strict=True)
+        return {name: self._checksums[name] for name in self.parameters}
+
+    # Forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[T, H]` -> `[T, V]` float32."""
+        return _linear(hidden, self.head).float()
+
+    def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
+        """Run the packed tokens `[T]` of several rows, write their keys and values, return hidden states `[T, H]`.
+
+        Each row must already hold positions [0, span.start).
+        """
+        positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
+        rows = torch.repeat_interleave(
+            torch.tensor([s.row for s in spans], device=self.device),
+            torch.tensor([s.count for s in spans], device=self.device),
+        )
+        fresh, continued = _plan_prefill(spans, self.device)
+        scale = self.config.head_dim**-0.5
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.keys[i][rows, :, positions] = k
+            cache.values[i][rows, :, positions] = v
+            out = torch.empty_like(q)
+            for index, valid in fresh:
+                # Padding stands on the right, where causal attention never looks.
+                padded = (x[index].transpose(1, 2) for x in (q, k, v))
+                result = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale, enable_gqa=True)
+                out[index[valid]] = result.transpose(1, 2)[valid]
+            for row, part, mask in continued:
+                keys, values = (layers[i][row][None, :, : mask.shape[1]] for layers in (cache.keys, cache.values))
+                queries = q[part].transpose(0, 1)[None]
+                result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
+                out[part] = result[0].transpose(0, 1)
+            return out
+
+        return self._forward(tokens, positions, attend)
+
+    def decode(self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache) -> Tensor:
+        """Run one token of each row (`rows` ascending), write its key and value, return hidden states `[B, H]`."""
+        low, high, longest = rows[0], rows[-1] + 1, max(positions) + 1
+        gapless = high - low == len(rows)
+        at = torch.tensor(positions, device=self.device)
+        row = torch.tensor(rows, device=self.device)
+        # Rows between `low` and `high` that do not run are computed and thrown away: cheaper than gathering the cache.
+        lengths = torch.ones(high - low, dtype=torch.int64, device=self.device)
+        lengths[row - low] = at + 1
+        allowed = torch.arange(longest, device=self.device) < lengths[:, None]
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(~allowed, -math.inf)
+        mask = mask[:, None, None]
+        kv_heads, head_dim = cache.shape
+        scale = head_dim**-0.5
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.keys[i][row, :, at] = k
+            cache.values[i][row, :, at] = v
+            keys, values = cache.keys[i][low:high, :, :longest], cache.values[i][low:high, :, :longest]
+            if not gapless:
+                q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, row - low, q)
+            # The query heads that share a key head stand in for the sequence dim, so nothing is repeated.
+            q = q.reshape(high - low, kv_heads, -1, head_dim)
+            if self.dtype == torch.float32:
+                scores = torch.matmul(q * scale, keys.transpose(2, 3)).add_(mask)
+                out = torch.matmul(torch.softmax(scores, -1), values)
+            else:
+                out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+            out = out.view(high - low, -1, head_dim)
+            return out if gapless else out[row - low]
+
+        return self._forward(torch.tensor(tokens, device=self.device), at, attend)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        c = self.config
+        hidden = self.embedding[tokens]
+        cos, sin = self.cos[positions], self.sin[positions]
+        rotated = c.num_heads + c.num_kv_heads
+        for i, layer in enumerate(self.layers):
+            x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+            qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
+            qk, v = qkv[:, :rotated], qkv[:, rotated:]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
+            first, second = qk.chunk(2, -1)
+            qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+            out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
+            hidden = hidden + _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
+            x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+            gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            hidden = hidden + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return F.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # For float32, F.linear calls MKL's sgemm, which is 2 to 3 times slower than oneDNN's on AMD and on few rows.
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _plan_prefill(
+    spans: Sequence[Span], device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, slice, Tensor]]]:
+    """How the packed tokens attend.
+
+    Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]` which
+    of them are not padding). Spans that continue a row: (row, part of the pack, `[count, start + count]` mask).
+    """
+    begins = [0]
+    for span in spans:
+        begins.append(begins[-1] + span.count)
+    groups: list[list[tuple[int, int]]] = []
+    continued = []
+    for begin, span in sorted(zip(begins, spans, strict=False), key=lambda item: -item[1].count):
+        if span.start == 0:
+            if not groups or span.count < PADDED_SHARE * groups[-1][0][1]:
+                groups.append([])
+            groups[-1].append((begin, span.count))
+        else:
+            keys = torch.arange(span.start + span.count, device=device)
+            continued.append((span.row, slice(begin, begin + span.count), keys <= keys[span.start :, None]))
+    fresh = []
+    for group in groups:
+        steps = torch.arange(group[0][1], device=device)
+        begin, count = torch.tensor(group, device=device).T[:, :, None]
+        fresh.append((begin + torch.minimum(steps, count - 1), steps < count))
+    return fresh, continued

@@ -1,0 +1,324 @@
+"""Chooses the split of the GPUs, says whether it fits, and if not which nearest experiment does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES, Device
+from megatron_rl.tools.plan.memory import (
+    Model,
+    ServerMemory,
+    TrainerMemory,
+    models_of,
+    server_memory,
+    trainer_memory,
+)
+from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, plan_batch
+from megatron_rl.tools.plan.throughput import Split, Step, steps_of
+from megatron_rl.weights.layout import check_layout
+
+MOST_DOUBLINGS = 5
+"""Of the nodes, in search of a plan that fits."""
+MOST_SPLITS = 32
+"""Looked at: of more GPUs, splits that many evenly spaced."""
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    nodes: int
+    gpus_per_node: int
+    device: Device
+    servers: int = 0
+    """How many there are to be, which is not changed; 0 lets the plan choose."""
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will be on one split of the GPUs."""
+
+    config: TrainConfig
+    cluster: Cluster
+    tokens: PromptTokens
+    models: list[Model]
+    batch: BatchPlan
+    trainer: TrainerMemory
+    server: ServerMemory
+    servers: int
+    trainer_gpus: int
+    shares_gpus: bool
+    """Servers are on the trainers' GPUs: by turns (rollout.colocated), or as there are too few, which does not fit."""
+
+    @cached_property
+    def step(self) -> Step:
+        return steps_of(
+            self.models,
+            self.config,
+            self.batch,
+            self.tokens,
+            self.trainer,
+            self.server,
+            self.cluster.device,
+            servers=self.servers,
+            trainer_gpus=self.trainer_gpus,
+            shares_gpus=self.shares_gpus,
+        )
+
+    @cached_property
+    def split(self) -> Split:
+        return self.step.split()
+
+    @property
+    def fits(self) -> bool:
+        return self.trainer.fits and self.server.fits and self.has_gpus_for_both
+
+    @property
+    def has_gpus_for_both(self) -> bool:
+        return self.config.rollout.colocated or not self.shares_gpus
+
+
+def check_models(models: list[Model], config: TrainConfig) -> None:
+    """Raise ValueError where a model does not divide as its layout wants, or the experiment does not run on GPUs."""
+    config.rollout.check_for_gpus()
+    for model in models:
+        check_layout(model.arch, model.engine.parallel)
+    for key in config.megatron:
+        if key in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split") or key.startswith(
+            ("num_layers_in_first_pipeline", "num_layers_in_last_pipeline", "account_for_loss_in_pipeline")
+        ):
+            raise ValueError(
+                f"megatron.{key} = {config.megatron[key]!r}: a plan counts the same layers on every pipeline stage; "
+                f"leave it out."
+            )
+
+
+def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:
+    """Return the plan of the fastest split that fits, or of the one with most room where none does.
+
+    ValueError where the layout divides no number of trainer ranks.
+    """
+    plans = _all_plans(config, tokens, cluster)
+    best: Plan | None = None
+    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.step.least_s):
+        if best is not None and plan.step.least_s >= best.split.step_s:
+            break  # simulating the others would show nothing faster
+        if best is None or plan.split.step_s < best.split.step_s:
+            best = plan
+    return best or min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
+
+
+def _all_plans(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
+    models = models_of(config)
+    check_models(models, config)
+    return list(_plans(models, config, tokens, cluster))
+
+
+def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Iterator[Plan]:
+    gpus, each = cluster.gpus, config.rollout.gpus_per_server
+    if each > cluster.gpus_per_node:
+        raise ValueError(
+            f"rollout.server_args: --tp {each}: a server is on one node, and a node has {cluster.gpus_per_node} GPUs; "
+            f"lower it."
+        )
+    external, takes_turns = len(config.rollout.servers), config.rollout.colocated
+    unit = math.lcm(*(_ranks(model) for model in models))
+    counts = [] if takes_turns else list(range(unit, (gpus if external else gpus - each) + 1, unit))
+    shares_gpus = not external and not counts
+    if not counts:
+        config.check_world_size(gpus)
+        counts = [gpus]
+    if not external and cluster.servers:
+        counts = _with_room(counts, cluster, each, shares_gpus=shares_gpus)
+    found = 0
+    refused: ValueError | None = None
+    for count in counts[:: -(-len(counts) // MOST_SPLITS)]:
+        servers = external or cluster.servers or (gpus if shares_gpus else gpus - count) // each
+        parallel = config.parallel
+        try:
+            batch = plan_batch(config, tokens, count // (parallel.tensor * parallel.pipeline * parallel.context))
+        except ValueError as error:
+            refused = error
+            continue
+        trainer = trainer_memory(models, config, batch, tokens, count, cluster.device)
+        beside = float(RESERVED_BYTES) if shares_gpus else 0.0
+        server = server_memory(models[0], config, batch, cluster.device, beside)
+        found += 1
+        yield Plan(
+            config=config,
+            cluster=cluster,
+            tokens=tokens,
+            models=models,
+            batch=batch,
+            trainer=trainer,
+            server=server,
+            servers=servers,
+            trainer_gpus=count,
+            shares_gpus=shares_gpus,
+        )
+    if not found and refused is not None:
+        raise refused
+
+
+def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
+    """Return the numbers of trainer GPUs that leave room for the servers that there are to be."""
+    room = {count: (cluster.gpus if shares_gpus else cluster.gpus - count) // each for count in counts}
+    fitting = [count for count in counts if room[count] >= cluster.servers]
+    if not fitting:
+        raise ValueError(
+            f"rollout.server_count = {cluster.servers}: of {cluster.gpus} GPUs the trainer leaves room for "
+            f"{max(room.values())} servers of {each} at most; lower it, or leave it out, and the plan chooses."
+        )
+    return fitting
+
+
+def _ranks(model: Model) -> int:
+    """What the number of trainer ranks must divide by."""
+    layout = model.engine.parallel
+    dense = layout.tensor * layout.pipeline * layout.context
+    return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
+
+
+def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
+    """Why the plan cannot run, and what would."""
+    device = plan.cluster.device
+    if not plan.has_gpus_for_both:
+        ranks = math.lcm(*(_ranks(model) for model in plan.models))
+        why = (
+            f"{ranks} GPU{'s' * (ranks > 1)} for the trainer and {plan.server.gpus} for a server are more than the "
+            f"{plan.cluster.gpus} there are"
+        )
+    elif not plan.trainer.fits:
+        parts, largest = plan.trainer.parts, plan.trainer.largest
+        why = (
+            f"a trainer GPU needs {plan.trainer.peak / GIB:.1f} GiB of the {device.memory / GIB:.1f} GiB of a "
+            f"{device.name}; the largest part is {largest}, {parts[largest] / GIB:.1f} GiB"
+        )
+    else:
+        server = plan.server
+        why = (
+            f"a server has {server.kv_room / GIB:.1f} GiB for keys and values beside {server.weights / GIB:.1f} GiB of "
+            f"weights a GPU, and one reply of full length needs "
+            f"{server.kv_per_token * server.longest_sequence / GIB:.1f} GiB"
+        )
+    if nearest is None:
+        most = 2 ** (MOST_DOUBLINGS - 1)
+        return f"does not fit: {why}. Nothing near it fits either, nor on {most} times the nodes; take larger GPUs."
+    return f"does not fit: {why}. Nearest that fits: {' '.join(nearest[0])}"
+
+
+def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+    """Return the fewest `key=value` overrides with which the experiment fits, and its plan; None where there are none.
+
+    Of as many overrides those whose step could be the fastest. Tensor and pipeline axis, tokens of a microbatch, the
+    distributed optimizer, recomputation and a server's GPUs are tried, and turns on the same GPUs; where none of them
+    helps, more nodes.
+    """
+    for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
+        found = _nearest(config, tokens, replace(cluster, nodes=nodes))
+        if found is not None:
+            words, plan = found
+            return ([f"--nodes={nodes}"] if nodes > cluster.nodes else []) + words, plan
+    return None
+
+
+def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+    plan = best_plan(config, tokens, cluster)
+    if plan.fits:
+        return [], plan
+    options = _options(config, tokens, cluster)
+    if not plan.has_gpus_for_both and not config.rollout.router:
+        options["rollout.colocated"] = [True]
+    for count in range(1, len(options) + 1):
+        found = []
+        for keys in itertools.combinations(options, count):
+            for values in itertools.product(*(options[key] for key in keys)):
+                changes = dict(zip(keys, values, strict=True))
+                try:
+                    plans = _all_plans(_changed(config, changes), tokens, cluster)
+                except ValueError:  # a layout that divides neither the model nor the GPUs
+                    continue
+                fitting = [plan.step.least_s for plan in plans if plan.fits]
+                if fitting:
+                    found.append((min(fitting), changes))
+        if found:
+            _, changes = min(found, key=lambda entry: entry[0])
+            return _overrides(config, changes), best_plan(_changed(config, changes), tokens, cluster)
+    return None
+
+
+def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dict[str, list[Any]]:
+    def powers(most: int, other_than: int) -> list[int]:
+        return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]
+
+    parallel, budget = config.parallel, config.batch.tokens_per_microbatch
+    longest = tokens.longest + config.generation.max_new_tokens
+    shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
+    optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
+    options: dict[str, list[Any]] = {
+        "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
+        "parallel.pipeline": powers(cluster.gpus, parallel.pipeline),
+        "batch.tokens_per_microbatch": shorter,
+        "optimizer.distributed": [] if all(options.distributed for options in optimizers) else [True],
+        "megatron": [] if config.megatron.get("recompute_granularity") == "full" else [RECOMPUTE],
+        "rollout.server_args": powers(cluster.gpus_per_node, config.rollout.gpus_per_server),
+    }
+    return {key: values for key, values in options.items() if values}
+
+
+def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The experiment with some keys changed; a critic in the policy's layout moves with it."""
+    parallel, critic = config.parallel, config.critic
+    for key in ("tensor", "pipeline"):
+        if f"parallel.{key}" in changes:
+            parallel = replace(parallel, **{key: changes[f"parallel.{key}"]})
+    distributed = "optimizer.distributed" in changes
+    optimizer = replace(config.optimizer, distributed=distributed or config.optimizer.distributed)
+    if config.has_critic:
+        of_critic = replace(critic.optimizer, distributed=distributed or critic.optimizer.distributed)
+        layout = parallel if critic.parallel == config.parallel else critic.parallel
+        critic = replace(critic, parallel=layout, optimizer=of_critic)
+    rollout = config.rollout
+    if "rollout.colocated" in changes:
+        rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
+    if "rollout.server_args" in changes:
+        rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])
+    return replace(
+        config,
+        parallel=parallel,
+        optimizer=optimizer,
+        critic=critic,
+        rollout=rollout,
+        batch=replace(
+            config.batch,
+            tokens_per_microbatch=changes.get("batch.tokens_per_microbatch", config.batch.tokens_per_microbatch),
+        ),
+        megatron=config.megatron | changes.get("megatron", {}),
+    )
+
+
+def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
+    """The changes as a command line has them."""
+    words = []
+    for key, value in changes.items():
+        if key == "megatron":
+            words += [f"megatron.{name}={setting}" for name, setting in value.items()]
+        elif key == "rollout.colocated":
+            words += ["rollout.colocated=true", "rollout.publication=ipc"]
+            words += ["rollout.max_staleness=0"] if config.rollout.max_staleness else []
+        elif key == "rollout.server_args":
+            words.append(f"rollout.server_args=[{','.join([*config.rollout.server_args, '--tp', str(value)])}]")
+        else:
+            words.append(f"{key}={str(value).lower()}")
+            if config.has_critic and (key == "optimizer.distributed" or config.critic.parallel == config.parallel):
+                words += [f"critic.{words[-1]}"] if key.startswith(("parallel", "optimizer")) else []
+    return words

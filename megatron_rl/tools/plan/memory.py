@@ -1,0 +1,274 @@
+"""Memory of a trainer GPU and of a server GPU, by part, in bytes.
+
+Weights, gradients and optimizer are what megatron.core keeps: gradients in float32 (`grad_reduce_in_fp32`), AdamW's two
+states in float32, and float32 main weights beside bfloat16 ones; the distributed optimizer divides all but gradients
+and weights over the replicas. Each model counts at its fullest pipeline stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_rl.config import EngineConfig, TrainConfig
+from megatron_rl.tools.plan.activations import Activations
+from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
+from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
+from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.layout import Shares, largest_tensor, parameters, parameters_of_stage
+
+HEAD_CHUNK = 2048
+"""Rows of which `lm_head_loss` holds the logits at one time."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the models of a run. A frozen one has weights alone."""
+
+    name: str
+    arch: Architecture
+    engine: EngineConfig
+    is_trained: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.engine.model.dtype == "bfloat16" else 4
+
+    @cached_property
+    def parameters(self) -> int:
+        return parameters(self.arch)
+
+
+def models_of(config: TrainConfig) -> list[Model]:
+    """The policy, and where the experiment has them its reference, critic and reward model. Reads their config.json."""
+    arch = read_architecture(config.model.path).with_head("policy")
+    found = [Model("policy", arch, config.actor)]
+    if config.algo.kl_coefficient > 0:
+        found.append(Model("reference model", arch, config.actor, is_trained=False))
+    if config.has_critic:
+        engine = config.critic_engine
+        found.append(Model("critic", read_architecture(engine.model.path).with_head("value"), engine))
+    if config.reward_model.path:
+        engine = config.reward_engine
+        arch = read_architecture(engine.model.path).with_head("value")
+        found.append(Model("reward model", arch, engine, is_trained=False))
+    return found
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes that a model takes on its fullest rank: what stays, and what comes and goes in an update."""
+
+    states: dict[str, float]
+    update: dict[str, float] = field(default_factory=dict)
+    """Together when the last microbatch has been computed."""
+    moments: dict[str, float] = field(default_factory=dict)
+    """Other moments of a step, none of them at the same time as another or as `update`."""
+
+    @property
+    def kept(self) -> float:
+        return sum(self.states.values())
+
+    @property
+    def passing(self) -> float:
+        return max([sum(self.update.values()), *self.moments.values()])
+
+
+def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, float]:
+    """Weights, gradients and optimizer state of each rank of a stage after the first update."""
+    shares = parameters_of_stage(model.arch, model.engine.parallel, stage)
+    weights = {"weights": float(shares.total * model.itemsize)}
+    if not model.is_trained:
+        return weights
+    per_parameter = 8 + (4 if model.itemsize == 2 else 0)
+    optimizer = per_parameter * _of_optimizer(shares, model.engine, world_size)
+    return weights | {"gradients": 4.0 * shares.total, "optimizer": optimizer}
+
+
+def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
+    """The parameters that one rank's optimizer updates."""
+    if not engine.optimizer.distributed:
+        return shares.total
+    parallel = engine.parallel
+    replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
+    expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
+    return shares.dense / replicas + shares.expert / expert_replicas
+
+
+def head_bytes(model: Model, rows: int) -> tuple[float, float]:
+    """Of the output layer and the loss: what is kept for the backward pass, and what passes while it is formed."""
+    arch, b = model.arch, model.itemsize
+    if arch.head == "value":
+        return 4.0 * rows * arch.hidden, 0.0
+    columns = -(-arch.vocab // model.engine.parallel.tensor)
+    kept = rows * arch.hidden * b + 4 * columns * arch.hidden  # gradients of the rows and of the weight
+    logits = min(HEAD_CHUNK, rows) * columns * 4
+    rounded = min(HEAD_CHUNK, rows) * columns * 2 + 4 * columns * arch.hidden if b == 2 else 0
+    gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
+    return kept, logits + rounded + rows * arch.hidden * b + gathered
+
+
+def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:
+    """The most rows of one microbatch: the budget, unless a replica has fewer or one sequence has more."""
+    whole = batch.trajectories_per_replica.most * batch.longest_sequence
+    return max(min(config.batch.tokens_per_microbatch, whole), batch.longest_sequence)
+
+
+def keys_per_row(config: TrainConfig, tokens: PromptTokens) -> float:
+    """Keys that attention reads for each computed row, where the replies of a group share their prompt's rows."""
+    samples, reply = config.generation.n_samples, config.generation.max_new_tokens
+    if samples == 1 or not config.batch.share_prompts:
+        return 1.0
+    return samples * (tokens.mean + reply) / (tokens.mean + samples * reply)
+
+
+def memory_of(
+    model: Model, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
+) -> ModelMemory:
+    """Return a model's memory at its fullest pipeline stage."""
+    stages = range(model.engine.parallel.pipeline)
+    by_stage = [_of_stage(model, stage, config, batch, tokens, world_size) for stage in stages]
+    return max(by_stage, key=lambda memory: memory.kept + memory.passing)
+
+
+def _of_stage(
+    model: Model, stage: int, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
+) -> ModelMemory:
+    states = states_of_stage(model, stage, world_size)
+    if not model.is_trained:  # a pass without gradients keeps little beside a trained model's
+        return ModelMemory(states)
+    parallel = model.engine.parallel
+    whole = rows_of_microbatch(config, batch)
+    rows = -(-whole // parallel.context)
+    activations = Activations(
+        model.arch,
+        model.engine,
+        config.megatron,
+        uses_kernel=model.itemsize == 2,
+        keys_per_row=keys_per_row(config, tokens),
+    )
+    kept, again = activations.of_stage(stage, rows, batch.microbatches.most)
+    between = activations.between_stages(stage, rows, batch.microbatches.most)
+    update = {"activations": kept + between}
+    if stage == parallel.pipeline - 1:
+        update["head and loss"] = sum(head_bytes(model, rows))
+    moments = {"backward pass": again + between}
+    shares = parameters_of_stage(model.arch, parallel, stage)
+    moments["optimizer step"] = 4 * _of_optimizer(shares, model.engine, world_size)  # torch's AdamW, of all at once
+    if model.name == "policy" and (stage == 0 or config.rollout.colocated):
+        moments["publication"] = publication_bytes(model) if stage == 0 else 0.0
+        if config.rollout.colocated:
+            moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
+    return ModelMemory(states, update, moments)
+
+
+def publication_bytes(model: Model) -> float:
+    """Two buckets on the trainer's first rank, one being filled and one being sent, and two tensors for them."""
+    bucket = min(model.engine.bucket_bytes, model.itemsize * model.parameters)
+    return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch))
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of the fullest trainer GPU."""
+
+    by_model: dict[str, ModelMemory]
+    offload: bool
+    available: float
+    reserved: float = float(RESERVED_BYTES)
+    """For what is no tensor, of all processes on the GPU."""
+
+    @property
+    def fullest_moment(self) -> str:
+        """What happens when most memory is taken, e.g. `update` or `critic: optimizer step`."""
+        name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
+        memory = self.by_model[name]
+        at = {"update": sum(memory.update.values())} | memory.moments
+        moment = max(at, key=lambda moment: at[moment])
+        return moment if name == "policy" else f"{name}: {moment}"
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What is there at the fullest moment, by part; it sums to `peak`."""
+        owner, _, moment = self.fullest_moment.rpartition(": ")
+        owner = owner or "policy"
+        parts: dict[str, float] = {}
+        for name, memory in self.by_model.items():
+            prefix = "" if name == "policy" else f"{name}: "
+            if name == owner or not self.offload:
+                parts |= {prefix + part: size for part, size in memory.states.items()}
+            if name == owner:
+                passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
+                parts |= {prefix + part: size for part, size in passing.items()}
+        parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
+        return parts | {"reserved": self.reserved}
+
+    def _working(self, memory: ModelMemory) -> float:
+        return memory.passing + (memory.kept if self.offload else 0.0)
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+    @property
+    def largest(self) -> str:
+        parts = self.parts
+        return max(parts, key=lambda name: parts[name])
+
+
+def trainer_memory(
+    models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int, device: Device
+) -> TrainerMemory:
+    """Return the memory of the fullest GPU among `world_size` trainer ranks."""
+    by_model = {model.name: memory_of(model, config, batch, tokens, world_size) for model in models}
+    processes = 2 if config.rollout.colocated else 1
+    return TrainerMemory(by_model, config.run.offload, device.memory, processes * float(RESERVED_BYTES))
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """One server of `gpus` GPUs. Sizes are bytes of one of them."""
+
+    gpus: int
+    weights: float
+    kv_per_token: float
+    kv_room: float
+    longest_sequence: int
+    available: float
+
+    @property
+    def replies(self) -> int:
+        """Replies of full length, each with the longest prompt of its own, whose keys and values fit at one time."""
+        return max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
+
+    @property
+    def fits(self) -> bool:
+        return self.replies > 0
+
+
+def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
+    """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
+    if arch.latent is not None:
+        return float(arch.layers * (arch.latent.kv_rank + arch.head_dim) * itemsize)
+    return float(arch.layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
+
+
+def server_memory(
+    policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
+) -> ServerMemory:
+    """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
+    gpus = config.rollout.gpus_per_server
+    share = float(config.rollout.server_option("--mem-fraction-static") or SERVER_MEMORY_SHARE)
+    weights = policy.itemsize * policy.parameters / gpus
+    return ServerMemory(
+        gpus=gpus,
+        weights=weights,
+        kv_per_token=kv_bytes_per_token(policy.arch, policy.itemsize, gpus),
+        kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
+        longest_sequence=batch.longest_sequence,
+        available=device.memory,
+    )

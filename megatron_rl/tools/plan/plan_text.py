@@ -1,0 +1,194 @@
+"""A plan as a person reads it, on one screen, and as a machine does."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import textwrap
+from typing import Any
+
+from megatron_rl.tools.plan.devices import GIB, assumptions
+from megatron_rl.tools.plan.fit import Plan
+
+WIDTH = 118
+NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
+LOCAL_LAYERS = "Activations are those of megatron.core's local layers; Transformer Engine's take less."
+
+NO_COMMAND = "Nothing starts servers on the GPUs of trainers of several nodes; add a node for servers."
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Counts, bytes and seconds under the names that the code has for them."""
+    split, server, batch = plan.split, plan.server, dataclasses.asdict(plan.batch)
+    return {
+        "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
+        "cluster": dataclasses.asdict(plan.cluster),
+        "prompts": dataclasses.asdict(plan.tokens),
+        "batch": batch,
+        "trainer": {
+            "gpus": split.trainer_gpus,
+            "bytes": plan.trainer.parts,
+            "peak_bytes": plan.trainer.peak,
+            "fullest_moment": plan.trainer.fullest_moment,
+            "models": {name: dataclasses.asdict(memory) for name, memory in plan.trainer.by_model.items()},
+        },
+        "servers": {
+            "count": split.servers,
+            "gpus_each": split.server_gpus,
+            "share_gpus_with_trainers": plan.shares_gpus,
+            "weights_bytes": server.weights,
+            "kv_bytes_per_token": server.kv_per_token,
+            "kv_room_bytes": server.kv_room,
+            "full_replies": server.replies,
+        },
+        "time": {
+            "rollout_s": split.rollout_s,
+            "wait_s": split.wait_s,
+            "update_s": split.update_s,
+            "publish_s": split.publish_s,
+            "turns_s": split.turns_s,
+            "step_s": split.step_s,
+            "reply_tokens_per_s": split.tokens_per_s,
+            "server_idle": split.server_idle,
+            "trainer_idle": split.trainer_idle,
+        },
+        "assumptions": assumptions() | {"note": NOT_MEASURED, "layers": LOCAL_LAYERS},
+    }
+
+
+def as_text(plan: Plan, command: list[str]) -> str:
+    sections = {
+        "experiment": _experiment(plan),
+        "a step": _step(plan),
+        "trainer GPU": _trainer(plan),
+        "server GPU": _server(plan),
+        "time of a step": _time(plan),
+    }
+    width = 2 + max(len(name) for rows in sections.values() for name in rows)
+    lines = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
+    assumed = "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions().items()) + "."
+    notes = [*textwrap.wrap(assumed, WIDTH), NOT_MEASURED, LOCAL_LAYERS]
+    return "\n".join([*lines, "start it", *_shell_lines(command), *notes])
+
+
+def _shell_lines(command: list[str]) -> list[str]:
+    """The command for a shell, on as many lines as it takes."""
+    if not command:
+        return [f"  {NO_COMMAND}"]
+    lines = [""]
+    for word in map(shlex.quote, command):
+        if len(lines[-1]) + len(word) > WIDTH - len("   \\"):
+            lines.append("")
+        lines[-1] += f" {word}"
+    return [f" {line}" + " \\" * (line is not lines[-1]) for line in lines]
+
+
+def _experiment(plan: Plan) -> dict[str, str]:
+    config, cluster, split = plan.config, plan.cluster, plan.split
+    layout, arch = config.parallel, plan.models[0].arch
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
+    model = f"{config.model.path}, {arch.family}, {_count(plan.models[0].parameters)} parameters, {config.model.dtype}"
+    replicas = f"{plan.batch.replicas} replica{'s' * (plan.batch.replicas > 1)}"
+    trainer = " x ".join([replicas, *(f"{name} {size}" for name, size in axes.items() if size > 1)])
+    where = (
+        "on the trainers' GPUs, by turns"
+        if plan.shares_gpus
+        else f"on {split.server_gpus} GPU{'s' * (split.server_gpus > 1)}"
+    )
+    if config.rollout.servers:
+        where = "running already (rollout.servers)"
+    rows = {
+        "model": model,
+        "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name}",
+        "trainer": f"{split.trainer_gpus} GPU{'s' * (split.trainer_gpus > 1)}: {trainer}",
+        "servers": f"{split.servers}, each {where}",
+    }
+    if not config.rollout.servers and config.rollout.server_count != split.servers:
+        rows["servers"] += f" (rollout.server_count={split.servers}; the experiment has {config.rollout.server_count})"
+    return rows
+
+
+def _step(plan: Plan) -> dict[str, str]:
+    batch, config, tokens = plan.batch, plan.config, plan.tokens
+    generation = config.generation
+    run = f"{batch.all_requests:,} in {config.run.steps:,} steps"
+    if batch.evaluations:
+        run += f", with {batch.evaluations} evaluations of {batch.evaluation_requests:,} prompts"
+    flight = f"{batch.groups_in_flight:,} groups at most, {batch.replies_running:,} replies with servers"
+    return {
+        "prompts": f"{batch.prompts:,} of {tokens.count:,} ({batch.epochs:.3g} epochs in all)",
+        "prompt tokens": f"{tokens.mean:.0f} on average, {tokens.longest:,} at most",
+        "trajectories": f"{batch.trajectories:,}: {generation.n_samples} replies a prompt, of up to "
+        f"{generation.max_new_tokens:,} tokens",
+        "tokens": f"{batch.prompt_tokens:,} of prompts, up to {batch.most_reply_tokens:,} of replies; a model "
+        f"computes up to {batch.computed_rows:,} rows",
+        "updates": f"{batch.updates}, which make one policy version",
+        "of one update": f"{batch.trajectories_per_replica} trajectories a replica, in {batch.microbatches} "
+        f"microbatch{'es' * (batch.microbatches.most > 1)} of up to {config.batch.tokens_per_microbatch:,} rows",
+        "in flight": f"{flight} (max_staleness {config.rollout.max_staleness})",
+        "requests": f"{batch.requests:,}; {run}",
+    }
+
+
+def _trainer(plan: Plan) -> dict[str, str]:
+    trainer, policy = plan.trainer, plan.trainer.by_model["policy"]
+    rows: dict[str, str] = {}
+    for name, memory in trainer.by_model.items():
+        prefix = "" if memory is policy else f"{name}: "
+        rows |= {prefix + part: _size(size) for part, size in (memory.states | memory.update).items()}
+    for name, size in policy.moments.items():
+        rows[f"or {name}"] = f"{_size(size)} in place of activations and head"
+    if trainer.offload:
+        rows["run.offload"] = "of these models one at a time, the others wait in host memory"
+    parts = trainer.parts
+    rows |= {name: _size(parts[name]) for name in ("fragmentation", "reserved")}
+    share = f"{_size(trainer.peak)} of {_size(trainer.available).strip()} ({trainer.peak / trainer.available:.0%})"
+    return rows | {"at the fullest": f"{share}, {trainer.fullest_moment}"}
+
+
+def _server(plan: Plan) -> dict[str, str]:
+    server, split, wanted = plan.server, plan.split, plan.batch.replies_running
+    room = server.replies * split.servers
+    fits = (
+        f"{server.replies:,} replies of full length a server, {room:,} in all; up to {wanted:,} are asked for at once"
+    )
+    rows = {
+        "weights": _size(server.weights),
+        "keys and values": f"{_size(server.kv_room)}, {_size(server.kv_per_token).strip()} a token",
+        "room": fits,
+    }
+    if room < wanted:
+        rows["not all fit"] = "some replies wait, unless they end early or share a prompt's keys"
+    return rows
+
+
+def _time(plan: Plan) -> dict[str, str]:
+    split = plan.split
+    rows = {
+        "servers work": f"{_seconds(split.rollout_s)}, idle {split.server_idle:.0%}",
+        "trainer waits": f"{_seconds(split.wait_s)}, idle {split.trainer_idle:.0%}",
+        "update": _seconds(split.update_s),
+        "publication": _seconds(split.publish_s),
+        "step": f"{_seconds(split.step_s)}, {_count(split.tokens_per_s)} reply tokens a second",
+    }
+    return rows | ({"turns": f"{_seconds(split.turns_s)} to host memory and back"} if split.turns_s else {})
+
+
+def _size(size: float) -> str:
+    for unit, bytes_each in (("GiB", GIB), ("MiB", 2**20)):
+        if size >= bytes_each / 10:
+            return f"{size / bytes_each:7.2f} {unit}"
+    return f"{size / 1024:7.2f} KiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 1 else f"{value * 1e3:,.1f} ms"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,143 @@
+"""Several runs side by side: what they reached, where their configs differ, and their curves over one another."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.table import Table
+
+from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
+from megatron_rl.tools.report.charts import Series, line_chart, short, smooth
+from megatron_rl.tools.report.report import TITLES, is_number, render_legend
+from megatron_rl.tools.report.report_css import STYLE
+from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values
+
+Rows = list[tuple[str, list[str]]]
+"""A heading and one cell per run."""
+HIDDEN = ("step", "elapsed_s")
+
+
+def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Path]:
+    """Return a table for the console and the page written: `target`, or compare.html beside the runs' folders.
+
+    ValueError for fewer than two runs, and for a folder that holds none.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"runs = {[str(f) for f in folders]}: nothing to compare; give two folders or more.")
+    names = distinct_names(folders)
+    runs = [read_run(folder) for folder in folders]
+    table = Table(*("", *names))
+    reached, different = what_they_reached(runs), differing_options(runs)
+    for heading, cells in reached:
+        table.add_row(heading, *cells)
+    table.add_section()
+    for heading, cells in different:
+        table.add_row(heading, *cells, style="dim")
+    target = target or Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "compare.html"
+    target.write_text(render(names, runs, reached, different), encoding="utf-8")
+    return table, target
+
+
+def distinct_names(folders: list[Path]) -> list[str]:
+    """Return the folders' names, with as many of their parents as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = [str(Path(*part[-depth:])) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+
+
+def what_they_reached(runs: list[RunRecord]) -> Rows:
+    """Scores, what it works towards, speed and size of each run; a dash where one has no such number."""
+    rows: Rows = [("steps", [str(len(run.steps)) for run in runs])]
+    curves = [{curve.label: curve for curve in evaluation_curves(run)} for run in runs]
+    for label in dict.fromkeys(label for own in curves for label in own):
+        rows.append((label, [own[label].change if label in own else "–" for own in curves]))
+    for aim in AIMS:
+        rows.append((f"{aim.label}, first and last tenth", [change_of(run, aim) or "–" for run in runs]))
+    rows.append(("step time, median", [_median(run, "time/step", " s") for run in runs]))
+    rows.append(("generated tokens/s, median", [_median(run, "rollout/tokens_per_s") for run in runs]))
+    rows.append(("reply tokens, median", [_median(run, "rollout/reply_tokens") for run in runs]))
+    rows.append(("time", [clock(sum(t for t in column(run.steps, "time/step") if t is not None)) for run in runs]))
+    return [(heading, cells) for heading, cells in rows if set(cells) != {"–"}]
+
+
+def differing_options(runs: list[RunRecord]) -> Rows:
+    """The options in which the runs' configs differ, but for the folder."""
+    configs = [dict(_leaves(OmegaConf.to_container(OmegaConf.create(run.config)))) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [str(config.get(key, "–")) for config in configs]) for key in keys if key != "run.folder"]
+    return [(key, cells) for key, cells in rows if len(set(cells)) > 1]
+
+
+def render(names: list[str], runs: list[RunRecord], reached: Rows, different: Rows) -> str:
+    """Return the whole page."""
+    legend = render_legend([(f"c{number % 8}", name) for number, name in enumerate(names)])
+    keys = dict.fromkeys(key for run in runs for line in run.steps for key, value in line.items() if is_number(value))
+    first = [*(aim.metric for aim in AIMS), "time/step", *TITLES]
+    order = [key for key in [*first, *sorted(set(keys) - set(first))] if key in keys and key not in HIDDEN]
+    figures = []
+    for curve in dict.fromkeys(curve.label for run in runs for curve in evaluation_curves(run)):
+        figures.append(_figure(curve, _evaluations(runs, curve)))
+    for key in order:
+        series = [line for number, run in enumerate(runs) for line in _curve(run, key, f"c{number % 8}")]
+        figures.append(_figure(TITLES.get(key, key), series))
+    title = " against ".join(names)
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{STYLE}</style></head><body><main>"
+        f"<h1>{escape(title)}</h1>{_table(names, reached)}"
+        + (f"<h2>Config <small>where they differ</small></h2>{_table(names, different)}" if different else "")
+        + f"<h2>Curves <small>by step</small></h2>{legend}<div class='grid-of-charts'>{''.join(figures)}</div>"
+        "</main></body></html>\n"
+    )
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from _leaves(part, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _evaluations(runs: list[RunRecord], label: str) -> list[Series]:
+    series = []
+    for number, run in enumerate(runs):
+        for curve in evaluation_curves(run):
+            if curve.label == label:
+                series.append(Series(x=curve.steps, y=curve.scores, style=f"line c{number % 8}"))
+                series.append(Series(x=curve.steps, y=curve.scores, style=f"marker c{number % 8}", label=label))
+    return series
+
+
+def _curve(run: RunRecord, key: str, color: str) -> list[Series]:
+    x, y = [line["step"] for line in run.steps], column(run.steps, key)
+    if not has_values(y):
+        return []
+    return [Series(x=x, y=y if len(y) < 30 else smooth(y, 0.85), style=f"line {color}")]
+
+
+def _figure(title: str, series: list[Series]) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{line_chart(series, title=title)}</figure>"
+
+
+def _table(names: list[str], rows: Rows) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+    body = "".join(
+        f"<tr><th>{escape(heading)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for heading, cells in rows
+    )
+    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _median(run: RunRecord, key: str, unit: str = "") -> str:
+    values = [value for value in column(run.steps, key) if value is not None]
+    return f"{short(statistics.median(values))}{unit}" if values else "–"

@@ -1,0 +1,339 @@
+"""A run's folder -> `report.html`, one file that needs no network, and `report.png`.
+
+What a model wrote is untrusted: every text from the run's files passes `html.escape`.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
+from megatron_rl.telemetry.trace import FOLDER
+from megatron_rl.tools.report.charts import Series, heat_map, line_chart, short, smooth, stacked_bars
+from megatron_rl.tools.report.report_css import STYLE
+from megatron_rl.tools.report.report_samples import explorer_section
+from megatron_rl.tools.report.summary import (
+    aim_of,
+    change_of,
+    column,
+    evaluation_curves,
+    has_values,
+    phase_seconds,
+    phases_by_size,
+)
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+"""A line of samples.jsonl."""
+
+TITLES = {
+    "rollout/reply_tokens": "Reply length (tokens)",
+    "policy/loss": "Loss",
+    "policy/grad_norm": "Gradient norm",
+    "policy/entropy": "Entropy (nats)",
+    "policy/reference_kl": "KL to the reference",
+    "policy/approx_kl": "KL to the policy before the step",
+    "policy/ratio_deviation": "Distance of the ratio from 1",
+    "policy/clipped_tokens": "Clipped tokens (share)",
+    "mismatch/mean": "Log-prob difference, trainer to server",
+    "rollout/tokens_per_s": "Generated tokens per second",
+    "rollout/staleness": "Staleness (versions)",
+}
+"""Charts that come first, in this order. Every other metric of the run follows under its own name."""
+HISTOGRAMS = {
+    "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
+    "histogram/token_age": "Age of the trained tokens (versions)",
+}
+MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}
+ROWS_SHOWN = 12
+"""Rows of a table before the reader has to unfold the rest."""
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write report.html and report.png into a run's folder; return the path of report.html. The run may still go on."""
+    folder = Path(folder)
+    run = read_run(folder)
+    page = folder / "report.html"
+    traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
+    page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), encoding="utf-8")
+    try:
+        from megatron_rl.tools.report.picture import write_picture
+    except ImportError as error:
+        logger.warning("report.png not written: %s; pip install 'megatron-rl[tasks]' brings matplotlib", error)
+    else:
+        write_picture(run, folder / "report.png", title=folder.name)
+    return page
+
+
+def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
+    """Return the whole page; `traces` are the names of the files in its folder `trace`."""
+    sections = [
+        headline(run),
+        aim_section(run),
+        time_section(run),
+        trace_section(traces),
+        histogram_section(run),
+        mismatch_section(run),
+        metric_section(run),
+        evaluation_section(run),
+        explorer_section(run),
+        config_section(run),
+    ]
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def config_section(run: RunRecord) -> str:
+    if not run.config:
+        return ""
+    text = f"<pre class='config'>{escape(run.config)}</pre>"
+    return f"<h2>Config</h2><details><summary>config.yaml</summary>{text}</details>"
+
+
+# -- headline ----------------------------------------------------------------------------------------------------------
+
+
+def headline(run: RunRecord) -> str:
+    cards = [
+        card(one.label, one.change, f"over {one.steps[-1] - one.steps[0]} steps", "big")
+        for one in evaluation_curves(run)
+        if len(one.steps) > 1
+    ]
+    if (aim := aim_of(run)) is not None:
+        cards.append(card(aim.label, str(change_of(run, aim)), "mean of the first and last tenth"))
+    rates = [r for r in column(run.steps, "rollout/tokens_per_s") if r is not None]
+    if rates:
+        cards.append(card("generation", f"{short(statistics.median(rates))} tokens/s", "median step"))
+    times = [t for t in column(run.steps, "time/step") if t is not None]
+    if times:
+        cards.append(card("time", clock(sum(times)), f"{len(times)} steps, median {statistics.median(times):.1f} s"))
+    return f"<div class='cards'>{''.join(cards)}</div>"
+
+
+def card(label: str, value: str, note: str, style: str = "") -> str:
+    return (
+        f"<div class='card {style}'><div class='label'>{escape(label)}</div>"
+        f"<div class='value'>{escape(value)}</div><div class='note'>{escape(note)}</div></div>"
+    )
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
+
+
+def aim_section(run: RunRecord) -> str:
+    """What the run works towards: by step, and in its evaluations."""
+    aim = aim_of(run)
+    series = [] if aim is None else curve(run.steps, aim.metric)
+    legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
+    title = "Evaluations" if aim is None else aim.name.capitalize()
+    for number, one in enumerate(evaluation_curves(run), start=1):
+        color = f"c{number % 8}"
+        series.append(Series(x=one.steps, y=one.scores, style=f"line dashed {color}"))
+        series.append(Series(x=one.steps, y=one.scores, style=f"marker {color}", label=one.label))
+        legend.append((color, one.label))
+    if not series:
+        return ""
+    starts_at_zero = aim is None or not aim.lower_is_better  # a loss would be flat
+    chart = line_chart(series, width=960, height=300, title=f"{title} by step", y_zero=starts_at_zero)
+    return f"<h2>{title}</h2><figure>{chart}{render_legend(legend)}</figure>"
+
+
+def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
+    """Return a metric as curves: a long one as faint values under their moving average."""
+    x, y = [line["step"] for line in steps], column(steps, key)
+    if not has_values(y):
+        return []
+    if len(y) < 30:
+        return [Series(x=x, y=y)]
+    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y, 0.85))]
+
+
+def time_section(run: RunRecord) -> str:
+    """Stacked seconds per phase; long runs show the mean of neighbouring steps per bar."""
+    seconds = [phase_seconds(line) for line in run.steps]
+    totals = phases_by_size(seconds)
+    order, whole = list(totals), sum(totals.values())
+    if not whole:
+        return ""
+    per_bar = -(-len(run.steps) // 80)
+    bars, x = [], []
+    for start in range(0, len(run.steps), per_bar):
+        part = seconds[start : start + per_bar]
+        bars.append({name: sum(phases.get(name, 0.0) for phases in part) / len(part) for name in order})
+        x.append(run.steps[start]["step"])
+    legend = [
+        (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
+    ]
+    chart = stacked_bars(bars, x, order, width=960, height=240, title="Seconds per phase")
+    note = "" if per_bar == 1 else f", mean of {per_bar} steps per bar"
+    return (
+        f"<h2>Time <small>seconds per step by phase{note}</small></h2><figure>{chart}{render_legend(legend)}</figure>"
+    )
+
+
+def trace_section(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    links = ", ".join(f"<a href='{FOLDER}/{escape(name)}' download>{escape(name)}</a>" for name in names)
+    return f"<p>What each process did when, to be opened in ui.perfetto.dev: {links}</p>"
+
+
+def histogram_section(run: RunRecord) -> str:
+    """How long replies and how old tokens were, as shares of each step's; long runs add up neighbouring steps."""
+    figures = []
+    per_column = -(-len(run.steps) // 120)
+    for key, name in HISTOGRAMS.items():
+        lines = [line for line in run.steps if isinstance(line.get(key), dict)]
+        columns, x = [], []
+        for start in range(0, len(lines), per_column or 1):
+            counts: dict[str, float] = {}
+            for line in lines[start : start + per_column]:
+                for label, count in line[key].items():
+                    counts[label] = counts.get(label, 0.0) + (count or 0)
+            whole = sum(counts.values()) or 1.0
+            columns.append({label: count / whole for label, count in counts.items()})
+            x.append(lines[start]["step"])
+        classes = sorted({label for column in columns for label in column}, key=class_start)
+        if len(classes) > 1:
+            chart = heat_map(columns, x, classes, width=470, height=210, title=name)
+            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>")
+    return side_by_side("Distributions <small>share of each step's, by step</small>", figures)
+
+
+def class_start(label: str) -> int:
+    """The lowest number of a histogram's class: 16 of `16 to 31`."""
+    return int(label.partition(" ")[0])
+
+
+def mismatch_section(run: RunRecord) -> str:
+    """How far trainer and servers differ in the log-probs of the same tokens: by age, and by place in the reply."""
+    figures = []
+    for kind, name in MISMATCHES.items():
+        start = f"mismatch/mean_{kind}_"
+        keys = sorted({key for line in run.steps for key in line if key.startswith(start)}, key=_first_number)
+        series, legend = [], []
+        for number, key in enumerate(keys):
+            x, y = [line["step"] for line in run.steps], column(run.steps, key)
+            if has_values(y):
+                series.append(Series(x=x, y=y, style=f"line c{number % 8}"))
+                legend.append((f"c{number % 8}", key.removeprefix(start).replace("_", " ")))
+        if series:
+            chart = line_chart(series, width=470, height=210, title=name, y_zero=True)
+            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}{render_legend(legend)}</figure>")
+    return side_by_side("Trainer against servers <small>mean |log-prob difference|, nats</small>", figures)
+
+
+def side_by_side(heading: str, figures: list[str]) -> str:
+    return f"<h2>{heading}</h2><div class='halves'>{''.join(figures)}</div>" if figures else ""
+
+
+def _first_number(key: str) -> int:
+    return int(next(part for part in key.split("_") if part.isdecimal()))
+
+
+def metric_section(run: RunRecord) -> str:
+    """One small chart per number that the run logged."""
+    aim = aim_of(run)
+    hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
+    values: dict[str, set[float]] = {}
+    for line in run.steps:
+        for key, value in line.items():
+            if is_number(value) and key not in hidden and not key.startswith(("time/", "mismatch/mean_")):
+                values.setdefault(key, set()).add(value)
+    constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
+    changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
+    figures = []
+    for key in changing:
+        chart, name = line_chart(curve(run.steps, key), title=key), escape(TITLES.get(key, key))
+        figures.append(f"<figure><figcaption>{name}</figcaption>{chart}</figure>")
+    unchanged = " · ".join(f"{key} {short(*values[key])}" for key in constant)
+    note = f"<p class='unchanged'>The same in every step: {escape(unchanged)}</p>" if constant else ""
+    body = f"<div class='grid-of-charts'>{''.join(figures)}</div>{note}"
+    return f"<h2>Metrics <small>by step</small></h2>{body}" if values else ""
+
+
+def render_legend(entries: list[tuple[str, str]]) -> str:
+    spans = "".join(f"<span><i class='{style}'></i>{escape(label)}</span>" for style, label in entries)
+    return f"<div class='legend'>{spans}</div>"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def evaluation_section(run: RunRecord) -> str:
+    """The replies of each evaluation's first and last round to the same prompts, side by side."""
+    parts = []
+    for name in dict.fromkeys(line["name"] for line in run.evaluations):
+        steps = sorted(step for split, step in run.samples if split == name)
+        if not steps:
+            continue
+        first, last = run.samples[name, steps[0]], run.samples[name, steps[-1]]
+        heading = escape(name.replace("_", "-"))
+        if len(steps) == 1:
+            head = ["prompt", "answer", f"reply after {steps[0]} steps"]
+            rows = [[text(s["prompt"]), text(s["answer"]), reply(s)] for s in first]
+        else:
+            head = ["prompt", "answer", f"after {steps[0]} steps", f"after {steps[-1]} steps"]
+            rows = [[text(b["prompt"]), text(b["answer"]), reply(b), reply(a)] for b, a in pair_by_prompt(first, last)]
+        parts.append(f"<h2>Replies <small>{heading}</small></h2>{table(head, rows)}")
+    return "".join(parts)
+
+
+def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
+    """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`; the unmatched are left out."""
+    waiting: dict[str, list[Row]] = {}
+    for sample in reversed(last):
+        waiting.setdefault(sample["prompt"], []).append(sample)
+    return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Draw a table from cells that are HTML already; rows past the first few are folded."""
+    rest = rows[ROWS_SHOWN:]
+    folded = f"<details><summary>{len(rest)} more</summary>{rows_as_table(head, rest)}</details>" if rest else ""
+    return rows_as_table(head, rows[:ROWS_SHOWN]) + folded
+
+
+def rows_as_table(head: list[str], rows: list[list[str]]) -> str:
+    columns = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<div class='scroll'><table class='columns-{len(head)}'><thead><tr>{columns}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def text(value: str) -> str:
+    return f"<div class='text'>{escape(value)}</div>"
+
+
+def reply(sample: Row) -> str:
+    reward = sample["reward"]
+    style = "none" if reward is None else "good" if reward >= 0.999 else "bad" if reward <= 0.0 else "part"
+    number = "–" if reward is None else short(reward)
+    said = dialogue(sample["turns"]) if sample.get("turns") else text(sample["reply"])  # earlier runs have no turns
+    return f"<div class='reply'><span class='reward {style}'>{number}</span>{said}</div>"
+
+
+def dialogue(turns: list[dict[str, str]]) -> str:
+    """A dialogue after its prompt, turn by turn."""
+    spoken = turns[1:] if turns[0]["by"] != "policy" else turns
+    return f"<div class='text'>{''.join(turn_of(turn) for turn in spoken)}</div>"
+
+
+def turn_of(turn: dict[str, str]) -> str:
+    by = "policy" if turn["by"] == "policy" else "others"
+    return f"<div class='turn {by}'>{escape(turn['text'])}</div>"

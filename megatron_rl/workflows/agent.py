@@ -1,0 +1,104 @@
+"""Agents that know OpenAI's API and nothing of training: functions that are given a URL, a key and a prompt's data."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
+from megatron_rl.config import GenerationConfig
+from megatron_rl.config.import_path import check_call
+from megatron_rl.types import Trajectory
+from megatron_rl.workflows.agent_proxy import AgentProxy, AgentSession, ProxyOptions
+from megatron_rl.workflows.agent_threads import AgentThreads, AgentTimeout
+from megatron_rl.workflows.attempts import RunBroken
+from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.rlvr import sample_key
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardCall, RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, in a thread each.
+
+    The agent, a function or a coroutine function, returns its reward, or None to have the reward function score the
+    last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
+    that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
+    counts a dialogue's replies, `sequence["sample"]` numbers its sample.
+    """
+
+    IMPORT_PATHS = ("agent",)
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: Callable[..., Any],
+        max_tokens: int,
+        agent_args: dict[str, Any] | None = None,
+        agent_timeout_s: float = 1800.0,
+        concurrent_agents: int = 128,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        """max_tokens: longest dialogue, prompt and all, at most the model's context. concurrent_agents: threads at a
+        time, of all episodes; an agent's time begins with its thread.
+        """
+        if concurrent_agents < 1:
+            raise ValueError(f"concurrent_agents = {concurrent_agents}: must be at least 1; agents run in threads.")
+        check_call(agent, 3, agent_args or {}, key="rollout.workflow_args.agent_args")
+        self.agent, self.agent_args, self.agent_timeout_s = agent, agent_args or {}, agent_timeout_s
+        self.n_samples, self.threads = gconfig.n_samples, AgentThreads(repr(agent), concurrent_agents)
+        template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
+        self.options = ProxyOptions(tokenizer=tokenizer, gconfig=gconfig, max_tokens=max_tokens, template=template)
+        self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
+        async with AgentProxy(self.options.max_tokens) as proxy:
+            groups = await samples(partial(self._run, n, engine, proxy, data) for n in range(self.n_samples))
+        return [trajectory for group in groups for trajectory in group] or None
+
+    async def _run(
+        self, sample: int, engine: InferenceEngine, proxy: AgentProxy, data: dict[str, Any]
+    ) -> list[Trajectory]:
+        session = AgentSession(engine, self.options, sample_key(data, sample))
+        given = {name: value for name, value in data.items() if name != "sample_key"}
+        call = partial(self.agent, proxy.base_url, session.key, given, **self.agent_args)
+        async with proxy.serving(session):
+            try:
+                value = await self.threads.run(lambda: finished(call()), timeout_s=self.agent_timeout_s)
+            except (AgentTimeout, RunBroken):
+                raise
+            except Exception as error:  # of the agent's or its client's
+                if session.outgrown is None:
+                    raise
+                if session.last_reply is None:
+                    raise ContextOutgrown(session.outgrown) from error
+                logger.info("agent %s ended with its context: %s", self.threads.name, session.outgrown)
+                value = None
+        if value is None and session.last_reply is None:
+            return []
+        reward = await self.reward(session.last_reply, data) if value is None else float(value)
+        if not math.isfinite(reward):
+            raise ValueError(f"agent {self.agent!r}: returned {value!r}; must be a finite number or None.")
+        return session.trajectories(reward, sample=sample)
+
+
+def finished(result: Any) -> Any:
+    """What a function returned, or what its coroutine comes to on an event loop of this thread."""
+    return asyncio.run(as_coroutine(result)) if inspect.isawaitable(result) else result
+
+
+async def as_coroutine(awaitable: Any) -> Any:
+    return await awaitable

@@ -1,0 +1,142 @@
+"""What an agent's request of the chat completions API may hold, and the one form of what its messages say.
+
+A field that is null is as good as none. What has passed here needs no check anywhere behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.workflows.conversation import Message
+
+
+class BadRequest(Exception):
+    """The agent asked for what the proxy does not do, or for nothing at all; it is told so with status 400."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        """Of the request, such as messages[0].content."""
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not is_truth(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not is_truth(value) and value >= 1
+
+
+def is_stop(value: Any) -> bool:
+    return is_text(value) or (isinstance(value, list) and all(is_text(one) and one for one in value))
+
+
+def is_tools(value: Any) -> bool:
+    if not (isinstance(value, list) and all(map(is_object, value))):
+        return False
+    functions = [tool.get("function") for tool in value]
+    return all(is_object(function) and is_text(function.get("name")) for function in functions)
+
+
+NOT_SUPPORTED = "is not supported; leave it out"
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (is_text, "must be text"),
+    "max_completion_tokens": (is_count, "must be a whole number of at least 1"),
+    "max_tokens": (is_count, "must be a whole number of at least 1"),
+    "temperature": (is_number, "must be a number"),
+    "top_p": (is_number, "must be a number"),
+    "stop": (is_stop, "must be text, or a list of texts that are not empty"),
+    "stream": (is_truth, "must be true or false"),
+    "stream_options": (is_object, "must be an object"),
+    "logprobs": (is_truth, "must be true or false"),
+    "tools": (is_tools, "must be a list of objects, each with a function that has a name"),
+    "n": (lambda value: value == 1, NOT_SUPPORTED),
+    "tool_choice": (lambda value: value in ("auto", "none"), NOT_SUPPORTED),
+    "response_format": (lambda value: is_object(value) and value.get("type") == "text", NOT_SUPPORTED),
+}
+"""Field -> whether its value can be taken, and the rule. Temperature and top-p are the run's all the same."""
+
+
+def require(is_right: bool, field: str, value: Any, rule: str) -> None:
+    if not is_right:
+        raise BadRequest(field, f"{field} = {reprlib.repr(value)}: {rule}")  # a body may have megabytes
+
+
+def check_options(body: dict[str, Any]) -> None:
+    """Raise BadRequest for what is not done and would change the reply, and for what is no such option."""
+    for field, (is_right, rule) in OPTIONS.items():
+        value = body.get(field)
+        require(value is None or is_right(value), field, value, rule)
+
+
+def messages_of(body: dict[str, Any]) -> list[Message]:
+    """Return the messages in their one form, at least one of them. BadRequest for what is none."""
+    messages = body.get("messages")
+    is_right = isinstance(messages, list) and bool(messages)
+    require(is_right, "messages", messages, "must be a list of one message or more")
+    return [normal(message, f"messages[{number}]") for number, message in enumerate(messages or ())]
+
+
+def normal(message: Any, field: str) -> Message:
+    """Return what a message says, without what clients add to it: one form for the same content."""
+    require(is_object(message), field, message, "must be an object with a role and content")
+    role = message.get("role")
+    require(is_text(role), f"{field}.role", role, "must be text")
+    found: Message = {"role": role, "content": content_of(message.get("content"), f"{field}.content")}
+    for name in ("name", "tool_call_id"):
+        if value := message.get(name):
+            require(is_text(value), f"{field}.{name}", value, "must be text")
+            found[name] = value
+    if calls := message.get("tool_calls"):
+        require(isinstance(calls, list), f"{field}.tool_calls", calls, "must be a list")
+        found["tool_calls"] = [normal_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return found
+
+
+def content_of(content: Any, field: str) -> str:
+    """Return the text of a message's content, or of the parts that it is in."""
+    parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
+    for part in parts:
+        is_right = is_object(part) and is_text(part.get("text"))
+        require(is_right, field, content, "must be text or a list of parts with a text; messages may hold text alone")
+    return "".join(part["text"] for part in parts)
+
+
+def normal_call(call: Any, field: str) -> Message:
+    function = call.get("function") if is_object(call) else None
+    texts = [call.get("id"), function.get("name"), function.get("arguments")] if is_object(function) else [None]
+    require(all(map(is_text, texts)), field, call, "must have an id and a function with name and arguments, all text")
+    identity, name, arguments = texts
+    try:
+        is_right = is_object(json.loads(arguments))
+    except ValueError:
+        is_right = False
+    require(is_right, f"{field}.function.arguments", arguments, "must be the text of a JSON object")
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_rendered(messages: list[Message]) -> list[Message]:
+    """The same as chat templates take it: a call's arguments as an object, and not as its text."""
+    rendered = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            calls = [{"type": "function", "function": f | {"arguments": json.loads(f["arguments"])}} for f in functions]
+            message = message | {"tool_calls": calls}
+        rendered.append(message)
+    return rendered

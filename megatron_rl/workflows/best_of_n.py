@@ -1,0 +1,51 @@
+"""More replies than are trained: the best of them, or the best and the worst."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import InferenceEngine
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import Trajectory
+from megatron_rl.workflows.rlvr import RLVRWorkflow
+from megatron_rl.workflows.scoring import RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BestOfNWorkflow(RLVRWorkflow):
+    """Samples `candidates` replies and keeps `gconfig.n_samples` of them by reward; ties go to the earlier sample.
+
+    keep: `best`, as in RAFT (arXiv 2304.06767), or `extremes`, as many of the best as of the worst, which have the
+    largest variance (PODS, arXiv 2504.13818, for rewards of right or wrong). The group's mean is that of what is kept.
+    Held-out prompts are answered without a choice: it would know their rewards.
+    """
+
+    @classmethod
+    def evaluating(cls, *, candidates: int, keep: str = "best", **arguments: Any) -> RLVRWorkflow:
+        return RLVRWorkflow(**arguments)
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        candidates: int,
+        keep: str = "best",
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        if candidates < gconfig.n_samples:
+            raise ValueError(
+                f"candidates = {candidates}: {gconfig.n_samples} of them (generation.n_samples) are trained; raise it."
+            )
+        if keep not in ("best", "extremes"):
+            raise ValueError(f"keep = {keep!r}: must be best or extremes.")
+        super().__init__(reward_fn, gconfig.new(n_samples=candidates), tokenizer, enable_thinking, reward_timeout_s)
+        self.kept, self.keep = gconfig.n_samples, keep
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        falling = sorted(await super().arun_episode(engine, data), key=lambda trajectory: -trajectory.reward)
+        worst = self.kept // 2 if self.keep == "extremes" else 0
+        return falling[: self.kept - worst] + falling[len(falling) - worst :]

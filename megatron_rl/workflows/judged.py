@@ -1,0 +1,71 @@
+"""Replies that the policy itself judges, beside the reward function (self-rewarding, arXiv 2401.10020)."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import InferenceEngine
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rewards.grading import QUESTION, Grading
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.rlvr import RLVRWorkflow
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class JudgedWorkflow(RLVRWorkflow):
+    """Single replies with the reward function's value plus `weight` x the judge's grade / best.
+
+    The judge sees the question and the reply's text; its own replies are not trained. Another model's judgement is the
+    reward rewards.judge:Judge.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        weight: float = 1.0,
+        question: str = QUESTION,
+        best: float = 10.0,
+        judge_tokens: int = 512,
+        attempts: int = 3,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        """question, best, attempts: as in Grading. judge_tokens: longest verdict."""
+        super().__init__(reward_fn, gconfig, tokenizer, enable_thinking, reward_timeout_s)
+        self.weight, self.grading = weight, Grading(question=question, best=best, attempts=attempts)
+        self.judging = gconfig.new(n_samples=1, max_new_tokens=judge_tokens, min_new_tokens=0, stop=[])
+        self.template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        requests = self.sample_requests(data)
+
+        async def one(request: LLMRequest) -> Trajectory:
+            reply = await engine.agenerate(request)
+            reward = await self.reward(reply, data)
+            grade = await self._grade(engine, reply, request.metadata["sample_key"], data)
+            return Trajectory.from_reply(reply, reward + self.weight * grade, judge_grade=grade)
+
+        return await samples(partial(one, request) for request in requests)
+
+    async def _grade(self, engine: InferenceEngine, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
+        """Return the grade in [0, 1]. NoVerdict fails the episode."""
+        asked = self.tokenizer.decode(reply.input_tokens, skip_special_tokens=True)
+        shown = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
+        prompt = self.template.opening({"messages": self.grading.asked(asked, shown, data)})
+        for attempt in range(self.grading.attempts):
+            metadata = {"sample_key": f"{key}/judge {attempt}"} if key is not None else {}
+            request = LLMRequest(rid=uuid.uuid4().hex, input_ids=prompt, gconfig=self.judging, metadata=metadata)
+            verdict = await engine.agenerate(request)
+            text = self.tokenizer.decode(verdict.output_tokens, skip_special_tokens=True)
+            if (grade := self.grading.grade_of(text)) is not None:
+                return grade
+        raise self.grading.no_verdict

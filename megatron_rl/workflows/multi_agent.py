@@ -1,0 +1,112 @@
+"""Several agents of one policy that answer the same question and hear each other: one trajectory for each of them."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, together
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.conversation import ChatTemplate, Conversation
+from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.rlvr import sample_key
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardCall, RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class DebateWorkflow(RolloutWorkflow):
+    """`gconfig.n_samples` debates per prompt: in each of `rounds` all agents reply at once, then hear the others.
+
+    An agent's trajectory has the reward of its own last reply; with `shared_reward` of the mean over the debate's
+    agents. `sequence["agent"]` is its number, `sequence["sample"]` its debate's: an agent's reward is compared
+    with the mean of the debates. Agents read a `prompt` of text as a user's message.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        agents: dict[str, str],
+        max_tokens: int,
+        rounds: int = 2,
+        shared_reward: bool = False,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        """agents: name -> system message. max_tokens: longest dialogue of one agent, prompt and all."""
+        if len(agents) < 2 or rounds < 1:
+            raise ValueError(f"agents = {list(agents)}, rounds = {rounds}: a debate has 2 agents and 1 round at least.")
+        self.gconfig, self.tokenizer, self.agents, self.rounds = gconfig, tokenizer, agents, rounds
+        self.max_tokens, self.shared_reward = max_tokens, shared_reward
+        self.form = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
+        self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        debates = await samples(partial(self._debate, engine, data, n) for n in range(self.gconfig.n_samples))
+        return [trajectory for debate in debates for trajectory in debate]
+
+    async def _debate(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[Trajectory]:
+        key, messages = sample_key(data, sample), messages_of(data)
+        talks = [
+            Conversation(self.form.opening({"messages": [{"role": "system", "content": system}, *messages]}))
+            for system in self.agents.values()
+        ]
+        rids = [uuid.uuid4().hex for _ in talks]
+
+        async def speak(number: int) -> LLMResponse:
+            talk = talks[number]
+            metadata = {"sample_key": f"{key}/{number}/{talk.replies}"} if key is not None else {}
+            options = within(self.gconfig, self.max_tokens - len(talk))
+            request = LLMRequest(rid=rids[number], input_ids=list(talk.ids), gconfig=options, metadata=metadata)
+            reply = await engine.agenerate(request)
+            talk.take(reply)
+            return reply
+
+        self._check_room(max(map(len, talks)))
+        replies = await together(map(speak, range(len(talks))))
+        for _ in range(self.rounds - 1):
+            heard = [
+                self.form.following(self._others(n, replies), reply.output_tokens) for n, reply in enumerate(replies)
+            ]
+            if any(len(talk) + len(added) >= self.max_tokens for talk, added in zip(talks, heard, strict=True)):
+                break  # all agents have had as many rounds
+            lengths = [len(talk) for talk in talks]
+            for talk, added in zip(talks, heard, strict=True):
+                talk.add(added)
+            try:
+                replies = await together(map(speak, range(len(talks))))
+            except ContextOutgrown:  # of the server's context
+                for talk, length in zip(talks, lengths, strict=True):
+                    talk.take_back(length)
+                break
+        rewards = await together(self.reward(reply, data) for reply in replies)
+        if self.shared_reward:
+            rewards = [sum(rewards) / len(rewards)] * len(rewards)
+        return [talk.trajectory(rewards[number], agent=number, sample=sample) for number, talk in enumerate(talks)]
+
+    def _others(self, number: int, replies: list[LLMResponse]) -> list[dict[str, Any]]:
+        """One message with what the other agents have said."""
+        said = [
+            f"{name}: {self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)}"
+            for other, (name, reply) in enumerate(zip(self.agents, replies, strict=True))
+            if other != number
+        ]
+        return [{"role": "user", "content": "\n\n".join(said)}]
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens >= self.max_tokens:
+            raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {tokens}; raise it.")
+
+
+def messages_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    if "messages" in data:
+        return list(data["messages"])
+    if "prompt" in data:
+        return [{"role": "user", "content": data["prompt"]}]
+    raise ValueError(f"prompt with keys {sorted(data)}: agents talk in messages; give it messages or a prompt of text.")

@@ -1,0 +1,182 @@
+"""Dialogues with an environment: one trajectory each, in which what the environment says is not trained."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
+from megatron_rl.config import GenerationConfig
+from megatron_rl.config.import_path import check_call
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.conversation import Conversation, form_of
+from megatron_rl.workflows.environments import Environment, ToolUse
+from megatron_rl.workflows.rlvr import sample_key
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardCall, RewardFn
+from megatron_rl.workflows.tools import Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class EnvironmentTimeout(RuntimeError):
+    """An environment took longer than it may: the episode has failed, and is tried again in another one."""
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """`gconfig.n_samples` dialogues per prompt, each with an environment of its own.
+
+    `sequence["turns"]` counts a dialogue's replies. Each reply has at most gconfig.max_new_tokens tokens.
+    """
+
+    IMPORT_PATHS = ("environment",)
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        environment: Callable[..., Environment],
+        max_tokens: int,
+        environment_args: dict[str, Any] | None = None,
+        max_turns: int = 8,
+        step_timeout_s: float = 300.0,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        """environment(data, **environment_args) makes the world of one dialogue.
+
+        max_tokens: longest dialogue, prompt and all, at most the model's context. A dialogue that has no room for
+        another reply, or has had max_turns of them, ends with the reward that it has earned. step_timeout_s: longest
+        opening, step (the reward function's part included) or close; EnvironmentTimeout after that. It ends what is
+        awaited: an environment that blocks the event loop holds all episodes.
+        """
+        check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
+        if max_turns < 1:
+            raise ValueError(f"max_turns = {max_turns}: must be at least 1; a dialogue has one reply or more.")
+        self.gconfig, self.tokenizer, self.enable_thinking = gconfig, tokenizer, enable_thinking
+        self.environment, self.environment_args = environment, environment_args or {}
+        self.max_tokens, self.max_turns, self.step_timeout_s = max_tokens, max_turns, step_timeout_s
+        self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        rid = uuid.uuid4().hex
+        return await samples(
+            partial(self._play, engine, data, f"{rid}-{n}", sample_key(data, n)) for n in range(self.gconfig.n_samples)
+        )
+
+    async def _play(self, engine: InferenceEngine, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
+        environment = self.environment(data, **self.environment_args)
+        try:
+            opening = environment.opening()
+            if inspect.isawaitable(opening):
+                opening = await self._in_time(environment, "opening", opening)
+            form = form_of(opening, self.tokenizer, enable_thinking=self.enable_thinking)
+            conversation, reward = Conversation(form.opening(opening)), 0.0
+            if len(conversation) >= self.max_tokens:
+                raise ContextOutgrown(
+                    f"max_tokens = {self.max_tokens}: the prompt alone has {len(conversation)}; raise it, or leave "
+                    f"such prompts out."
+                )
+            length = len(conversation)
+            while True:
+                try:
+                    reply = await self._reply(engine, conversation, rid, key)
+                except ContextOutgrown:
+                    if conversation.replies == 0:
+                        raise
+                    conversation.take_back(length)
+                    break
+                length = len(conversation)
+                step = environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
+                turn = await self._in_time(environment, f"step {conversation.replies}", step)
+                reward += turn.reward
+                if not turn.messages or conversation.replies == self.max_turns:
+                    break
+                added = form.following(turn.messages, reply.output_tokens)
+                if len(conversation) + len(added) >= self.max_tokens:
+                    break
+                conversation.add(added)
+        finally:
+            await self._in_time(environment, "close", environment.close())
+        return conversation.trajectory(reward, turns=conversation.replies)
+
+    async def _in_time(self, environment: Environment, what: str, answer: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self.step_timeout_s) as limit:
+                return await answer
+        except TimeoutError as error:
+            if not limit.expired():  # it is the environment's own
+                raise
+            kind = type(environment)
+            raise EnvironmentTimeout(
+                f"environment {kind.__module__}:{kind.__qualname__}: {what} did not end within "
+                f"{self.step_timeout_s:g} s; raise rollout.workflow_args.step_timeout_s, or have it give up earlier."
+            ) from error
+
+    async def _reply(
+        self, engine: InferenceEngine, conversation: Conversation, rid: str, key: str | None
+    ) -> LLMResponse:
+        metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
+        options = within(self.gconfig, self.max_tokens - len(conversation))
+        request = LLMRequest(rid=rid, input_ids=list(conversation.ids), gconfig=options, metadata=metadata)
+        reply = await engine.agenerate(request)
+        conversation.take(reply)
+        return reply
+
+    def _text(self, reply: LLMResponse) -> str:
+        return str(self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
+
+
+class ToolUseWorkflow(MultiTurnWorkflow):
+    """A policy with tools: `tools` maps each one's import path to its arguments.
+
+    rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}. The tokenizer's
+    chat template must show tools, and have them called as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+    """
+
+    IMPORT_PATHS = ("tools",)
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: dict[Callable[..., Tool], dict[str, Any]],
+        max_tokens: int,
+        max_turns: int = 8,
+        step_timeout_s: float = 300.0,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        """step_timeout_s: of all calls of one reply together, or of the reward function where it calls none."""
+        for make, args in tools.items():
+            check_call(make, 0, args, key=f"rollout.workflow_args.tools: the arguments of {make.__name__}")
+
+        def environment(data: dict[str, Any]) -> ToolUse:
+            return ToolUse(data, tools=[make(**args) for make, args in tools.items()])
+
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            environment,
+            max_tokens,
+            max_turns=max_turns,
+            step_timeout_s=step_timeout_s,
+            enable_thinking=enable_thinking,
+            reward_timeout_s=reward_timeout_s,
+        )
+
+
+def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
+    """Return the options of a reply for which there are `room` tokens left, at least 1."""
+    longest = min(gconfig.max_new_tokens, room)
+    return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -1,0 +1,122 @@
+"""A Python interpreter as a tool. What the policy writes is locked in (rewards/locked.py): it computes and prints.
+
+Each call is a program of its own, in a new process that is killed at its deadline; nothing is left for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron_rl.rewards import locked
+from megatron_rl.workflows.tools import Tool, ToolError
+
+LAUNCHER = str(Path(locked.__file__))
+MOST_PRINTED_BYTES = 1 << 20
+START_S = 30.0
+"""For the interpreter's start on a busy host, which is not the program's doing."""
+
+AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""As many programs as there are cores; the others wait for their turn, and their time has not begun."""
+
+
+class Python(Tool):
+    """Runs a program and returns what it printed, with the traceback where it failed. Linux on x86_64 only."""
+
+    name = "python"
+    description = "Runs a Python program with the standard library and returns what it prints. No files, no network."
+    parameters = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "the whole program; print what you want to see"}},
+        "required": ["code"],
+    }
+
+    def __init__(self, time_s: float = 5.0, memory_mib: int = 512, characters: int = 4000) -> None:
+        """characters: most that the policy is shown; of more it sees the beginning and the end."""
+        self.time_s, self.memory_bytes, self.characters = time_s, memory_mib << 20, characters
+
+    async def __call__(self, code: Any) -> str:
+        """ToolError for a program that is late or prints without end; one that fails has printed its traceback."""
+        async with AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
+            printed = await self._run(str(code))
+        return self._cut(printed.strip()) or "(the program printed nothing)"
+
+    async def _run(self, code: str) -> str:
+        with closing(locked.Threads()) as threads:
+            return await self._run_with(threads, code)
+
+    async def _run_with(self, threads: locked.Threads, code: str) -> str:
+        loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
+        limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={},
+            pass_fds=[given],
+        )
+        assert process.stdin is not None and process.stdout is not None
+        listener = -1
+
+        def grant() -> None:
+            threads.grant()
+            if threads.listener < 0:
+                loop.remove_reader(listener)
+
+        try:
+            await self._wait_until_ready(process.stdout)
+            threads.take_listener()
+            listener = threads.listener
+            if listener >= 0:
+                loop.add_reader(listener, grant)
+            async with asyncio.timeout(self.time_s):
+                process.stdin.write(code.encode("utf-8", "replace"))
+                process.stdin.write_eof()
+                printed = await self._read(process.stdout)
+                await process.wait()
+                return printed.decode("utf-8", "replace")
+        except TimeoutError as error:
+            raise ToolError(f"the program did not end within {self.time_s:g} s") from error
+        finally:
+            if threads.listener >= 0:
+                loop.remove_reader(threads.listener)
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)  # the process's own kill would reap it before asyncio does
+                await process.wait()
+
+    async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:
+        """RuntimeError where the interpreter does not start: that is not the program's doing."""
+        try:
+            async with asyncio.timeout(START_S):
+                said = await stream.read(1)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"the Python tool's process was not ready within {START_S:g} s; the host has too much to do."
+            ) from error
+        if said != locked.READY:
+            raise RuntimeError(
+                "the Python tool's process ended before it was locked in, which takes Linux on x86_64 with seccomp; "
+                "run there, or leave the tool out."
+            )
+
+    async def _read(self, stream: asyncio.StreamReader) -> bytes:
+        content = bytearray()
+        while part := await stream.read(1 << 16):
+            content += part
+            if len(content) > MOST_PRINTED_BYTES:
+                raise ToolError(f"the program printed more than {MOST_PRINTED_BYTES >> 20} MiB")
+        return bytes(content)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self.characters:
+            return text
+        half = self.characters // 2
+        return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

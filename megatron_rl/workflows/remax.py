@@ -1,0 +1,53 @@
+"""ReMax (arXiv 2310.10505): sampled replies, and one greedy reply whose reward is their baseline."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.api import InferenceEngine
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import LLMRequest, Trajectory
+from megatron_rl.workflows.rlvr import RLVRWorkflow
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ReMaxWorkflow(RLVRWorkflow):
+    """`gconfig.n_samples` replies; the greedy one is not trained.
+
+    Its reward is in `sequence["greedy_reward"]`, and its length, by which that may be shaped, in `greedy_tokens`.
+    keep_greedy: for a reward model, which scores trajectories, it comes as one of them, whose `is_greedy` is 1.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+        keep_greedy: bool = False,
+    ) -> None:
+        super().__init__(reward_fn, gconfig, tokenizer, enable_thinking, reward_timeout_s)
+        self.keep_greedy = keep_greedy
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        requests = self.sample_requests(data)
+        greedy = LLMRequest(rid=requests[0].rid, input_ids=requests[0].input_ids, gconfig=self.gconfig.new(greedy=True))
+        pairs = await samples(partial(self.scored_reply, engine, request, data) for request in [*requests, greedy])
+        greedy_reply, greedy_reward = pairs[-1]
+        baseline = {"greedy_reward": greedy_reward, "greedy_tokens": greedy_reply.output_len}
+        trajectories = [Trajectory.from_reply(reply, reward, **baseline) for reply, reward in pairs]
+        *sampled, greedy_one = trajectories
+        if not self.keep_greedy:
+            return sampled
+        greedy_one.loss_mask = torch.zeros_like(greedy_one.loss_mask)
+        for trajectory in trajectories:
+            trajectory.sequence["is_greedy"] = float(trajectory is greedy_one)
+        return trajectories

@@ -1,0 +1,57 @@
+"""RL with verifiable rewards: some replies to one prompt, a reward function for each."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardCall, RewardFn, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """One prompt, `gconfig.n_samples` replies, one trajectory each."""
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        enable_thinking: bool = False,
+        reward_timeout_s: float = 60.0,
+    ) -> None:
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        pairs = await samples(partial(self.scored_reply, engine, r, data) for r in self.sample_requests(data))
+        return [Trajectory.from_reply(reply, reward) for reply, reward in pairs]
+
+    async def scored_reply(
+        self, engine: InferenceEngine, request: LLMRequest, data: dict[str, Any]
+    ) -> tuple[LLMResponse, float]:
+        reply = await engine.agenerate(request)
+        return reply, await self.reward(reply, data)
+
+    def sample_requests(self, data: dict[str, Any]) -> list[LLMRequest]:
+        """Return one request per sample, all of one rid: they share the prompt, so one server should have them."""
+        rid = uuid.uuid4().hex
+        ids = prompt_ids(self.tokenizer, data, enable_thinking=self.enable_thinking)
+        return [
+            LLMRequest(rid=rid, input_ids=ids, gconfig=self.gconfig, metadata={"sample_key": sample_key(data, sample)})
+            for sample in range(self.gconfig.n_samples)
+        ]
+
+
+def sample_key(data: dict[str, Any], sample: int) -> str | None:
+    """Name sample number `sample` of this episode; the engine derives the sampling seed from it and the run's seed."""
+    return f"{data['sample_key']}/{sample}" if "sample_key" in data else None

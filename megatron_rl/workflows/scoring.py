@@ -1,0 +1,162 @@
+"""What single-turn workflows share: a prompt's token ids, and the call of a reward function."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rewards.faults import as_reward
+from megatron_rl.rewards.recipe import Recipe
+from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
+from megatron_rl.telemetry.spans import span_here
+from megatron_rl.types import LLMResponse
+from megatron_rl.workflows.attempts import call_here
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+RewardFn = Callable[..., float]
+OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
+) -> list[int]:
+    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
+
+    Text is tokenised as the tokenizer does by default (a Llama's BOS is added); messages go through the chat template.
+    """
+    if "input_ids" in data:
+        return [int(token) for token in data["input_ids"]]
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt with keys {sorted(data)}: has no input_ids and the workflow no tokenizer; give one of them."
+        )
+    if "prompt" in data:
+        return list(tokenizer(data["prompt"])["input_ids"])
+    if "messages" in data:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no chat template, and the prompts have "
+                f"messages; take the instruct version of the model, add chat_template.jinja, or give prompts as text."
+            )
+        return list(
+            tokenizer.apply_chat_template(
+                data["messages"],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                enable_thinking=enable_thinking,
+            )
+        )
+    raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
+
+
+class RewardCall:
+    """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0.
+
+    A config's rewards come as a Recipe, whose worker processes are killed at the deadline. Any other function runs in
+    a thread, which nothing can end.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        timeout_s: float,
+        key: str = "reward_fn",
+    ) -> None:
+        self.function: RewardFn = (
+            resolve(reward_fn, key=key, kind="reward", import_from=None) if isinstance(reward_fn, str) else reward_fn
+        )
+        if not callable(self.function):
+            raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
+        self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
+        self._under_way: set[object] = set()
+        self._warned: set[tuple[str, str]] = set()
+        is_plain = isinstance(self.function, FunctionType)
+        self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
+        if isinstance(self.function, Recipe):
+            self.name = self.function.name
+            self.function.check_deadline(timeout_s)
+
+    async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
+        """Score a reply. An aborted reply has none: RuntimeError, so that the episode is tried again."""
+        if reply.stop_reason == "abort":
+            raise RuntimeError(
+                f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
+            )
+        # The data's own `prompt` would collide with the argument of that name, which holds the same text.
+        others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
+        if self.tokenizer is None:
+            prompt, completion = "", reply.text
+        else:
+            prompt = self.tokenizer.decode(reply.input_tokens)
+            completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
+        arguments = {"prompt": prompt, "completions": completion, **others}
+        arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": reply.output_tokens}
+        with call_here():
+            if isinstance(self.function, Recipe):
+                value: Any = await self._served(self.function, arguments)
+            else:
+                value = await self._in_a_thread(arguments)
+        try:
+            return as_reward(value)
+        except ValueError as error:
+            raise ValueError(f"{self.key} {self.name}: {error}") from error
+
+    async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
+        """Note in the span what each part gave and how long it took, as metrics."""
+        with span_here("rewards", self.name) as span:
+            try:
+                scored = await recipe.score(arguments, self.timeout_s)
+            except RewardFailed as failure:
+                self._warn_once(failure)
+                if span is not None and failure.reward:
+                    span.args["metrics"] = {f"rollout/reward_failed/{failure.reward}": 1.0}
+                raise
+            if span is not None:
+                metrics = {f"rollout/reward/{name}": score.value for name, score in scored.parts.items()}
+                metrics |= {f"rollout/reward_s/{name}": score.seconds for name, score in scored.parts.items()}
+                span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.parts}
+        return scored.value
+
+    def _warn_once(self, failure: RewardFailed) -> None:
+        """Of each place: an episode that succeeds at another attempt would not be heard of."""
+        if failure.reward and (failure.reward, failure.place) not in self._warned:
+            self._warned.add((failure.reward, failure.place))
+            logger.warning(
+                "%s; the reply has no reward and its episode is tried again. Counted as rollout/reward_failed/%s.",
+                failure,
+                failure.reward,
+            )
+
+    async def _in_a_thread(self, arguments: dict[str, Any]) -> float:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.to_thread(self._timed, **arguments)
+        except TimeoutError as error:
+            raise RewardTimeout(
+                f"{self.key} {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
+                f"still run, each in a thread that no other reward can have. Let it stop by itself, or raise the "
+                f"workflow's reward_timeout_s."
+            ) from error
+
+    def _timed(self, **arguments: Any) -> float:
+        """Run the function; the span lasts as long as that does, also where nobody waits for it any more."""
+        call = object()
+        self._under_way.add(call)
+        try:
+            with span_here("rewards", self.name):
+                return self.function(**arguments)
+        except (SystemExit, StopIteration) as error:  # no future takes the one, and the other would end the event loop
+            raise RuntimeError(f"{self.key} {self.name}: ended by {type(error).__name__}: {error}") from error
+        finally:
+            self._under_way.discard(call)

@@ -1,0 +1,134 @@
+"""docs/algorithms.md against the catalogue, the config and its own example."""
+
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensordict import TensorDict
+
+from megatron_rl import cli, rewards, workflows
+from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.catalogue import rows
+from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.config import (
+    SECTIONS,
+    AlgorithmConfig,
+    PreferenceConfig,
+    RewardShapingConfig,
+    SupervisedConfig,
+    load_config,
+)
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rollout.factory import configured_rewards
+from megatron_rl.workflows.environments import SelfCorrection
+from tests.unit.ragged import parts_of, ragged_batch
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.key}: {row.name}")
+def test_every_formula_has_its_line(row):
+    kind = {"algo.advantage": "estimator", "algo.loss": "loss", "preference.loss": "pairs"}[row.key]
+    options = ", ".join(f"`{option}`" for option in row.options) or "-"
+    formula = row.formula.replace("`", "")
+    line = f"| {kind} | {row.name} | `{formula}` | {row.source} | {options} | `{row.key}: {row.name}`; {row.runs} |"
+    assert line in PAGE.splitlines()
+
+
+def test_every_line_of_a_formula_is_an_entry():
+    keys = r"algo\.(?:advantage|loss)|preference\.loss"
+    named = re.findall(rf"^\|.*\| `({keys}): (\S+)`; .*\|$", PAGE, re.MULTILINE)
+    assert named == [(row.key, row.name) for row in rows()]
+
+
+def test_the_page_has_one_table_whose_lines_are_of_six_columns():
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    assert "\n".join(lines) in PAGE and {line.count("|") for line in lines} == {7}
+
+
+def named(kind):
+    return re.findall(rf"^\| {kind} \| `([^`]+)` \|", PAGE, re.MULTILINE)
+
+
+def test_every_workflow_and_no_other_has_its_line_with_its_own_arguments():
+    lines = dict(re.findall(r"^\| workflow \| `(\w+)` \| .* \| - \| (.*) \| `rollout.workflow`.*$", PAGE, re.MULTILINE))
+    assert sorted(lines) == sorted(workflows.__all__)
+    for name, options in lines.items():
+        parameters = inspect.signature(getattr(workflows, name)).parameters
+        own = [key for key in parameters if key not in ("reward_fn", "gconfig", "tokenizer", "reward_timeout_s")]
+        assert re.findall(r"`(\w+)`", options) == own, name
+
+
+def test_every_reward_tool_and_recipe_is_where_its_line_says():
+    paths = [f"{rewards.__name__}.{name}" if ":" in name else f"{rewards.__name__}:{name}" for name in named("reward")]
+    assert len(paths) >= 14 and all(callable(resolve(path, key="reward", kind="reward")) for path in paths)
+    listed = {path.partition(":")[2] for path in paths}
+    assert {name for name, found in vars(rewards).items() if takes_a_reply(found)} <= listed
+    assert len(named("tool")) == 3 and all(callable(resolve(path, key="tool", kind="tool")) for path in named("tool"))
+    assert [resolve(path, key="environment", kind="environment") for path in named("environment")] == [SelfCorrection]
+    assert len(named("recipe")) == 5 and all(
+        callable(resolve(path, key="recipe", kind="data")) for path in named("recipe")
+    )
+
+
+def takes_a_reply(found):
+    return inspect.isfunction(found) and "completion_ids" in inspect.signature(found).parameters
+
+
+def test_every_key_on_the_page_is_one_of_the_config_and_every_key_is_on_the_page():
+    found = {pair for pair in re.findall(r"`(\w+)\.(\w+)(?:: [^`]*)?`", PAGE) if pair[0] in SECTIONS}
+    for section, key in found:
+        assert key in {field.name for field in dataclasses.fields(SECTIONS[section])}, f"{section}.{key}"
+    whole = {"algo": AlgorithmConfig, "reward_shaping": RewardShapingConfig, "preference": PreferenceConfig}
+    whole |= {"supervised": SupervisedConfig}
+    for section, config in whole.items():
+        missing = {field.name for field in dataclasses.fields(config)} - {key for name, key in found if name == section}
+        assert missing <= {"clip_low", "overlong_penalty"}, missing
+
+
+def test_the_pages_own_algorithms_run(tmp_path, monkeypatch):
+    (code,), (config,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    options, batch = AlgorithmConfig(**yaml.safe_load(config)["algo"]), ragged_batch()
+    PolicyActor(None, options, temperature=1.0).compute_advantages(batch)
+    given, group = batch["rewards"], batch["group"]
+    best = torch.stack([(r >= given[group == g].max() - 0.1).float() for r, g in zip(given, group, strict=True)])
+    centered = best - torch.stack([best[group == g].mean() for g in group])
+    for part, wanted in zip(parts_of(batch), centered, strict=True):
+        assert batch["advantages"][part].tolist() == pytest.approx(
+            [float(wanted) * bool(m) for m in batch["loss_mask"][part]]
+        )
+    columns = {"labels": torch.ones(2).long(), "advantages": torch.tensor([1.0, -2.0]), "logprobs": torch.zeros(2)}
+    data = TensorDict(columns | {"proximal_logprobs": torch.zeros(2)})
+    loss, _ = PolicyLoss(options)(torch.tensor([0.2, -0.4]), torch.zeros(2), data)
+    torch.testing.assert_close(loss, -torch.tensor(0.1).exp() + 2 * torch.tensor(-0.2).exp())
+
+
+def test_the_example_of_a_recipe_rewards_the_format_beside_the_answer(tmp_path):
+    (text,) = [block for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if "rewards:matches" in block]
+    (tmp_path / "experiment.yaml").write_text(f"model: {{path: some}}\ndata: {{train: a.jsonl}}\n{text}")
+    config = load_config(tmp_path / "experiment.yaml", ["generation.n_samples=2"])
+    right, form, length = configured_rewards(config)
+    assert (form.name, form.weight) == ("matches", 0.1)
+
+    def reward(reply):
+        parts = (part.weight * part.function("", reply, [], [0] * 1024, answer="4") for part in (right, form, length))
+        return pytest.approx(sum(parts))
+
+    # Half of the 2048 tokens that cost 0.05.
+    assert reward("<think>2 + 2</think><answer>4</answer>") == 1.1 - 0.025
+    assert reward("<think>2 + 2</think><answer>5</answer>") == 0.1 - 0.025, "right or wrong"
+    assert reward("<answer>4</answer>") == 1.0 - 0.025 and reward("4") == -0.025
+
+
+def test_the_command_lists_every_entry(capsys):
+    cli.main(["algorithms"])
+    text = capsys.readouterr().out
+    assert all(f"  {row.name} " in text and row.formula in text and row.source in text for row in rows())

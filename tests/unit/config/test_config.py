@@ -1,0 +1,616 @@
+"""Every option, and what a wrong one says: the dotted key, the value found, the rule and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, RolloutConfig, TrainConfig, load_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+OUR_KEYS = {
+    "model": ["path", "init", "dtype", "transformer_impl"],
+    "parallel": ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"],
+    "optimizer": [
+        "lr",
+        "min_lr",
+        "schedule",
+        "warmup_updates",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "eps",
+        "clip_grad",
+        "distributed",
+        "overlap",
+    ],
+    "batch": [
+        "prompts_per_step",
+        "updates_per_step",
+        "tokens_per_microbatch",
+        "allow_longer_sequences",
+        "share_prompts",
+    ],
+    "generation": [
+        "n_samples",
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "greedy",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    ],
+    "algo": [
+        "advantage",
+        "advantage_args",
+        "advantage_mean",
+        "advantage_std",
+        "advantage_clip",
+        "loss",
+        "loss_args",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "aggregation",
+        "aggregation_length",
+        "high_entropy_share",
+        "high_entropy_level",
+        "kl_coefficient",
+        "kl_estimator",
+        "kl_in",
+        "kl_target",
+        "kl_horizon",
+        "entropy_coefficient",
+        "entropy_target",
+        "entropy_step",
+    ],
+    "reward_shaping": ["overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
+    "correction": ["proximal", "weight", "level", "low", "high", "alarm"],
+    "critic": [
+        "model",
+        "parallel",
+        "optimizer",
+        "discount",
+        "trace_decay",
+        "level",
+        "value_clip",
+        "warmup_steps",
+    ],
+    "reward_model": ["path", "parallel", "coefficient"],
+    "preference": ["loss", "loss_args"],
+    "supervised": ["answer"],
+    "rollout": [
+        "workflow",
+        "workflow_args",
+        "reward",
+        "recipe",
+        "reward_workers",
+        "servers",
+        "registry",
+        "router",
+        "backend",
+        "server_count",
+        "server_restarts",
+        "health_timeout_s",
+        "server_args",
+        "token_file",
+        "devices",
+        "colocated",
+        "max_concurrent_episodes",
+        "max_staleness",
+        "stale",
+        "max_uniform_resamples",
+        "oversample",
+        "interruption",
+        "max_cache_age",
+        "request_timeout_s",
+        "control_timeout_s",
+        "start_timeout_s",
+        "publication",
+        "episode_attempts",
+        "journal_replies",
+    ],
+    "data": [
+        "train",
+        "train_args",
+        "evaluation",
+        "evaluation_args",
+        "shuffle",
+        "max_prompt_tokens",
+        "max_tokens",
+        "success_rates",
+        "success_band",
+    ],
+    "eval": ["sets", "samples_per_prompt", "temperature", "top_p"],
+    "warm_start": ["updates", "prompts_per_update", "lr", "stop_at_reward", "check_every_updates", "folder"],
+    "run": [
+        "folder",
+        "import_from",
+        "seed",
+        "steps",
+        "evaluate_every_steps",
+        "save_every_steps",
+        "save_at_end",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "grace_s",
+        "phase_timeout_s",
+        "most_skipped_updates",
+        "threads_per_rank",
+        "offload",
+    ],
+    "telemetry": ["loggers", "project", "prometheus", "samples_logged", "trace_steps"],
+}
+"""A new option is a decision: add it here too, and say in the change which two experiments need different values."""
+
+SMALLEST = "model: {path: some/model}\ndata: {train: prompts.jsonl}\ngeneration: {n_samples: 8}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "experiment.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def load(write):
+    """Load the smallest valid experiment with overrides."""
+    return lambda *overrides: load_config(write(SMALLEST), list(overrides))
+
+
+def test_options_are_the_listed_ones():
+    found = {name: [f.name for f in dataclasses.fields(section)] for name, section in SECTIONS.items()}
+    nested = {f"{name}.parallel": OUR_KEYS["parallel"] for name in ("critic", "reward_model")}
+    nested |= {"critic.optimizer": OUR_KEYS["optimizer"]}
+    assert found == OUR_KEYS | nested
+    assert [f.name for f in dataclasses.fields(TrainConfig)] == [*OUR_KEYS, "megatron"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_experiment_in_the_repository_is_valid(path):
+    config = load_config(path)
+    assert config.run.folder == f"runs/{path.stem}"
+    assert config.data.evaluation, "an experiment that ships with the repository measures held-out prompts"
+
+
+def test_smallest_experiment_and_overrides_with_their_types(load):
+    config = load("batch.prompts_per_step=4", "optimizer.lr=1e-5", 'generation.stop=["\\n"]', "parallel.sequence=null")
+    assert config.model.path == "some/model" and config.batch.prompts_per_step == 4
+    assert config.optimizer.lr == 1e-5 and config.generation.stop == ["\n"] and config.parallel.sequence is None
+    assert isinstance(config, TrainConfig) and isinstance(config.generation, GenerationConfig)
+
+
+def test_override_wins_over_the_file_and_the_last_override_over_the_first(write):
+    path = write(SMALLEST + "run: {steps: 5}\n")
+    assert load_config(path).run.steps == 5
+    assert load_config(path, ["run.steps=6", "run.steps=7"]).run.steps == 7
+
+
+def test_config_survives_being_written_and_read(load, write):
+    config = load("megatron.num_layers_at_start_in_bf16=1", "data.train_args.split=train")
+    assert load_config(write(config.to_yaml())) == config
+
+
+def test_megatron_section_is_passed_through(load):
+    assert load("megatron.some_new_field=3").megatron == {"some_new_field": 3}
+
+
+def test_engine_config_is_cut_out_of_the_experiment(load):
+    config = load("parallel.tensor=2", "batch.tokens_per_microbatch=512", "run.seed=9")
+    assert config.actor.model is config.model and config.actor.parallel.tensor == 2
+    assert (config.actor.tokens_per_microbatch, config.actor.seed) == (512, 9)
+
+
+def test_critic_has_the_policys_model_unless_it_names_one(load):
+    options = ("algo.advantage=gae", "critic.parallel.tensor=2", "critic.optimizer.lr=1e-5", "model.init=random")
+    config = load(*options)
+    assert config.critic_engine.model is config.model and config.has_critic
+    assert (config.critic_engine.parallel.tensor, config.critic_engine.optimizer.lr) == (2, 1e-5)
+    assert (config.actor.parallel.tensor, config.actor.optimizer.lr) == (1, 1e-6)
+    named = load(*options, "critic.model=some/critic", "model.dtype=bfloat16").critic_engine.model
+    assert (named.path, named.init, named.dtype) == ("some/critic", "hf", "bfloat16")
+    with pytest.raises(ValueError, match=r"tensor\(2\) .* does not divide the world size 3"):
+        config.check_world_size(3)
+
+
+def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
+    config = load("reward_model.path=some/judge", "reward_model.parallel.pipeline=2", "model.init=random")
+    engine = config.reward_engine
+    assert (engine.model.path, engine.model.init, engine.parallel.pipeline) == ("some/judge", "hf", 2)
+    with pytest.raises(ValueError, match=r"pipeline\(2\) .* does not divide the world size 3"):
+        config.check_world_size(3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # The key is unknown.
+        ("batch.prompt_per_step=4", r"batch.prompt_per_step = 4: unknown key; did you mean batch.prompts_per_step\?"),
+        ("algo.clip=0.2", "algo.clip = 0.2: unknown key; did you mean algo.clip_"),
+        ("optimiser.lr=1", r"optimiser = .*: unknown key; did you mean optimizer\?"),
+        ("run.zzz=1", "run.zzz = 1: unknown key; the keys here are folder, import_from, seed"),
+        ("run=3", "run = 3: must be a section with keys folder, import_from"),
+        ("run.steps", "override 'run.steps': must be key=value"),
+        # The type is wrong.
+        ("batch.prompts_per_step=many", "batch.prompts_per_step = 'many': .*many.*; correct it in"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': "),
+        ("run.save_at_end=7.5", "run.save_at_end = 7.5: "),
+        ("generation.stop=3", "generation.stop = 3: "),
+        # The value is out of range.
+        ("model.init=zeros", "model.init = 'zeros': must be hf or random"),
+        ("model.dtype=float16", "model.dtype = 'float16': must be float32 or bfloat16"),
+        ("model.transformer_impl=te", "model.transformer_impl = 'te': must be auto, transformer_engine or local"),
+        ("parallel.tensor=0", "parallel.tensor = 0: must be at least 1; 1 leaves the axis out"),
+        ("parallel.pipeline=-1", "parallel.pipeline = -1: must be at least 1"),
+        ("parallel.sequence=true", "parallel.sequence = True: needs parallel.tensor > 1"),
+        ("optimizer.lr=0", r"optimizer.lr = 0.0: must be above 0; RL of a language model starts near 1e-6"),
+        ("optimizer.min_lr=1", r"optimizer.min_lr = 1.0: must be in \[0, optimizer.lr = 1e-06\]"),
+        ("optimizer.schedule=step", "optimizer.schedule = 'step': must be constant, linear or cosine"),
+        ("optimizer.warmup_updates=-1", "optimizer.warmup_updates = -1: must be at least 0"),
+        ("optimizer.weight_decay=-0.1", "optimizer.weight_decay = -0.1: must be at least 0"),
+        ("optimizer.beta1=1", r"optimizer.beta1 = 1.0: must be in \[0, 1\)"),
+        ("optimizer.beta2=-1", r"optimizer.beta2 = -1.0: must be in \[0, 1\)"),
+        ("optimizer.eps=0", "optimizer.eps = 0.0: must be above 0"),
+        ("optimizer.clip_grad=-1", "optimizer.clip_grad = -1.0: must be at least 0; 0 turns clipping off"),
+        ("optimizer.overlap=true", "optimizer.overlap = True: hides .*; set optimizer.distributed=true too"),
+        ("batch.prompts_per_step=0", "batch.prompts_per_step = 0: must be at least 1"),
+        ("batch.updates_per_step=0", "batch.updates_per_step = 0: must be at least 1"),
+        ("batch.tokens_per_microbatch=0", "batch.tokens_per_microbatch = 0: must be at least 1"),
+        ("generation.n_samples=0", "generation.n_samples = 0: must be at least 1; ask for one reply or more"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens = 0: must be at least 1"),
+        ("generation.min_new_tokens=999", r"generation.min_new_tokens = 999: must be in \[0, max_new_tokens = 128\]"),
+        (
+            "generation.temperature=0",
+            "generation.temperature = 0.0: must be above 0; for greedy decoding set greedy: true",
+        ),
+        ("generation.top_p=0", r"generation.top_p = 0.0: must be in \(0, 1\]; 1.0 keeps all tokens"),
+        ("generation.top_k=0", "generation.top_k = 0: must be -1 or at least 1; -1 keeps all tokens"),
+        ("algo.advantage=rlo", "algo.advantage = 'rlo': must be one of group_norm, .*, or an import path"),
+        ("algo.advantage=':a'", "algo.advantage = ':a': must be one of group_norm"),
+        ("algo.advantage_mean=all", "algo.advantage_mean = 'all': must be none, group, batch or empty"),
+        ("algo.advantage_std=all", "algo.advantage_std = 'all': must be none, group, batch or empty"),
+        ("algo.advantage_clip=-1", "algo.advantage_clip = -1.0: must be at least 0"),
+        ("algo.loss=dpo", "algo.loss = 'dpo': must be one of ppo_clip, gspo"),
+        ("preference.loss=ppo", "preference.loss = 'ppo': must be one of dpo, ipo, simpo, bradley_terry, or an import"),
+        ("algo.dual_clip=1", r"algo.dual_clip = 1.0: must be 0 \(off\), or above 1"),
+        ("algo.aggregation=mean", "algo.aggregation = 'mean': must be one of token_mean, sequence_mean"),
+        ("algo.aggregation=constant", "algo.aggregation_length = 0: must be at least 1 with algo.aggregation = const"),
+        ("algo.aggregation_length=8", "algo.aggregation_length = 8: .*and 0 elsewhere"),
+        ("algo.high_entropy_share=0", r"algo.high_entropy_share = 0.0: must be in \(0, 1\]"),
+        ("algo.high_entropy_level=group", "algo.high_entropy_level = 'group': must be batch or sequence"),
+        ("algo.kl_in=advantage", "algo.kl_in = 'advantage': must be loss or reward"),
+        ("algo.kl_target=1", "algo.kl_target = 1.0: .*above 0 with algo.kl_in = reward"),
+        ("algo.kl_horizon=0", "algo.kl_horizon = 0.0: must be above 0 trajectories"),
+        ("algo.entropy_target=-1", "algo.entropy_target = -1.0: must be at least 0"),
+        ("algo.entropy_step=0", "algo.entropy_step = 0.0: must be above 0"),
+        ("reward_shaping.overlong_buffer=-1", "reward_shaping.overlong_buffer = -1: must be at least 0 tokens"),
+        ("reward_shaping.overlong_penalty=0", "reward_shaping.overlong_penalty = 0.0: must be above 0"),
+        ("reward_shaping.running=mean", "reward_shaping.running = 'mean': must be none, std or mean_std"),
+        ("reward_shaping.clip=-1", "reward_shaping.clip = -1.0: must be at least 0"),
+        ("algo.clip_low=1.1", r"algo.clip_low = 1.1: must be in \(0, 1\]; PPO's is 0.2"),
+        ("algo.clip_high=0.1", "algo.clip_high = 0.1: must be at least clip_low = 0.2"),
+        ("algo.kl_coefficient=-1", "algo.kl_coefficient = -1.0: must be at least 0"),
+        ("algo.kl_estimator=k4", "algo.kl_estimator = 'k4': must be k1, k2, k3, or"),
+        ("algo.entropy_coefficient=-1", "algo.entropy_coefficient = -1.0: must be at least 0"),
+        ("critic.discount=0", r"critic.discount = 0.0: must be in \(0, 1\]; 1 discounts nothing"),
+        ("critic.trace_decay=1.5", r"critic.trace_decay = 1.5: must be in \[0, 1\]"),
+        ("critic.level=word", "critic.level = 'word': must be token or turn"),
+        ("critic.value_clip=-1", "critic.value_clip = -1.0: must be at least 0; 0 sets no bound"),
+        ("critic.warmup_steps=-1", "critic.warmup_steps = -1: must be at least 0"),
+        ("critic.optimizer.rate=1", "critic.optimizer.rate = 1: unknown key"),
+        ("critic.parallel.tensor=0", "^critic.parallel.tensor = 0: must be at least 1"),
+        ("critic.optimizer.lr=-1", "^critic.optimizer.lr = -1.0: "),
+        ("correction.weight=cap", "correction.weight = 'cap': must be off, clamp or mask"),
+        ("correction.proximal=guess", "correction.proximal = 'guess': must be recompute, loglinear or behavior"),
+        ("correction.level=group", "correction.level = 'group': must be token or sequence"),
+        ("correction.high=0.5", "correction.high = 0.5: must be at least 1"),
+        ("correction.low=2", r"correction.low = 2.0: must be in \[0, 1\]"),
+        ("correction.alarm=-1", "correction.alarm = -1.0: must be at least 0"),
+        ("rollout.workflow=RLVR", "rollout.workflow = 'RLVR': must be an import path package.module:name"),
+        ("rollout.reward=':a'", "rollout.reward = ':a': must be an import path package.module:name"),
+        ("run.import_from=[my-project]", r"run.import_from = \['my-project'\]: each must be a module's name"),
+        ("run.import_from=[rewards.py:length]", "run.import_from = .*each must be a module's name"),
+        ("rollout.server_args=[--admin-api-key=k]", "rollout.server_args = '...': names a key, .*rollout.token_file"),
+        ("rollout.backend=vllm", "rollout.backend = 'vllm': must be one of auto, embedded, sglang"),
+        ("rollout.recipe=[{reward: exact}]", r"rollout.recipe = .*must be .reward: package.module:name"),
+        ("rollout.reward_workers=0", "rollout.reward_workers = 0: must be at least 1"),
+        ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
+        ("rollout.publication=rdma", "rollout.publication = 'rdma': must be group, ipc, delta or disk"),
+        ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
+        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline = 2: needs parallel.pipeline > 1"),
+        ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
+        ("rollout.max_uniform_resamples=-1", r"rollout.max_uniform_resamples = -1: must be in \[0, 50\]"),
+        ("rollout.oversample=3", r"rollout.oversample = 3.0: must be in \[1, 2\]"),
+        ("rollout.stale=resample", "rollout.stale = 'resample': must be drop, mask or keep"),
+        ("rollout.request_timeout_s=0", "rollout.request_timeout_s = 0.0: must be above 0 seconds"),
+        ("rollout.start_timeout_s=0", "rollout.start_timeout_s = 0.0: must be above 0 seconds"),
+        ("rollout.episode_attempts=0", "rollout.episode_attempts = 0: must be at least 1"),
+        (
+            "data={train: mixture, train_args: {a: {source: a.jsonl, weigth: 3}}}",
+            "data.train_args.a = .*must have source, and may have args and weight",
+        ),
+        (
+            "data={train: mixture, train_args: {a: {source: a.jsonl}, b: {source: b.jsonl, weight: 5000}}}",
+            "data.train_args.a.weight = 1.0: has none of every 1000 prompts beside the others' weights; raise it",
+        ),
+        ("rollout.recipe=[{reward: 'a:b', weight: .nan}]", "rollout.recipe = .*weight: a number"),
+        ("eval.sets={a: {source: a.jsonl, arg: {}}}", "eval.sets = .*must map names to .source: ..., args: ...."),
+        ("data.max_prompt_tokens=-1", "data.max_prompt_tokens = -1: must be at least 0; 0 leaves out none"),
+        ("data.max_tokens=-1", "data.max_tokens = -1: must be at least 0; 0 leaves out none"),
+        ("data.max_tokens=9", "data.max_tokens = 9: .* the prompts of RL bring none; set data.max_prompt_tokens"),
+        ("warm_start.updates=-1", "warm_start.updates = -1: must be at least 0; 0 leaves the warm start out"),
+        ("warm_start.prompts_per_update=0", "warm_start.prompts_per_update = 0: must be at least 1"),
+        ("warm_start.lr=0", "warm_start.lr = 0.0: must be above 0"),
+        ("warm_start.stop_at_reward=0", r"warm_start.stop_at_reward = 0.0: must be in \(0, 1\]"),
+        ("warm_start.check_every_updates=0", "warm_start.check_every_updates = 0: must be at least 1"),
+        ("run.steps=0", "run.steps = 0: must be at least 1"),
+        ("run.evaluate_every_steps=-1", "run.evaluate_every_steps = -1: must be at least 0"),
+        ("run.save_every_steps=-1", "run.save_every_steps = -1: must be at least 0"),
+        ("run.threads_per_rank=-1", "run.threads_per_rank = -1: must be at least 0"),
+    ],
+)
+def test_wrong_option_is_refused_with_the_way_out(load, override, message):
+    with pytest.raises(ValueError, match=message):
+        load(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.publication=delta", "rollout.backend=sglang"],
+            "rollout.publication = 'delta': .*SGLang does not take",
+        ),
+        (
+            ["rollout.servers=[http://a]", "rollout.registry=b"],
+            "rollout.registry = 'b': must be empty where rollout.ser",
+        ),
+        (
+            ["rollout.max_staleness=1", "rollout.oversample=1.5"],
+            r"rollout.oversample = 1.5: .*1 where max_staleness > 0",
+        ),
+        (
+            ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
+            "rollout.max_uniform_resamples = 10: .*every group is uniform",
+        ),
+        (
+            ["rollout.journal_replies=true"],
+            "rollout.journal_replies = true: .*run.checkpoint_every_steps = 0 .*keeps no journal",
+        ),
+        (
+            ["batch.prompts_per_step=2", "batch.updates_per_step=17"],
+            "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
+        ),
+        (
+            ["generation.n_samples=1"],
+            "generation.n_samples = 1: algo.advantage = group_norm .* raise it, or set algo.advantage=reinforce",
+        ),
+        (
+            ["algo.kl_in=reward", "algo.kl_estimator=unbiased"],
+            "algo.kl_estimator = 'unbiased': must be k1, k2, k3, or, with algo.kl_in = loss, unbiased",
+        ),
+        (
+            ["algo.dual_clip=3", "algo.loss=cispo"],
+            "algo.dual_clip = 3.0: .* with algo.loss = ppo_clip or gspo",
+        ),
+        (
+            ["algo.advantage=gae", "algo.advantage_args={discount: 0.9}"],
+            "algo.advantage_args = .*: gae's options are critic.discount",
+        ),
+        (
+            ["reward_shaping.overlong_buffer=129"],
+            "reward_shaping.overlong_buffer = 129: every reply of generation.max_new_tokens = 128 would be overlong",
+        ),
+        (
+            [
+                *("algo.advantage=remax", "rollout.workflow=megatron_rl.workflows:ReMaxWorkflow"),
+                "reward_model.path=judge",
+            ],
+            "reward_model.path = 'judge': scores trajectories, .* set rollout.workflow_args.keep_greedy=true",
+        ),
+        (
+            ["critic.optimizer.lr=1e-5"],
+            "critic: algo.advantage = 'group_norm' has no critic, .* set algo.advantage=gae, or leave the section out",
+        ),
+        (
+            ["algo.advantage=gae", "run.steps=3", "critic.warmup_steps=3"],
+            "critic.warmup_steps = 3: the policy would not be trained in any of the run.steps = 3; lower it",
+        ),
+        (
+            ["run.steps=3", "optimizer.warmup_updates=4"],
+            r"optimizer.warmup_updates = 4: the policy has only .* x batch.updates_per_step = 3 updates; lower it",
+        ),
+        (
+            ["algo.advantage=gae", "run.steps=4", "critic.warmup_steps=2", "optimizer.warmup_updates=3"],
+            r"\(run.steps - critic.warmup_steps\) x batch.updates_per_step = 2 updates; lower it",
+        ),
+        (
+            ["supervised.answer=solution", "preference.loss=dpo"],
+            "supervised.answer = 'solution': preference.loss = 'dpo' is set too, .*; leave one of them out",
+        ),
+        (
+            ["correction.weight=mask", "correction.proximal=behavior"],
+            "correction.weight = 'mask': correction.proximal = behavior makes every weight 1; set it to off",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(load, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(*overrides)
+
+
+def test_cispo_can_have_no_lower_bound_and_any_upper_one_as_in_its_paper(load):
+    for high in (0.28, 4.0):
+        algo = load("algo.loss=cispo", "algo.clip_low=1", f"algo.clip_high={high}").algo
+        assert (algo.clip_low, algo.clip_high) == (1.0, high)
+    with pytest.raises(ValueError, match="clip_high = 0.0: must be at least clip_low = 1.0, or above 0"):
+        load("algo.loss=cispo", "algo.clip_low=1", "algo.clip_high=0")
+
+
+def test_remax_takes_a_workflow_of_whatever_name(load):
+    config = load("algo.advantage=remax", "rollout.workflow=mine:GreedyBaseline", "run.import_from=[mine]")
+    assert config.rollout.workflow == "mine:GreedyBaseline"
+
+
+def test_boundaries_are_allowed(load):
+    load("batch.prompts_per_step=2", "batch.updates_per_step=16")
+    load("generation.n_samples=2")
+    load("run.steps=4", "optimizer.warmup_updates=4")
+    load("generation.n_samples=1", "supervised.answer=solution", "data.max_tokens=9")
+    load("parallel.tensor=2", "parallel.sequence=true")
+    load("generation.n_samples=1", "algo.advantage=remax", "rollout.workflow=megatron_rl.workflows:ReMaxWorkflow")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {train: p.jsonl}\n", "model.path: has no value; set it in .* or as model.path=... on the command line"),
+        ("model: {path: m}\n", "data.train: has no value"),
+        ("- a\n- b\n", "must hold sections such as model:, batch: and run:, not a list"),
+    ],
+)
+def test_incomplete_file_is_refused(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(write(text + "generation: {n_samples: 2}\n" if text.startswith(("data", "model")) else text))
+
+
+def test_file_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"config = 'configs/nothing.yaml': no such file; give an experiment file"):
+        load_config("configs/nothing.yaml")
+
+
+def test_layout_must_divide_the_world():
+    ParallelConfig(tensor=2, pipeline=2).check_world_size(8)
+    with pytest.raises(ValueError) as error:
+        ParallelConfig(tensor=2, pipeline=3).check_world_size(4)
+    assert str(error.value) == (
+        "parallel: tensor(2) x pipeline(3) x context(1) = 6 ranks per replica, which does not divide the world size 4. "
+        "Lower one of them, or start a multiple of 6 ranks, e.g. torchrun --nproc-per-node 6."
+    )
+    ParallelConfig(tensor=2, pipeline=2, expert=2).check_world_size(4)
+    with pytest.raises(ValueError, match=r"expert\(4\) x expert_tensor\(2\) x pipeline\(1\) = 8 ranks hold all"):
+        ParallelConfig(expert=4, expert_tensor=2).check_world_size(4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "expected"), [(1, None, False), (2, None, True), (2, False, False), (2, True, True)]
+)
+def test_sequence_parallelism_follows_the_tensor_axis(tensor, sequence, expected):
+    assert ParallelConfig(tensor=tensor, sequence=sequence).sequence_parallel is expected
+
+
+def test_changed_copy_is_checked_and_leaves_the_original():
+    sampled = GenerationConfig(n_samples=4)
+    assert sampled.new(greedy=True, n_samples=1).greedy and not sampled.greedy and sampled.n_samples == 4
+    with pytest.raises(ValueError, match="generation.top_p = 2.0"):
+        sampled.new(top_p=2.0)
+
+
+def test_overrides_set_a_value_and_can_empty_it(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "model: {path: m}\ngeneration: {n_samples: 2}\n"
+        "data: {train: 'a:b', train_args: {split: train}, evaluation: 'a:b'}\n"
+    )
+    config = load_config(path, ["data.train_args={}", "data.evaluation=", "generation.stop=[a,b]"])
+    assert (config.data.train_args, config.data.evaluation, config.generation.stop) == ({}, "", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"run: {steps: 1", "x.yaml', line 1, column 15: not YAML"),
+        (b"run:\n\tsteps: 1", "x.yaml', line 2, column 1: not YAML .*cannot start any token.*correct that line"),
+        (b"run:\n  steps: 1\n  steps: 2", "x.yaml', line 3, column 3: not YAML .found duplicate key steps"),
+        (b"run: !!python/object/apply:os.getcwd []", "x.yaml', line 1, column 6: not YAML"),
+        (b"[" * 5000, "x.yaml': is nested too deeply"),
+        (b"run: &a [*a]", "x.yaml': cannot be read .its aliases write out to"),
+        (b"run: {seed: %s}" % (b"9" * 6000), "x.yaml': cannot be read .Exceeds the limit"),
+        (b"run: {folder: \xff}", "x.yaml': cannot be read .'utf-8'"),
+    ],
+)
+def test_broken_file_is_one_line_with_its_place(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        load_config(tmp_path / "x.yaml")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "x.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="its aliases write out to 1,234,567,"):
+        load_config(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:SECRET_KEY}",
+        "x-${oc.env:SECRET_KEY,none}",
+        "${oc.decode:'1'}",
+        "${${run.steps}:SECRET_KEY}",
+        "\\${oc.env:SECRET_KEY}",
+        "${ oc.env : SECRET_KEY }",
+        "${oc.env:\n  SECRET_KEY}",
+        "${.steps}",
+    ],
+)
+def test_environment_does_not_get_into_a_config(load, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    (tmp_path / "x.yaml").write_text(json.dumps({"run": {"folder": value}, "model": {"path": "m"}}))
+    with pytest.raises(ValueError, match="only another key of the config can stand in braces"):
+        load_config(tmp_path / "x.yaml")
+    with pytest.raises(ValueError, match="run.folder") as refused:
+        load(f"run.folder={value}")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_key_may_repeat_what_another_says_but_not_be_built_of_keys_that_are_built(load):
+    assert load("run.seed=7", "run.folder=runs/seed-${run.seed}").run.folder == "runs/seed-7"
+    with pytest.raises(ValueError, match="run.folder = '.*': telemetry.project is itself made of another key"):
+        load("telemetry.project=${run.seed}", "run.folder=${telemetry.project}${telemetry.project}")
+    with pytest.raises(ValueError, match="run.folder = '.*': Interpolation key 'run.nothing' not found"):
+        load("run.folder=${run.nothing}")
+
+
+def test_single_value_is_a_list_of_one(load):
+    assert load("run.import_from=my_rewards").run.import_from == ["my_rewards"]
+    assert load("telemetry.trace_steps=3").telemetry.trace_steps == [3]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.folder=[a", "override 'run.folder=.a': its value is not YAML"),
+        ("..=3", "override '..=3': must be key=value"),
+        ("=3", "override '=3': must be key=value"),
+        ("run.import_from=megatron_rl.run.run_checkpoints", "what megatron_rl offers to configs needs no entry"),
+        ("run.import_from=[mine,megatron_rl]", "what megatron_rl offers to configs needs no entry"),
+    ],
+)
+def test_broken_override_is_one_line(load, override, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        load(override)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "localhost", "ftp://host:1", "http://"])
+def test_server_without_scheme_is_named_before_it_is_asked(url):
+    with pytest.raises(ValueError, match=r"rollout.servers = .*must be a URL with its scheme"):
+        RolloutConfig(servers=["http://127.0.0.1:30000/", url])
+    with pytest.raises(ValueError, match=r"rollout.router = .*must be a URL with its scheme"):
+        RolloutConfig(router=url)

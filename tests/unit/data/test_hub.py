@@ -1,0 +1,177 @@
+"""Data sets of the hub, as the real clients download them from a small server that speaks its API."""
+
+import hashlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+NEEDED = "{0} is not installed: pip install 'megatron-rl[data]'".format
+pytest.importorskip("datasets", reason=NEEDED("datasets"))
+pyarrow = pytest.importorskip("pyarrow", reason=NEEDED("pyarrow"))
+
+ROOT = Path(__file__).parents[3]
+NAME = "someone/numbers"
+CARD = """---
+configs:
+- config_name: easy
+  default: true
+  data_files: [{split: train, path: train.parquet}, {split: test, path: test.parquet}]
+- config_name: hard
+  data_files: [{split: train, path: hard.parquet}]
+- config_name: mixed
+  data_files: [{split: train, path: [test.parquet, mixed.parquet]}]
+---
+"""
+TRAIN = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(7)]
+HARD = [{"prompt": f"{number}*77=", "answer": str(77 * number)} for number in range(3)]
+LOAD = """
+import json, sys, time
+from megatron_rl.rollout import rows
+from megatron_rl.data.prompts import PromptIterator, load_prompts
+
+rows.ANSWER_S = 1.0
+for source, split, state in json.loads(sys.argv[1]):
+    begin = time.monotonic()
+    try:
+        iterator = PromptIterator(load_prompts(source, {"split": split}, key="data.train"), seed=3)
+    except ValueError as error:
+        print(json.dumps({"error": str(error), "seconds": time.monotonic() - begin}))
+        continue
+    if state:
+        iterator.load_state_dict(state)
+    taken, state = iterator.next_batch(5), iterator.state_dict()
+    print(json.dumps({"prompts": iterator.prompts, "taken": taken, "state": state, "next": iterator.next_batch(5)}))
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """The part of the hub's API that a download asks, with one data set of one commit."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.asked = files, []
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HubRequest(BaseHTTPRequestHandler):
+    COMMIT = "0123456789abcdef0123456789abcdef01234567"
+    server: Hub
+
+    def answer(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path, api = urlsplit(self.path).path, f"/api/datasets/{NAME}"
+        self.server.asked.append(f"{self.command} {path}")
+        if path in (api, f"{api}/revision/main", f"{api}/revision/{self.COMMIT}"):
+            siblings = [{"rfilename": file} for file in self.server.files]
+            self.send({"id": NAME, "sha": self.COMMIT, "siblings": siblings, "private": False, "tags": []})
+        elif path.startswith(f"{api}/tree/{self.COMMIT}"):
+            folder = path.removeprefix(f"{api}/tree/{self.COMMIT}").removeprefix("/")
+            found = [self.about(file) for file in self.server.files if file.startswith(folder)]
+            self.send(found) if found else self.refuse("EntryNotFound")
+        elif path == f"{api}/paths-info/{self.COMMIT}":
+            sent = json.loads(content) if content.startswith(b"{") else parse_qs(content.decode())
+            self.send([self.about(file) for file in sent["paths"] if file in self.server.files])
+        elif path.startswith(f"/datasets/{NAME}/resolve/"):
+            self.send_file(path.split("/", 6)[-1])
+        else:
+            self.refuse("RepoNotFound")
+
+    do_GET = do_HEAD = do_POST = answer
+
+    def about(self, file: str) -> dict[str, object]:
+        content = self.server.files[file]
+        return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def send_file(self, file: str) -> None:
+        if file not in self.server.files:
+            return self.refuse("EntryNotFound")
+        self.send(self.server.files[file], ETag=f'"{self.about(file)["oid"]}"', **{"X-Repo-Commit": self.COMMIT})
+
+    def refuse(self, code: str) -> None:
+        self.send({"error": "not found"}, status=404, **{"X-Error-Code": code})
+
+    def send(self, content: object, *, status: int = 200, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def parquet(rows):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def hub():
+    files = {"README.md": CARD.encode(), "mixed.parquet": parquet([{"question": "1?"}])}
+    files |= {"train.parquet": parquet(TRAIN), "test.parquet": parquet(TRAIN[:1]), "hard.parquet": parquet(HARD)}
+    with Hub(files) as server:
+        yield server
+        server.shutdown()
+
+
+def load(url, folder, *wanted, offline=False):
+    """Load `(source, split, state)` in one process, as clients read their settings when they are imported."""
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(folder), "HF_HUB_OFFLINE": str(int(offline))}
+    environment |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, json.dumps(wanted)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_data_set_of_the_hub_is_downloaded_once_and_a_resumed_run_goes_on_in_it(hub, tmp_path):
+    first, hard = load(hub.url, tmp_path, (f"hf:{NAME}", "train", None), (f"hf:{NAME}:hard", "train", None))
+    assert (first["prompts"], hard["prompts"]) == (TRAIN, HARD)
+    downloads = [asked for asked in hub.asked if asked.startswith("GET /datasets/")]
+    assert len(downloads) == len(set(downloads)) == 4, "the card and the files of both, each once"
+    asked = len(hub.asked)
+    (resumed,) = load(hub.url, tmp_path, (f"hf:{NAME}:easy", "train", first["state"]), offline=True)
+    assert len(hub.asked) == asked, "what is in the cache needs no hub"
+    assert resumed["taken"] == first["next"] != first["taken"] and resumed["prompts"] == TRAIN
+
+
+def test_data_set_that_the_hub_does_not_have_is_named_with_its_key(hub, tmp_path):
+    wanted = {
+        "hf:someone/other": "Dataset 'someone/other' doesn't exist",
+        f"hf:{NAME}:harder": "BuilderConfig 'harder' not found",
+        f"hf:{NAME}:mixed": "because column names don't match",
+        f"hf:{NAME}": "no split 'dev'; its splits are train, test",
+    }
+    found = load(hub.url, tmp_path, *((source, "dev", None) for source in wanted))
+    for (source, message), answer in zip(wanted.items(), found, strict=True):
+        assert answer["error"].startswith(f"data.train = {source!r}: ") and message in answer["error"]
+        assert answer["seconds"] < 10
+
+
+def test_hub_that_does_not_answer_is_given_up_within_seconds(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = silent.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        for port in ports:
+            (answer,) = load(f"http://127.0.0.1:{port}", tmp_path, (f"hf:{NAME}", "train", None))
+            assert f"data.train = 'hf:{NAME}': cannot be read (the hub at http://127.0.0.1:{port}" in answer["error"]
+            assert "does not answer, HF_HUB_OFFLINE=1" in answer["error"] and answer["seconds"] < 10

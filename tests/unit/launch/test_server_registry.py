@@ -1,0 +1,96 @@
+"""The registry of rollout servers: who is in it, for whom, and for how long."""
+
+import json
+import os
+import time
+
+import pytest
+
+from megatron_rl.launch.server_registry import PROTOCOL, Lease, Registration, registered_urls, wait_for_servers
+
+
+def registration(url="http://a:1", run="r", **fields):
+    return Registration(url=url, run=run, **fields)
+
+
+def write(folder, name, **fields):
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"url": "http://b:1", "run": "r", "protocol": PROTOCOL, "lease_s": 30.0} | fields))
+    return path
+
+
+def test_server_is_in_it_while_its_lease_lasts_and_leaves_by_itself(tmp_path):
+    with Lease(tmp_path / "new", registration(), is_well=lambda: True):
+        assert registered_urls(tmp_path / "new", "r") == ["http://a:1"]
+    assert registered_urls(tmp_path / "new", "r") == []
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_other_runs_never_see_it(tmp_path):
+    write(tmp_path, "b", run="other")
+    assert registered_urls(tmp_path, "r") == []
+    assert registered_urls(tmp_path, "other") == ["http://b:1"]
+
+
+def test_killed_server_is_out_once_its_lease_is_over(tmp_path):
+    path = write(tmp_path, "b")
+    now = time.time()
+    os.utime(path, (now - 25, now - 25))
+    assert registered_urls(tmp_path, "r") == ["http://b:1"]
+    os.utime(path, (now - 35, now - 35))
+    assert registered_urls(tmp_path, "r") == []
+
+
+def test_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
+    write(tmp_path, "b")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert registered_urls(tmp_path, "r") == ["http://b:1"]
+
+
+def test_lease_is_renewed_while_the_server_is_well(tmp_path):
+    def eventually(expected):
+        deadline = time.monotonic() + 10
+        while registered_urls(tmp_path, "r") != expected and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return registered_urls(tmp_path, "r") == expected
+
+    is_well = [True]
+    with Lease(tmp_path, registration(lease_s=0.5), is_well=lambda: is_well[0]) as lease:
+        first = lease.path.stat().st_mtime
+        deadline = time.monotonic() + 10
+        while lease.path.stat().st_mtime < first + 0.5 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert lease.path.stat().st_mtime >= first + 0.5
+        is_well[0] = False
+        assert eventually([])
+        is_well[0] = True
+        assert eventually(["http://a:1"])
+
+
+def test_restarted_server_takes_its_own_place(tmp_path):
+    write(tmp_path, "http-a-1", url="http://a:1")  # of the one that was killed
+    with Lease(tmp_path, registration(), is_well=lambda: True):
+        assert registered_urls(tmp_path, "r") == ["http://a:1"]
+
+
+def test_what_is_no_registration_is_passed_over_with_its_name(tmp_path, caplog):
+    write(tmp_path, "b")
+    write(tmp_path, "newer", protocol=PROTOCOL + 1, url="http://c:1")
+    (tmp_path / "half.json").write_text('{"url": "http://d')
+    (tmp_path / "list.json").write_text("[]")
+    assert registered_urls(tmp_path, "r") == ["http://b:1"]
+    assert "half.json is no registration" in caplog.text and "list.json is no registration" in caplog.text
+
+
+def test_run_that_waits_in_vain_says_how_to_start_servers(tmp_path):
+    write(tmp_path, "b")
+    assert wait_for_servers(tmp_path, "r", 1, timeout_s=0) == ["http://b:1"]
+    with pytest.raises(RuntimeError, match="1 servers have registered for run 'r'.*server_count = 2.*--run r"):
+        wait_for_servers(tmp_path, "r", 2, timeout_s=0.1)
+
+
+def test_server_of_another_user_is_not_sent_the_runs_token(tmp_path, monkeypatch, caplog):
+    with Lease(tmp_path, Registration(url="http://a:1", run="r"), is_well=lambda: True):
+        monkeypatch.setattr("megatron_rl.launch.server_registry.os.geteuid", lambda: os.getuid() + 1)
+        assert registered_urls(tmp_path, "r") == []
+    assert f"belongs to user {os.getuid()}" in caplog.text

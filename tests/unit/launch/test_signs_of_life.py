@@ -1,0 +1,90 @@
+"""Whoever stands still is named within a minute: processes that are stopped, and threads that do not get on."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from megatron_rl.launch import signs_of_life
+from megatron_rl.launch.signs_of_life import LOOK_S, SILENT_S, SignsOfLife, StoppedProcesses
+from megatron_rl.servers.event_loop import EventLoopThread
+
+
+def until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_by_default_whoever_is_silent_is_named_within_a_minute():
+    assert SILENT_S + 2 * LOOK_S <= 60 and SignsOfLife([])._silent_s == SILENT_S
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen(["sleep", "60"]) as started:
+        yield started
+        started.kill()
+
+
+def test_a_stopped_process_is_named_once_with_the_way_out_and_again_when_it_is_back(process):
+    said = []
+    signs = SignsOfLife([StoppedProcesses()], say=said.append, silent_s=0.2)
+    signs.start()
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: said)
+    time.sleep(0.3)
+    (line,) = said
+    who = f"process 'sleep 60' (pid {process.pid}), which a signal has stopped,"
+    assert line.startswith(f"{who} has given no sign of life for 0 s") and f"kill -CONT {process.pid}" in line
+    process.send_signal(signal.SIGCONT)
+    until(lambda: len(said) == 2)
+    assert said[1] == f"{who} is back, or gone."
+    signs.close()
+
+
+def test_a_stopped_rank_is_named_by_its_number(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": "3"}) as rank:
+        try:
+            rank.send_signal(signal.SIGSTOP)
+            stopped = StoppedProcesses(descends=False)
+            until(lambda: [who for who in stopped() if who.startswith(f"rank 3 (pid {rank.pid})")])
+        finally:
+            rank.kill()
+
+
+def test_a_process_that_stood_still_itself_blames_nobody_when_it_goes_on(monkeypatch):
+    class Clock:
+        now = heard_at = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock, said = Clock(), []
+    monkeypatch.setattr(signs_of_life, "time", clock)
+    signs = SignsOfLife([lambda: {"the other": (clock.now - clock.heard_at, "")}], say=said.append)
+    rounds = iter([500.0, 5.0])
+
+    def wait(_):
+        if (passed := next(rounds, None)) is None:
+            return True
+        clock.heard_at = clock.now if passed == 5.0 else clock.heard_at  # who answers as soon as it is asked again
+        clock.now += passed
+        return False
+
+    monkeypatch.setattr(signs._closed, "wait", wait)
+    signs._keep_looking()
+    assert not said
+
+
+def test_an_event_loop_that_something_keeps_from_its_work_says_for_how_long():
+    thread = EventLoopThread("test")
+    until(lambda: thread.stands_still_s == 0.0)
+    thread.loop.call_soon_threadsafe(time.sleep, 1.6)
+    until(lambda: thread.stands_still_s > 0.3)
+    until(lambda: thread.stands_still_s == 0.0)
+    thread.stop()

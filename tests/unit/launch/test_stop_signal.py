@@ -1,0 +1,89 @@
+"""A notice is heard whatever the main thread does, and a process that does not stop in time is ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_rl.launch.stop_signal import SIGNALS, StopNotice
+
+WAITS_IN_C = """
+import ctypes, sys, time
+from megatron_rl.launch.stop_signal import StopNotice
+notice = StopNotice({grace_s}, on_half_time=lambda: print("half time", flush=True))
+notice.listen()
+print("ready", flush=True)
+libc = ctypes.CDLL(None)
+end = time.monotonic() + 20
+while time.monotonic() < end:  # no instruction of Python's in between that could run a handler for long
+    libc.poll(None, 0, 500)
+"""
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def start(grace_s):
+    script = [sys.executable, "-c", WAITS_IN_C.format(grace_s=grace_s)]
+    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_process_that_does_not_stop_within_its_grace_is_ended(number):
+    process, began = start(grace_s=0.6), time.monotonic()
+    process.send_signal(number)
+    out, said = process.communicate(timeout=10)
+    assert 0.5 < time.monotonic() - began < 5
+    assert process.returncode == 1 and out == "half time\n"
+    assert f"{signal.Signals(number).name}: no checkpoint within run.grace_s = 0.6 s" in said
+
+
+def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
+    monkeypatch.setattr("megatron_rl.launch.stop_signal.FINISH_ON_TERM_S", 0.1)
+    for number, is_early in ((signal.SIGTERM, True), (signal.SIGUSR1, False)):
+        half_time = threading.Event()
+        notice = StopNotice(120.0, on_half_time=half_time.set)
+        notice.listen()
+        os.kill(os.getpid(), number)
+        assert half_time.wait(5.0 if is_early else 0.5) == is_early
+        notice.close()
+
+
+def test_a_stop_in_time_is_left_alone_and_the_next_signal_does_not_end_what_is_about_to_end():
+    late = []
+    notice = StopNotice(0.2, on_half_time=lambda: late.append(1))
+    notice.listen()
+    assert not notice.came()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert notice.came(within_s=5) and notice.signal_name == "SIGUSR1"
+    notice.close()
+    notice.close()
+    for number in SIGNALS:
+        os.kill(os.getpid(), number)
+    time.sleep(0.3)
+    assert not late
+
+
+def test_without_a_notice_the_signals_are_given_back(signals_as_before):
+    notice = StopNotice(1.0, on_half_time=lambda: None)
+    notice.listen()
+    assert not notice.came()
+    notice.close()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == signals_as_before
+
+
+def test_without_listening_nothing_came():
+    notice = StopNotice(1.0, on_half_time=lambda: None)
+    assert not notice.came()
+    notice.close()

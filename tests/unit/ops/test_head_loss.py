@@ -1,0 +1,152 @@
+"""lm_head_ppo_loss and packed_labels against their plain definitions."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl import ops
+from megatron_rl.ops import PpoOptions, reference
+from megatron_rl.ops.library import ops as library
+
+build = runpy.run_path(str(Path(__file__).parents[3] / "csrc" / "build.py"))
+SHARD = ops.VocabShard(0, 33, 33)
+
+
+# one chunk, and several with a rest; a loss by token and one by sequence
+@pytest.mark.parametrize("rows_per_chunk", [100, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PpoOptions(behavior="mask", behavior_high=1.2, kl_coefficient=0.1, entropy_coefficient=0.01),
+        PpoOptions(sequence_ratio=True, clip_low=0.05, clip_high=0.1),
+    ],
+    ids=["by token", "by sequence"],
+)
+def test_loss_and_gradients_equal_those_through_whole_logits(options, rows_per_chunk):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (11, 33))
+    labels = torch.randint(0, 33, (11,), generator=generator)
+    labels[::4] = -100
+    cu_seqlens, mask = torch.tensor([0, 5, 5, 11]), labels >= 0
+    exact = reference.logprobs_entropy(hidden @ weight.T, labels, 0.7)[0]
+    noise = torch.randn(4, 11, generator=generator, dtype=torch.float64)
+    proximal, behavior, ref = (exact + 0.2 * noise[i] for i in range(3))
+    advantages, results = noise[3], []
+    for fused in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        more = {"ref_logprobs": ref, "cu_seqlens": cu_seqlens, "normalizer": 3.0}
+        given = (proximal, behavior, advantages)
+        if fused:
+            more |= {"shard": SHARD, "temperature": 0.7, "rows_per_chunk": rows_per_chunk}
+            loss, sums = ops.lm_head_ppo_loss(h, w, labels, *given, options, **more)
+            assert sums["tokens"] == mask.sum()
+        else:
+            logprobs, entropy = reference.logprobs_entropy(h @ w.T, labels, 0.7)
+            loss = reference.ppo_loss(logprobs, *given, mask, options, entropy=entropy, **more)
+        (2 * loss).backward()
+        results.append((loss.detach(), h.grad, w.grad))
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
+
+
+def test_any_loss_by_row_runs_in_chunks():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 8, generator=generator), torch.randn(33, 8, generator=generator)
+    labels = torch.tensor([3, -100, 5, 7, 32, 0])
+    rows, wanted = torch.tensor([0, 0, 6, 2, 2, 1]), torch.arange(6.0)
+    results = []
+    for fused in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if fused:
+
+            def loss(logprobs, entropy, places):
+                return ((logprobs + wanted[places]) ** 2).sum(), {"entropy": entropy.sum()}
+
+            total, sums = ops.lm_head_loss(h, w, labels, loss, shard=SHARD, rows=rows, rows_per_chunk=2)
+            entropy = sums["entropy"]
+        else:
+            logprobs, entropies = reference.logprobs_entropy(h[rows] @ w.T, labels)
+            total, entropy = ((logprobs + wanted) ** 2)[labels >= 0].sum(), entropies.sum().double()
+        total.backward()
+        results.append((total.detach(), entropy.detach(), h.grad, w.grad))
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_does_not_grow_with_the_rows():
+    """The largest tensor alive while the loss is formed is one chunk's logits, or the weight's gradient."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return result
+
+    hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    labels, zeros, shard = torch.arange(400), torch.zeros(400), ops.VocabShard(0, 1000, 1000)
+    with Watch():
+        given = (labels, None, None, zeros + 1, PpoOptions())
+        ops.lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20)[0].backward()
+    assert largest == 20 * 1000 * 4
+
+
+@pytest.mark.parametrize("options", [PpoOptions(), PpoOptions(sequence_ratio=True)], ids=["by token", "by sequence"])
+def test_compiles_without_a_break(options):
+    hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(33, 8).requires_grad_()
+    labels, kept = torch.tensor([3, -100, 5, 7, 32, 0]), torch.tensor([0, 2, 3, 4, 5])
+    before, advantages = torch.randn(2, 6)
+
+    def loss(h, w):
+        more = {"shard": SHARD, "kept": kept, "rows_per_chunk": 2, "cu_seqlens": torch.tensor([0, 3, 6])}
+        return ops.lm_head_ppo_loss(h, w, labels, before - 4, None, advantages, options, **more)[0]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for mine, right in zip(
+        torch.autograd.grad(compiled(hidden, weight), (hidden, weight)),
+        torch.autograd.grad(loss(hidden, weight), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, right)
+
+
+def test_no_trained_row_gives_zero_loss_and_gradient():
+    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
+    labels, zeros = torch.full((3,), -100), torch.zeros(3)
+    loss, _ = ops.lm_head_ppo_loss(hidden, weight, labels, zeros, zeros, zeros, PpoOptions(), shard=SHARD)
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+# none, an empty sequence between others, one of one token, more than a block of the kernel
+@pytest.mark.parametrize("lengths", [(), (3, 0, 1, 4), (300, 1, 20)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_labels_are_shifted_inside_each_sequence(lengths, masked):
+    generator = torch.Generator().manual_seed(0)
+    total, cu_seqlens = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.randint(0, 99, (total,), generator=generator)
+    mask = torch.rand(total, generator=generator) < 0.5 if masked else None
+    torch.ops.load_library(build["build_emulated"]())
+    expected = reference.packed_labels(ids, cu_seqlens, mask)
+    for function in (ops.packed_labels, torch.ops.megatron_rl_emulated.packed_labels):
+        for mine, right in zip(function(ids, cu_seqlens, mask), expected, strict=True):
+            assert torch.equal(mine, right)
+    opcheck(library.packed_labels.default, (ids, cu_seqlens, mask))
+
+
+def test_labels_name_bad_input():
+    ids = torch.arange(5)
+    with pytest.raises(RuntimeError, match=r"cu_seqlens\[2\] is 5"):
+        ops.packed_labels(ids, torch.tensor([0, 6, 5]))
+    with pytest.raises(ValueError, match="loss_mask is torch.int64"):
+        ops.packed_labels(ids, torch.tensor([0, 5]), ids)
+    with pytest.raises(ValueError, match="input_ids is torch.int32"):
+        ops.packed_labels(ids.int(), torch.tensor([0, 5]))

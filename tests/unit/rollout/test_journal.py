@@ -1,0 +1,515 @@
+"""The journal and the ledger: what a kill leaves is read back, and no prompt is lost or trained twice."""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config import RolloutConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.rollout.events import Episode
+from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.rollout.journal import (
+    Replay,
+    ReplayingWorkflow,
+    RolloutJournal,
+    consumed_by_step,
+    drop_files_before,
+    next_life,
+    read_file,
+)
+from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.rollout_metrics import Tally
+from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
+
+
+class Engine:
+    version = 0
+
+    def get_version(self):
+        return self.version
+
+
+def episode(index, epoch=0, **data):
+    data = {"prompt_index": index, "epoch": epoch, "sample_key": f"prompt {epoch}/{index}"} | data
+    return Episode(number=index, data=data, workflow=None)
+
+
+def group(index, versions=(0,)):
+    trajectories = [
+        Trajectory(
+            input_ids=torch.tensor([index, 5, 6]),
+            loss_mask=torch.tensor([False, True, True]),
+            logprobs=torch.tensor([0.0, -0.1, -1e-30]),
+            versions=torch.tensor([-1, version, version]),
+            reward=index + 0.1,
+            tokens={"expert": torch.tensor([1, 2, index], dtype=torch.int32)},
+            sequence={"greedy_reward": 0.25},
+        )
+        for version in versions
+    ]
+    return TrajectoryBatch.from_trajectories([trajectories])
+
+
+def start(folder, *, life=1, first_step=0, version=0, fingerprint="f", head=0):
+    stamp = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
+    return RolloutJournal(folder, life=life, head=head, **stamp)
+
+
+def replay(folder, *, life=2, version=0, max_staleness=4, fingerprint="f"):
+    return Replay(folder, life=life, version=version, max_staleness=max_staleness, fingerprint=fingerprint)
+
+
+def assert_same(found, expected):
+    for part in ("tokens", "sequences"):
+        ours, theirs = getattr(found, part), getattr(expected, part)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+    assert torch.equal(found.cu_seqlens, expected.cu_seqlens)
+
+
+def test_a_group_is_read_back_bit_by_bit(tmp_path):
+    journal = start(tmp_path)
+    journal.accepted(episode(3), group(3, versions=(0, 1)))
+    journal.accepted(Episode(number=0, data={"sample_key": "held out"}, workflow=None), group(4))
+    found = replay(tmp_path, version=1)
+    assert len(found) == 1, "what has no place in the data set is not kept"
+    assert_same(found.take("prompt 0/3", version=1), group(3, versions=(0, 1)))
+    assert found.take("prompt 0/3", version=1) is None, "once"
+
+
+@pytest.fixture
+def three_groups(tmp_path):
+    journal = start(tmp_path / "journal")
+    for index in range(3):
+        journal.accepted(episode(index), group(index))
+    journal.consumed([episode(0), episode(2)], version=0)
+    journal.close()
+    return journal.path
+
+
+def test_a_file_cut_anywhere_gives_the_whole_records_before_the_cut_and_says_so(three_groups):
+    data, (whole, fault) = three_groups.read_bytes(), read_file(three_groups)
+    assert fault == "" and [r.event["event"] for r in whole] == ["opened", *["accepted"] * 3, "consumed"]
+    ends = [record.start + record.size for record in whole]
+    near_ends = {end + n for end in ends for n in range(-3, 27)}  # every byte of the next record's head
+    for length in sorted({n for n in near_ends if n < len(data)} | set(range(0, len(data), 13))):
+        three_groups.write_bytes(data[:length])
+        records, fault = read_file(three_groups)
+        assert len(records) == sum(end <= length for end in ends)
+        assert (fault == "") == (length in [0, *ends])
+        assert fault == "" or f"{three_groups.name} ends in the middle of a record" in fault
+        assert three_groups.stat().st_size == length, "reading changes nothing"
+
+
+def test_a_flipped_bit_anywhere_is_found_and_what_is_before_it_is_read(three_groups):
+    data, (whole, _) = three_groups.read_bytes(), read_file(three_groups)
+    ends = [record.start + record.size for record in whole]
+    heads = {end + n for end in ends for n in range(-3, 27)}
+    for at in sorted({n for n in heads if n < len(data)} | set(range(0, len(data), 13))):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        three_groups.write_bytes(damaged)
+        records, fault = read_file(three_groups)
+        assert len(records) == sum(end <= at for end in ends)
+        assert three_groups.name in fault and ("damaged from byte" in fault or "middle of a record" in fault)
+
+
+# -- replies of unfinished episodes ------------------------------------------------------------------------------------
+
+
+class Replies(Engine):
+    """Answers request after request, slower to the samples of odd numbers, and remembers what it was asked."""
+
+    def __init__(self, version=0):
+        self.version, self.asked = version, []
+
+    async def agenerate(self, req):
+        self.asked.append((*req.input_ids, req.metadata["sample_key"]))
+        await asyncio.sleep(0.02 * (req.metadata["sample_key"] % 2))
+        return LLMResponse(
+            input_tokens=req.input_ids,
+            output_tokens=[sum(req.input_ids), req.metadata["sample_key"]],
+            output_logprobs=[-0.1 / 3, -1e-30],
+            output_versions=[self.version, self.version + 1],
+            stop_reason="stop",
+            text="ä",
+        )
+
+
+class Turns(RolloutWorkflow):
+    """`samples` conversations of `turns` turns beside each other; a tool's answer comes between two turns."""
+
+    def __init__(self, samples=2, turns=3, tool=7, hangs_at=None):
+        self.samples, self.turns, self.tool, self.hangs_at, self.said = samples, turns, tool, hangs_at, []
+
+    async def arun_episode(self, engine, data):
+        conversations = await asyncio.gather(*(self.talk(engine, data, n) for n in range(self.samples)))
+        assert engine.get_version() == engine.version
+        return [self.trajectory(replies, reward=n) for n, replies in enumerate(conversations)]
+
+    async def talk(self, engine, data, sample):
+        ids, replies = [data["prompt_index"]], []
+        for turn in range(self.turns):
+            if (sample, turn) == self.hangs_at:
+                await asyncio.sleep(1000)
+            replies.append(await engine.agenerate(LLMRequest(rid="", input_ids=ids, metadata={"sample_key": sample})))
+            self.said.append((sample, turn))
+            ids = [*ids, *replies[-1].output_tokens, self.tool]
+        return replies
+
+    def trajectory(self, replies, reward):
+        return Trajectory.from_reply(replies[-1], reward)
+
+
+def run_episode(engine, workflow, events=(), seconds=None, index=5):
+    thread = EventLoopThread("test")
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=2), Tally(), events)
+    batch = thread.submit(executor.rollout_batch([episode(index).data], workflow))
+    try:
+        return batch.result(seconds)
+    except TimeoutError:
+        return None
+    finally:
+        thread.stop()  # nothing else is written: for the journal this is a kill
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """The journal of a process that was killed when sample 0 had its three replies and sample 1 one."""
+    journal = start(tmp_path)
+    workflow = Turns(hangs_at=(1, 1))
+    assert run_episode(Replies(), ReplayingWorkflow(workflow, None, journal), [journal], seconds=0.3) is None
+    assert sorted(workflow.said) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    journal.close()
+    return journal.path
+
+
+def test_an_unfinished_episode_gets_the_replies_back_that_it_had_and_only_the_others_anew(unfinished):
+    expected = run_episode(Replies(), Turns())
+    found, engine = replay(unfinished.parent, version=1), Replies()
+    journal = start(unfinished.parent, life=2, version=1)
+    assert_same(run_episode(engine, ReplayingWorkflow(Turns(), found, journal), [journal]), expected)
+    assert [asked[-1] for asked in engine.asked] == [1, 1] and found.replayed_replies == 4
+    again = replay(unfinished.parent, life=3, version=1)
+    del expected.sequences["prompt_index"]  # which the trainer is told with the batch
+    assert_same(again.take("prompt 0/5", 0), expected)
+    assert again.take_reply("prompt 0/5", "any", 0) is None and again.replayed_replies == 0
+    assert run_episode(Replies(), ReplayingWorkflow(Turns(), again, journal), index=6) is not None, "of another prompt"
+    assert again.replayed_replies == 0
+
+
+def test_a_reply_is_read_back_bit_by_bit_and_once(tmp_path):
+    reply, journal = (
+        asyncio.run(Replies().agenerate(LLMRequest(rid="", input_ids=[1, 2], metadata={"sample_key": 1}))),
+        start(tmp_path),
+    )
+    journal.replied(episode(3).data, "first", reply)
+    journal.replied(episode(3).data, "second", dataclasses.replace(reply, stop_reason="abort"))
+    journal.replied({"sample_key": "held out"}, "first", reply)
+    found = replay(tmp_path, version=1)
+    assert found.take_reply("prompt 0/3", "first", 1) == reply
+    assert all(
+        found.take_reply(*key, 1) is None
+        for key in [("prompt 0/3", "first"), ("prompt 0/3", "second"), ("held out", "first")]
+    )
+
+
+def test_a_turn_whose_prompt_came_out_differently_gets_a_new_reply(unfinished):
+    found, engine = replay(unfinished.parent), Replies()
+    batch = run_episode(engine, ReplayingWorkflow(Turns(tool=8), found, start(unfinished.parent, life=2)))
+    assert_same(batch, run_episode(Replies(), Turns(tool=8)))
+    assert found.replayed_replies == 2, "the first turn of both samples"
+
+
+@pytest.mark.parametrize(("version", "taken"), [(0, True), (2, True), (3, False)])
+def test_replies_that_are_too_old_are_generated_anew(version, taken, unfinished):
+    # They are of versions 0 and 1, and 1 came after the checkpoint: it counts as 0 here.
+    found, engine = replay(unfinished.parent, max_staleness=2), Replies(version)
+    batch = run_episode(engine, ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=2)))
+    assert found.replayed_replies == (4 if taken else 0) and len(engine.asked) == 6 - found.replayed_replies
+    of_first, of_second = batch["versions"][batch["loss_mask"]].tolist()[:2], batch["versions"][-2:].tolist()
+    assert of_second == [version, version + 1] and of_first == ([0, 0] if taken else of_second)
+
+
+def test_a_reply_cut_short_or_changed_is_named_and_generated_anew(unfinished):
+    data, records = unfinished.read_bytes(), read_file(unfinished)[0]
+    last = records[-1]
+    assert [record.event["event"] for record in records] == ["opened", *["replied"] * 4]
+    changed = data[: last.start + 9] + bytes([data[last.start + 9] ^ 1]) + data[last.start + 10 :]
+    for damaged, fault in ((data[:-5], "ends in the middle of a record"), (changed, "is damaged from byte")):
+        unfinished.write_bytes(damaged)
+        found, engine = replay(unfinished.parent), Replies()
+        assert len(found.faults) == 1 and f"{unfinished.name} {fault}" in found.faults[0]
+        assert run_episode(engine, ReplayingWorkflow(Turns(), found)) is not None and len(engine.asked) == 6
+        found = replay(unfinished.parent)
+        run_episode(Replies(), ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=9)))
+        assert found.replayed_replies == 3
+        max(unfinished.parent.iterdir()).unlink()
+
+
+def test_damage_is_named_and_left_as_it_is_and_the_rest_is_used(three_groups):
+    data = bytearray(three_groups.read_bytes())
+    data[read_file(three_groups)[0][2].start + 9] ^= 1
+    three_groups.write_bytes(data)
+    found = replay(three_groups.parent)
+    (fault,) = found.faults
+    assert "damaged from byte" in fault and "are not read" in fault
+    assert found.take("prompt 0/0", 0) is not None and found.take("prompt 0/1", 0) is None
+    assert three_groups.read_bytes() == bytes(data)
+
+
+def test_only_groups_young_enough_are_replayed(tmp_path):
+    journal = start(tmp_path)
+    for index, versions in enumerate([(2, 3), (3, 5), (5, 5), (7, 9)]):
+        journal.accepted(episode(index), group(index, versions))
+    # Resumed at version 4: what was sampled later comes from versions that this run never had.
+    found = [replay(tmp_path, version=4, max_staleness=2).take(f"prompt 0/{n}", version=4) for n in range(4)]
+    assert [batch is not None for batch in found] == [True, True, True, False]
+    assert found[1]["versions"].tolist() == [-1, 3, 3, -1, 4, 4], "5 is as old as the checkpoint"
+    later = [replay(tmp_path, version=4, max_staleness=2).take(f"prompt 0/{n}", version=5) for n in range(3)]
+    assert [batch is not None for batch in later] == [False, True, True]
+    exact = [replay(tmp_path, version=5, max_staleness=0).take(f"prompt 0/{n}", version=5) for n in range(4)]
+    assert [batch is not None for batch in exact] == [False, False, True, False], "a synchronous run's own step only"
+    assert len(replay(tmp_path, version=4, fingerprint="another reward")) == 0
+
+
+def test_a_journal_of_another_run_is_named_and_not_used(three_groups):
+    (fault,) = replay(three_groups.parent, fingerprint="another seed").faults
+    assert fault == f"{three_groups.name} is of a run with other settings, its 3 groups are not used"
+
+
+def test_a_replayed_group_from_before_the_version_of_now_is_trained_and_not_sampled_again(tmp_path):
+    start(tmp_path).accepted(episode(0), group(0, versions=(3, 4)))
+    found, workflow, engine, thread = (
+        replay(tmp_path, version=4),
+        Sampling(random.Random(0)),
+        Engine(),
+        EventLoopThread(""),
+    )
+    engine.version = 5
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=4), Tally())
+    batch = thread.run(executor.rollout_batch([episode(0).data], ReplayingWorkflow(workflow, found)))
+    thread.stop()
+    assert workflow.sampled == [] and batch["versions"].tolist() == [-1, 3, 3, -1, 4, 4]
+
+
+def test_versions_that_several_lives_had_are_told_apart(tmp_path):
+    start(tmp_path, life=1).accepted(episode(0), group(0, versions=(6,)))
+    start(tmp_path, life=2, first_step=4, version=4).accepted(episode(1), group(1, versions=(6,)))
+    found = replay(tmp_path, life=3, version=6, max_staleness=1)
+    assert found.take("prompt 0/1", 6)["versions"].tolist() == [-1, 6, 6], "life 3 goes on from it"
+    assert found.take("prompt 0/0", 6) is None, "life 1's version 6 is another: theirs had only 4 in common"
+
+
+def test_of_a_prompt_sampled_twice_the_later_group_counts(tmp_path):
+    journal = start(tmp_path)
+    for reward in (1, 2):
+        journal.accepted(episode(0), group(reward))
+        journal.requeued(episode(0), "too old")
+    assert replay(tmp_path).take("prompt 0/0", 0)["input_ids"].tolist()[0] == 2
+
+
+def test_old_files_go_and_the_others_stay(tmp_path):
+    journal = start(tmp_path)
+    for step in range(3):
+        journal.accepted(episode(step), group(step))
+        journal.consumed([episode(step)], version=step)
+        journal.begin_file()
+    drop_files_before(tmp_path, step=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        f"000001-0000000{n}-00000{n + 1}-0000.journal" for n in (2, 3)
+    ]
+    assert next_life(tmp_path) == 2 and next_life(tmp_path / "none") == 1
+
+
+def test_a_journal_that_cannot_be_written_stops_the_run_by_name(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+    monkeypatch.setattr("os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(RuntimeError, match="rollout journal .*0000.journal: .*No space left.*resume"):
+        journal.accepted(episode(0), group(0))
+
+
+def test_the_books_name_what_each_step_of_the_surviving_run_trained(tmp_path):
+    first = start(tmp_path)
+    for step in range(4):
+        first.consumed([episode(step), episode(10 + step)], version=step)
+    second = start(tmp_path, life=2, first_step=2, version=2)
+    second.consumed([episode(13), episode(3)], version=2)
+    assert list(consumed_by_step(tmp_path)) == [(0, [[0, 0], [0, 10]]), (1, [[0, 1], [0, 11]]), (2, [[0, 13], [0, 3]])]
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+def ledgers(count, size):
+    prompts = PromptIterator([{"prompt": "p"}] * count, seed=3)
+    return [PromptLedger(prompts, rank=rank, size=size) for rank in range(size)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_number_of_heads_hands_out_every_prompt_once_over_any_resumptions(data):
+    count, done, handed = 7, [], set()
+    heads = ledgers(count, data.draw(st.integers(1, 3)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        under_way = []
+        for _ in range(data.draw(st.integers(0, 20))):
+            head = data.draw(st.sampled_from(heads))
+            if under_way and data.draw(st.booleans()):
+                owner, prompt = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
+                owner.consumed([episode(prompt["prompt_index"], prompt["epoch"])], version=0)
+                done.append((prompt["epoch"], prompt["prompt_index"]))
+            else:
+                prompt = next(head)
+                handed.add((prompt["epoch"], prompt["prompt_index"]))
+                under_way.append((head, prompt))
+        states = [head.state_dict() for head in heads]
+        heads = ledgers(count, data.draw(st.integers(1, 3)))
+        for head in heads:
+            head.load_state_dicts(states)
+    assert len(set(done)) == len(done), "none is handed out again after it was trained"
+    again = set()
+    while not handed <= again | set(done):
+        for head in heads:
+            for _ in range(len(handed) + 3):
+                prompt = next(head)
+                place = prompt["epoch"], prompt["prompt_index"]
+                assert place not in again and place not in done
+                again.add(place)
+
+
+# -- kills, simulated --------------------------------------------------------------------------------------------------
+
+
+class Sampling(RolloutWorkflow):
+    """Takes random time and counts how often each prompt was really sampled."""
+
+    def __init__(self, chance):
+        self.chance, self.sampled = chance, []
+
+    async def arun_episode(self, engine, data):
+        version = engine.get_version()
+        await asyncio.sleep(self.chance.random() * 0.004)
+        self.sampled.append(data["sample_key"])
+        return group(data["prompt_index"], versions=(version,))
+
+
+PER_STEP = 6
+
+
+def live(folder, life, saved, workflow, steps, heads, chance):
+    """Run from the saved state until the end or a random kill; return the newest saved state and what was replayed."""
+    prompts = PromptIterator([{"prompt": "p"}] * 11, seed=1)
+    ledgers = [PromptLedger(prompts, rank=rank, size=heads) for rank in range(heads)]
+    engine, thread = Engine(), EventLoopThread("test")
+    for ledger in ledgers if saved["ledgers"] else []:
+        ledger.load_state_dicts(saved["ledgers"])
+    engine.version = saved["step"]
+    journals = [start(folder, life=life, head=n, first_step=saved["step"], version=saved["step"]) for n in range(heads)]
+    found = [replay(folder, life=life, version=saved["step"], max_staleness=2) for _ in range(heads)]
+    config = RolloutConfig(max_staleness=2, max_concurrent_episodes=6)
+    executors = [RolloutExecutor(engine, config, Tally(), books) for books in zip(ledgers, journals, strict=True)]
+    dies_at = saved["step"] + chance.random() * 6
+    for step in range(saved["step"], steps):
+        batches = [
+            thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, of_head), PER_STEP // heads))
+            for executor, ledger, of_head in zip(executors, ledgers, found, strict=True)
+        ]
+        if step + 1 > dies_at:
+            with contextlib.suppress(TimeoutError):  # a kill while some heads have their batch and others have not
+                batches[0].result(timeout=(dies_at - step) * 0.004)
+            break
+        for batch in batches:
+            versions = batch.result()["versions"]
+            assert engine.version - 2 <= int(versions[versions >= 0].min()) <= int(versions.max()) <= engine.version
+        engine.version = step + 1
+        if (step + 1) % 3 == 0 or step + 1 == steps:
+            for journal in journals:
+                journal.begin_file()
+            saved = {"step": step + 1, "ledgers": [ledger.state_dict() for ledger in ledgers]}
+    thread.stop()
+    for journal in journals:
+        journal.close()
+    return saved, sum(of_head.replayed for of_head in found)
+
+
+# Lives of one data head, as many heads as there are, and another number in every life.
+@pytest.mark.parametrize("heads", [(1,), (2,), (3, 1, 2)])
+def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(heads, tmp_path):
+    order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
+    place = lambda number: (order.at(number)["epoch"], order.at(number)["prompt_index"])  # noqa: E731
+    kills = replayed = 0
+    for seed in range(4):
+        folder, chance = tmp_path / str(seed), random.Random(seed)
+        workflow, steps = Sampling(chance), 14
+        saved = {"step": 0, "ledgers": []}
+        for life in itertools.count(1):
+            of_life = heads[life % len(heads)]
+            saved, from_journals = live(folder, life, saved, workflow, steps, of_life, chance)
+            replayed += from_journals
+            if saved["step"] == steps:
+                break
+            kills += 1
+            torn = max(folder.glob("*.journal"))
+            torn.write_bytes(torn.read_bytes()[: -chance.randrange(3)] or b"")
+        trained = [(step, tuple(prompt)) for step, prompts in consumed_by_step(folder) for prompt in prompts]
+        assert Counter(step for step, _ in trained) == dict.fromkeys(range(steps), PER_STEP), "every step once"
+        done = {prompt for _, prompt in trained}
+        assert len(done) == len(trained), "none twice"
+        furthest = max(state["next"] for state in saved["ledgers"])
+        to_come = {n for state in saved["ledgers"] for n in range(state["next"], furthest, state["size"])}
+        left_open = {place(number) for state in saved["ledgers"] for number in state["open"]}
+        handed_out = {place(number) for number in range(furthest) if number not in to_come}
+        assert done | left_open == handed_out and not done & left_open, "none lost"
+    assert kills > 4 and replayed > kills
+
+
+def test_a_slow_disk_at_a_checkpoint_does_not_hold_the_event_loop(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+    journal.accepted(episode(1), group(1))
+    syncs, go_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(file):
+        syncs.set()
+        assert go_on.wait(10)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    checkpoint = threading.Thread(target=journal.begin_file)
+    checkpoint.start()
+    assert syncs.wait(10)
+    journal.accepted(episode(2), group(2))  # returns, although the disk has not
+    assert checkpoint.is_alive(), "which has not returned before the records are on the disk"
+    go_on.set()
+    checkpoint.join()
+    journal.close()
+    first, second = sorted(tmp_path.glob("*.journal"))
+    assert [[r.event["event"] for r in read_file(path)[0]] for path in (first, second)] == [["opened", "accepted"]] * 2
+
+
+def test_a_disk_that_does_not_keep_the_records_ends_the_run(tmp_path, monkeypatch):
+    journal = start(tmp_path)
+
+    def fail(file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RuntimeError, match="rollout journal .*Input/output error"):
+        journal.begin_file()
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        journal.accepted(episode(2), group(2))
+    journal.close()

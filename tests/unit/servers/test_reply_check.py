@@ -1,0 +1,260 @@
+"""A reply that was spoilt is refused, or gives what it gave before: of both protocols, in any of its fields."""
+
+import copy
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.servers.reply_check import Asked, check_reply, newest_of, read_reply
+from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_answer
+from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.sampling import SamplingParams
+
+PROMPT, OUTPUT = [5, 6, 7], [8, 9, 10, 11]
+ASKED = Asked(
+    rid="r-1", prompt_tokens=3, max_new_tokens=4, stop=("END",), version=3, weights="3", vocab_size=100, room=1000
+)
+SHORT = Asked(
+    rid="r-1", prompt_tokens=3, max_new_tokens=9, stop=("END",), version=3, weights="3", vocab_size=100, room=1000
+)
+
+
+def embedded(reason=None):
+    """What the embedded server answers, by its own code."""
+    request = Request(rid="r-1", prompt=PROMPT, params=SamplingParams(max_new_tokens=4))
+    request.tokens += OUTPUT
+    request.logprobs = [-0.5, -1.25, -0.125, -3.0]
+    request.spans, request.weight_version = [("3", 2), ("4", 4)], "4"
+    request.finish_reason = reason or {"type": "length", "length": 4}
+    request.started, request.created_s, request.started_s, request.finished_s = True, 1.0, 2.0, 3.0
+    shows = {"return_logprob": True, "return_text_in_logprobs": False, "return_prompt_token_ids": False}
+    call = GenerateCall(requests=[request], single=True, stream=False, **shows)
+    return json.loads(json.dumps(generate_answer(request, call, "4", None)))
+
+
+def sglang(reason=None):
+    """What SGLang 0.5.21 answered, by facts of a run."""
+    answer = embedded(reason)
+    answer["meta_info"] |= {"e2e_latency": 0.07, "input_token_logprobs": [], "routed_dp_rank": None}
+    del answer["meta_info"]["request_received_ts"]
+    return answer
+
+
+ENDS = {
+    "length": (ASKED, {"type": "length", "length": 4}),
+    "stop": (SHORT, {"type": "stop", "matched": 11}),
+    "string": (SHORT, {"type": "stop", "matched": "END"}),
+    "abort": (SHORT, {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}),
+}
+
+
+CALM = embedded()
+"""The same whenever it is looked at; the time of the request is in it."""
+
+
+def seen(part):
+    return part.tokens, part.logprobs, part.versions, part.stop_reason, part.text
+
+
+def taken(part, asked):
+    """What a client makes of it to which version 4 was the last that was published."""
+    if newest_of(part, asked) > 4:
+        raise ValueError("newer than what was published")
+    return seen(part)
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(
+        ["NaN", "-inf", "default", "incomplete", "3", "4", "-1", "999", "4.0", " 4", "٤", "", "stop", "END"]
+    ),
+    st.sampled_from(
+        [math.nan, math.inf, -math.inf, -1e308, 1e308, 7.9, 0.5, 2**63, -(2**63), 10**30, -1, 0, 1, 2, 5, 99]
+    ),
+    st.sampled_from(
+        [[], {}, [[]], [None], {"type": "stop"}, [[-0.5, 8, None]], [[[[[[[[[[]]]]]]]]]], [[-0.5, 8]] * 200]
+    ),
+    st.integers(100, 10**6),
+)
+
+
+def places(value, path=()):
+    """Every place in a JSON value, itself included."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def is_told(path):
+    """Whether a plausible value there cannot be told from the true one, by anybody: a log-probability, or the text."""
+    return path == ("text",) or (len(path) == 4 and path[1] == "output_token_logprobs" and path[3] in (0, 2))
+
+
+@pytest.mark.parametrize("make", [embedded, sglang])
+@pytest.mark.parametrize("end", ENDS)
+def test_reply_that_is_what_was_asked_for_is_taken(make, end):
+    asked, reason = ENDS[end]
+    part = check_reply(make(reason), asked)
+    assert seen(part) == (OUTPUT, [-0.5, -1.25, -0.125, -3.0], [3, 3, 4, 4], reason["type"], "")
+    assert part.spans == [("3", 2), ("4", 2)] and newest_of(part, asked) == 4
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([embedded, sglang]), st.sampled_from(sorted(ENDS)), st.data())
+def test_reply_spoilt_in_any_field_is_refused_or_is_what_it_was(make, end, data):
+    asked, reason = ENDS[end]
+    answer = make(reason)
+    good = taken(check_reply(answer, asked), asked)
+    path = data.draw(st.sampled_from(list(places(answer))))
+    how = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
+    spoilt = copy.deepcopy(answer)
+    if not path:
+        spoilt = data.draw(ODD)
+    else:
+        holder = spoilt
+        for key in path[:-1]:
+            holder = holder[key]
+        if how == "replace":
+            holder[path[-1]] = data.draw(ODD)
+        elif how == "remove":
+            del holder[path[-1]]
+        elif isinstance(holder, list):
+            holder.insert(path[-1], copy.deepcopy(holder[path[-1]]))
+    try:
+        found = taken(check_reply(spoilt, asked), asked)
+    except ValueError as refusal:
+        assert len(str(refusal)) <= 1000
+        return
+    if is_told(path):
+        texts, numbers = (found[:1] + found[2:4], good[:1] + good[2:4])
+        assert texts == numbers and all(-1e4 <= logprob <= 1e-3 for logprob in found[1]) and type(found[4]) is str
+    else:
+        assert found == good, (path, how)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_body_spoilt_in_its_bytes_is_refused_or_is_what_it_was_but_for_its_digits(data):
+    content = json.dumps(CALM).encode()
+    place = data.draw(st.integers(0, len(content) - 1))
+    spoilt = content[:place] + data.draw(st.binary(max_size=3)) + content[place + data.draw(st.integers(0, 40)) :]
+    try:
+        part = read_reply(spoilt, ASKED)
+        taken(part, ASKED)
+    except ValueError as refusal:
+        assert len(str(refusal)) <= 1000
+        return
+    assert (part.tokens, part.versions, part.stop_reason) == (OUTPUT, [3, 3, 4, 4], "length")
+
+
+def with_meta(**fields):
+    answer = embedded()
+    answer["meta_info"] |= fields
+    return answer
+
+
+def with_entry(position, *values):
+    answer = embedded()
+    for place, value in values:
+        answer["meta_info"]["output_token_logprobs"][position][place] = value
+        if place == 1:
+            answer["output_ids"][position] = value
+    return answer
+
+
+def with_spans(*spans):
+    return with_meta(weight_versions=[{"version": v, "start": a, "end": b} for v, a, b in spans])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        *((with_entry(1, (0, bad)), "log-probability at position 1 = ") for bad in ("NaN", "-inf", -1e308, False, 0.5)),
+        *((with_entry(1, (0, bad)), "log-probability at position 1 = ") for bad in (math.nan, -math.inf, None, [])),
+        *((with_entry(2, (1, bad)), "token at position 2 = ") for bad in (7.9, True, "9", -1, 100, 2**70)),
+        (embedded() | {"output_ids": [8, 9, 10, 12]}, r"output_ids = \[8, 9, 10, 12\]: must be the ids of"),
+        (embedded() | {"output_ids": [8.0, 9, 10, 11]}, "output_ids = "),
+        (with_meta(output_token_logprobs=[[-0.5, 8, None]] * 40), "40 entries: at most 4 were asked for"),
+        (with_meta(output_token_logprobs=[[-0.5, 8, None]] * 200_000), "200000 entries: at most 4"),
+        (with_meta(output_token_logprobs={}), "output_token_logprobs = {}: must be of type list"),
+        (with_spans(("3", 0, 2), ("999", 2, 3)), "must cover all of 4 tokens"),
+        (with_spans(("3", 0, 2), ("4", 3, 4)), r"weight_versions\[1\] = .*must begin at 2"),
+        (with_spans(("3", 0, 9)), "must cover all of 4 tokens"),
+        (with_spans(("4", 0, 2), ("3", 2, 4)), "must not go back"),
+        (with_spans(("2", 0, 4)), "weight_versions = 2: 3 was published before"),
+        *((with_spans((name, 0, 4)), "may have been started anew") for name in ("-1", "incomplete", "default", "٣")),
+        (with_meta(weight_versions=[]), "weight_versions = None: weight_version = '4', and it was asked with '3'"),
+        (with_meta(weight_versions=None, weight_version=None), "weight_version = None: the server called its weights"),
+        (with_meta(prompt_tokens=4), "prompt_tokens = 4: 3 were sent"),
+        (with_meta(cached_tokens=-1), "cached_tokens = -1"),
+        (with_meta(completion_tokens=True), "completion_tokens = True: must be of type int"),
+        (with_meta(id="r-2"), "id = r-2: the request's is 'r-1'"),
+        (with_meta(finish_reason="length"), "finish_reason = length: must be of type dict"),
+        (with_meta(finish_reason={"type": "tired"}), "must be of type stop, length or abort"),
+        (with_meta(finish_reason={"type": "length", "length": 3}), "length must be that of the reply, 4"),
+        (with_meta(finish_reason={"type": "stop", "matched": 8}), "what matched must be the last token, 11"),
+        (with_meta(finish_reason={"type": "stop", "matched": "NaN happened"}), "logits that are not numbers"),
+        (embedded() | {"text": None}, "text = None: must be of type str"),
+        (embedded() | {"text": ["a"]}, "text = "),
+        ([embedded()], "the reply = .*must be a JSON object"),
+        ({"error": {"message": "busy"}}, "meta_info = missing: must be of type dict"),
+    ],
+)
+def test_what_no_server_can_have_generated_is_named(answer, words):
+    with pytest.raises(ValueError, match=words):
+        check_reply(answer, ASKED)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text": NaN}',
+        b'{"text": Infinity}',
+        b"[" * 100_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b"\xff\xfe",
+        b"",
+        json.dumps(embedded()).encode()[:-1] + b', "text": "twice"}',
+        json.dumps(embedded())
+        .encode()
+        .replace(b'"completion_tokens": 4', b'"completion_tokens":4,"completion_tokens":4'),
+        json.dumps(embedded()).replace("-0.5", "-1e999").encode(),
+    ],
+)
+def test_body_that_json_does_not_know_or_that_says_something_twice_is_refused(body):
+    compact = body.replace(b'": ', b'":')
+    with pytest.raises(ValueError):
+        read_reply(compact, ASKED)
+
+
+def test_weights_of_the_start_stand_for_the_version_of_the_request_until_something_is_published():
+    first = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=4, version=0, weights="default", vocab_size=100)
+    assert check_reply(with_spans(("default", 0, 4)), first).versions == [0] * 4
+    # A publication went through it.
+    assert check_reply(with_spans(("default", 0, 3), ("1", 3, 4)), first).versions == [0, 0, 0, 1]
+    with pytest.raises(ValueError, match="had 'default', and may have been started anew"):
+        check_reply(with_spans(("none", 0, 4)), first)
+
+
+def test_servers_before_0_5_19_give_one_name_for_a_reply_and_the_oldest_version_counts():
+    old = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=4, version=3, weights="3", gives_spans=False)
+    for name, words in (("3", None), ("4", None), ("default", "started anew"), ("2", "3 was published before")):
+        answer = with_meta(weight_version=name)
+        del answer["meta_info"]["weight_versions"]
+        if words is None:
+            assert check_reply(answer, old).versions == [3] * 4
+        else:
+            with pytest.raises(ValueError, match=words):
+                check_reply(answer, old)
+
+
+def test_reply_may_end_early_where_the_server_has_no_more_room():
+    full = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3", room=8)
+    assert check_reply(embedded(), full).stop_reason == "length"
+    with pytest.raises(ValueError, match="99 tokens were asked for, and the server has room for them"):
+        check_reply(embedded(), Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3", room=500))

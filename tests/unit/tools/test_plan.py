@@ -1,0 +1,531 @@
+"""The arithmetic of a plan, against what packing and the admission gate do and against counts by hand."""
+
+import inspect
+import itertools
+import json
+import random
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.algo.catalogue import find_loss
+from megatron_rl.batch import packing
+from megatron_rl.cli import main
+from megatron_rl.config import (
+    LOSSES,
+    AlgorithmConfig,
+    BatchConfig,
+    CorrectionConfig,
+    DataConfig,
+    GenerationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+    load_config,
+)
+from megatron_rl.launch import slurm
+from megatron_rl.launch.local import arrange
+from megatron_rl.launch.placement import Nodes, place
+from megatron_rl.ops import lm_head_loss
+from megatron_rl.rollout.staleness import AdmissionGate
+from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES
+from megatron_rl.tools.plan.fit import Cluster, _plans, best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.memory import (
+    HEAD_CHUNK,
+    ModelMemory,
+    TrainerMemory,
+    kv_bytes_per_token,
+    models_of,
+    server_memory,
+    trainer_memory,
+)
+from megatron_rl.tools.plan.step_sizes import Bounds, PromptTokens, evaluation_count, plan_batch
+from megatron_rl.tools.plan.throughput import SELECTING, forward_flops, matrix_parameters, passes, update_seconds
+from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.layout import check_layout, parameters
+
+ROOT = Path(__file__).parents[3]
+MODEL = str(ROOT / "configs" / "models" / "count_tiny")
+
+
+def experiment(**sections):
+    required = {"model": ModelConfig(path=MODEL), "data": DataConfig(train="x:y")}
+    return TrainConfig(**required | {"generation": GenerationConfig(n_samples=4, max_new_tokens=20)} | sections)
+
+
+def test_batch_algebra_by_hand():
+    config = experiment(
+        batch=BatchConfig(prompts_per_step=10, updates_per_step=2, tokens_per_microbatch=100, share_prompts=False),
+        rollout=RolloutConfig(max_concurrent_episodes=3),
+        run=RunConfig(steps=20, evaluate_every_steps=5),
+    )
+    plan = plan_batch(config, PromptTokens.of([4, 6, 8], held_out=7), replicas=2)
+    assert (plan.prompts, plan.trajectories, plan.requests) == (10, 40, 40)
+    assert (plan.prompt_tokens, plan.most_reply_tokens, plan.longest_sequence) == (240, 800, 28)
+    assert plan.computed_rows == 40 * (6 + 20)
+    assert plan.trajectories_per_replica == Bounds(10, 10)
+    # At best ten prompts of 4 tokens, whose replies are empty; at worst three sequences of 28 tokens fit together.
+    assert plan.microbatches == Bounds(1, 4)
+    assert (plan.groups_in_flight, plan.episodes_running, plan.replies_running) == (10, 6, 24)
+    # Before the first step, after steps 5, 10 and 15, and after the last.
+    assert (plan.evaluations, plan.all_requests) == (5, 20 * 40 + 5 * 7)
+    assert plan.epochs == pytest.approx(200 / 3)
+
+
+@pytest.mark.parametrize("steps,every", [(1, 0), (12, 0), (12, 1), (12, 5), (12, 12), (12, 30)])
+def test_evaluations_are_those_of_the_loop(steps, every):
+    config = experiment(run=RunConfig(steps=steps, evaluate_every_steps=every))
+    due = [step for step in range(steps + 1) if step in (0, steps) or (every and step % every == 0)]
+    assert evaluation_count(config) == len(due)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("concurrent", [2, 1000])
+def test_groups_in_flight_are_what_the_gates_admit(staleness, concurrent):
+    config = experiment(
+        batch=BatchConfig(prompts_per_step=8),
+        rollout=RolloutConfig(max_concurrent_episodes=concurrent, max_staleness=staleness),
+    )
+    plan = plan_batch(config, PromptTokens.of([5]), replicas=2)
+    gates = [AdmissionGate(concurrent, staleness, groups_per_step=4) for _ in range(2)]
+    assert plan.groups_in_flight == sum(gate.room(0) for gate in gates)
+    assert plan.episodes_running == sum(gate.capacity(0) for gate in gates)
+
+
+def test_oversampled_groups_are_what_the_gates_admit():
+    config = experiment(batch=BatchConfig(prompts_per_step=9), rollout=RolloutConfig(oversample=1.5))
+    gates = []
+    for prompts, surplus in ((4, 2), (5, 3)):
+        gates.append(AdmissionGate(100, 0))
+        gates[-1].begin_step(prompts, 0, waiting=0, surplus=surplus)
+    plan = plan_batch(config, PromptTokens.of([5]), replicas=2)
+    assert plan.groups_in_flight == sum(gate.room(0) for gate in gates) == 14
+
+
+def random_share(rng, prompts, replies, longest_prompt, longest_reply):
+    """A replica's trajectories: whole groups, some of whose replies are equal or empty."""
+    ids, lengths, groups = [], [], []
+    for number in range(prompts):
+        prompt = [rng.randrange(3) for _ in range(rng.randint(2, longest_prompt))]
+        for _ in range(replies):
+            reply = [rng.randrange(2) for _ in range(rng.randint(0, longest_reply))]
+            ids += prompt + reply
+            lengths.append(len(prompt) + len(reply))
+            groups.append(number)
+    tokens = {"input_ids": torch.tensor(ids), "loss_mask": torch.ones(len(ids), dtype=torch.bool)}
+    return TrajectoryBatch(tokens, {"group": torch.tensor(groups)}, torch.tensor([0, *lengths]).cumsum(0))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("budget", [5, 30, 64, 400])
+def test_packing_stays_within_the_planned_microbatches(shared, budget):
+    rng = random.Random(budget)
+    for _ in range(20):
+        prompts, replies, prompt, reply = (rng.randint(1, most) for most in (6, 5, 12, 30))
+        config = experiment(
+            batch=BatchConfig(prompts_per_step=prompts, tokens_per_microbatch=budget, share_prompts=shared),
+            generation=GenerationConfig(n_samples=replies + 1, max_new_tokens=reply),
+        )
+        plan = plan_batch(config, PromptTokens.of([2, prompt + 2]), replicas=1)
+        share = random_share(rng, prompts, replies + 1, prompt + 2, reply)
+        for final_rows in (False, True):
+            parts = packing.units(share, budget, share_prompts=shared, final_rows=final_rows)
+            count = packing.least_microbatches([unit.rows for unit in parts], budget)
+            assert plan.microbatches.least <= count <= plan.microbatches.most
+
+
+def test_interleaved_pipelines_take_whole_rounds_of_microbatches():
+    config = experiment(
+        batch=BatchConfig(prompts_per_step=3, tokens_per_microbatch=30, share_prompts=False),
+        parallel=ParallelConfig(pipeline=4, virtual_pipeline=2),
+    )
+    # 12 sequences of up to 28 tokens, one to a microbatch.
+    assert plan_batch(config, PromptTokens.of([8]), replicas=1).microbatches == Bounds(4, 12)
+
+
+def test_more_replicas_than_prompts_are_refused():
+    with pytest.raises(ValueError, match=r"batch.prompts_per_step = 2: each of the 4 .* raise it"):
+        plan_batch(experiment(batch=BatchConfig(prompts_per_step=2)), PromptTokens.of([5]), replicas=4)
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+QWEN_30B_A3B = LLAMA_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+TOKENS = PromptTokens.of([9])
+
+
+def model_folder(folder, config):
+    """A config.json with the tokenizer of the counting task; a plan needs no weights."""
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def large(folder, config=LLAMA_8B, **sections):
+    batch = BatchConfig(prompts_per_step=64, tokens_per_microbatch=8192)
+    path = model_folder(folder, config)
+    generation = GenerationConfig(n_samples=4, max_new_tokens=1000)
+    options = {"model": ModelConfig(path=path, dtype="bfloat16"), "batch": batch, "generation": generation} | sections
+    return experiment(**options)
+
+
+def cluster(gpus=8, nodes=1, device="h100"):
+    return Cluster(nodes=nodes, gpus_per_node=gpus, device=DEVICES[device])
+
+
+def test_parameters_of_known_models(tmp_path):
+    assert parameters(read_architecture(model_folder(tmp_path / "a", LLAMA_8B))) == 8_030_261_248
+    policy = models_of(large(tmp_path / "b", QWEN_30B_A3B))[0]
+    assert policy.parameters == 30_532_122_624
+    # A3B: 3.3 billion active parameters with embedding and head.
+    assert matrix_parameters(policy) + 2 * 151936 * 2048 == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_keys_and_values_of_a_token():
+    arch = read_architecture(MODEL)
+    one = arch.layers * 2 * arch.kv_heads * arch.head_dim * 2
+    assert kv_bytes_per_token(arch, 2) == one
+    assert kv_bytes_per_token(arch, 2, gpus=2 * arch.kv_heads) == one / arch.kv_heads  # a head is never cut
+
+
+def test_replies_that_fit_a_server(tmp_path):
+    config = large(tmp_path)
+    batch = plan_batch(config, TOKENS, replicas=1)
+    memory = server_memory(models_of(config)[0], config, batch, DEVICES["h100"])
+    # 32 layers x 2 x 8 heads x 128 x 2 bytes a token, 1,009 tokens a reply, 85 % of the GPU less the weights.
+    assert memory.kv_per_token == 131072
+    assert memory.replies == int((0.85 * 79.6 * GIB - 2 * 8_030_261_248) // 131072 // 1009)
+    config.rollout.server_args += ["--mem-fraction-static=0.5", "--tp", "2"]
+    smaller = server_memory(models_of(config)[0], config, batch, DEVICES["h100"])
+    assert (smaller.gpus, smaller.kv_per_token, smaller.weights) == (2, 65536, memory.weights / 2)
+    assert smaller.kv_room == 0.5 * 79.6 * GIB - smaller.weights
+
+
+def test_parts_sum_to_the_peak_and_offloaded_models_take_turns():
+    policy = ModelMemory({"weights": 2.0, "optimizer": 8.0}, {"activations": 5.0}, {"optimizer step": 1.0})
+    critic = ModelMemory({"weights": 4.0, "optimizer": 12.0}, {"activations": 1.0}, {"optimizer step": 3.0})
+    reference = ModelMemory({"weights": 2.0})
+    models = {"policy": policy, "critic": critic, "reference model": reference}
+
+    together = TrainerMemory(models, offload=False, available=1.0)
+    assert together.fullest_moment == "update"
+    assert together.peak == pytest.approx((10 + 16 + 2 + 5) * (1 + FRAGMENTATION) + RESERVED_BYTES)
+    apart = TrainerMemory(models, offload=True, available=1.0)
+    assert apart.fullest_moment == "critic: optimizer step"
+    assert apart.peak == pytest.approx((16 + 3) * (1 + FRAGMENTATION) + RESERVED_BYTES)
+    for memory in (together, apart):
+        assert sum(memory.parts.values()) == memory.peak
+
+
+def test_head_holds_the_logits_of_as_many_rows_as_planned():
+    assert inspect.signature(lm_head_loss).parameters["rows_per_chunk"].default == HEAD_CHUNK
+
+
+def test_a_reference_model_adds_its_weights(tmp_path):
+    config = large(tmp_path)
+    with_reference = large(tmp_path, algo=AlgorithmConfig(kl_coefficient=0.1))
+    peaks = []
+    for c in (config, with_reference):
+        batch = plan_batch(c, TOKENS, replicas=8)
+        peaks.append(trainer_memory(models_of(c), c, batch, TOKENS, 8, DEVICES["h100"]).peak)
+    assert peaks[1] - peaks[0] == pytest.approx(2 * 8_030_261_248 * (1 + FRAGMENTATION))
+
+
+@pytest.mark.parametrize(
+    "layout,words",
+    [
+        (ParallelConfig(pipeline=3), "does not divide the model's 32 layers"),
+        (ParallelConfig(tensor=3), "parallel.tensor = 3: does not divide evenly with the model's 32 attention heads"),
+        (ParallelConfig(expert=2), "llama has no experts"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(layout, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        check_layout(read_architecture(model_folder(tmp_path, LLAMA_8B)), layout)
+
+
+def test_forward_flops_are_twice_the_parameters_and_grow_with_keys(tmp_path):
+    model = models_of(large(tmp_path))[0]
+    outside = 2 * 4096 * 128256
+    assert matrix_parameters(model) == 8_030_261_248 - outside
+    assert forward_flops(model, 1, 1, 0) == 2 * (8_030_261_248 - outside / 2)
+    # Two products of 32 heads x 128 with each key in each of 32 layers.
+    assert forward_flops(model, 10, 0, 100) - forward_flops(model, 10, 0, 0) == 10 * 2 * 2 * 4096 * 100 * 32
+
+
+def test_best_split_is_the_fastest_that_fits(tmp_path):
+    for staleness in (0, 2):
+        config = large(
+            tmp_path,
+            parallel=ParallelConfig(tensor=4),
+            rollout=RolloutConfig(max_staleness=staleness),
+        )
+        best = best_plan(config, TOKENS, cluster(nodes=4))
+        plans = list(_plans(models_of(config), config, TOKENS, cluster(nodes=4)))
+        assert {plan.trainer_gpus for plan in plans} == set(range(4, 32, 4))
+        assert all(plan.trainer_gpus + plan.servers == 32 for plan in plans)
+        assert best.split.step_s == min(plan.split.step_s for plan in plans if plan.fits)
+        for plan in plans:
+            split = plan.split
+            # What may be left out of the search, and what the parts of a step are.
+            assert plan.step.least_s <= split.step_s * 1.01
+            assert split.step_s == pytest.approx(split.wait_s + split.update_s + split.publish_s)
+            assert 0 <= split.server_idle <= 1 and 0 <= split.trainer_idle <= 1
+        # More trainers update faster, fewer servers have more to do.
+        by_trainers = sorted(plans, key=lambda plan: plan.trainer_gpus)
+        assert [p.split.update_s for p in by_trainers] == sorted((p.split.update_s for p in plans), reverse=True)
+        waits = [p.split.wait_s for p in by_trainers]
+        assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(waits))
+
+
+def test_twice_the_gpus_update_in_half_the_time(tmp_path):
+    config = large(tmp_path)
+    batch = plan_batch(config, TOKENS, replicas=1)
+    seconds = [update_seconds(models_of(config), config, batch, TOKENS, gpus, DEVICES["h100"]) for gpus in (4, 8)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+# Forward once, backward twice; and the tokens of all updates but the first once more, to measure the proximal policy.
+@pytest.mark.parametrize("updates,proximal,count", [(1, "recompute", 3), (4, "recompute", 3.75), (4, "loglinear", 3)])
+def test_passes_over_the_steps_tokens(updates, proximal, count):
+    batch, correction = BatchConfig(updates_per_step=updates), CorrectionConfig(proximal=proximal)
+    config = experiment(batch=batch, correction=correction)
+    assert passes(models_of(config)[0], config) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"high_entropy_share": 0.2}, 3 + 1 + 0.75),
+        ({"loss": "m2po"}, 3 + 1),
+        ({"kl_in": "reward", "kl_coefficient": 0.1}, 3 + 1),
+        ({"kl_in": "reward", "kl_coefficient": 0.1, "high_entropy_share": 0.2}, 3 + 2),
+    ],
+)
+def test_passes_before_the_updates_are_counted(options, count):
+    config = experiment(batch=BatchConfig(updates_per_step=4), algo=AlgorithmConfig(**options))
+    assert passes(models_of(config)[0], config) == count
+
+
+def test_the_plan_knows_the_losses_that_choose_their_tokens():
+    assert set(SELECTING) == {name for name in LOSSES if find_loss(name, {}).select is not None}
+
+
+# One node is enough with other settings, or it is not.
+@pytest.mark.parametrize("gpus,wants_nodes", [(8, False), (4, True)])
+def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_path, capsys):
+    folder = model_folder(tmp_path, LLAMA_8B)
+    words = [str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={folder}", "model.dtype=bfloat16"]
+    words += ["batch.tokens_per_microbatch=65536", "generation.max_new_tokens=4000", f"--gpus-per-node={gpus}"]
+    with pytest.raises(SystemExit) as refused:
+        main(["plan", *words])
+    message = str(refused.value)
+    assert message.startswith("megatron-rl plan: does not fit: a trainer GPU needs") and "\n" not in message
+    assert "of the 79.6 GiB of a H100" in message and "the largest part is activations" in message
+    changes = message.partition("Nearest that fits: ")[2].split()
+    assert (changes[0] == "--nodes=2") == wants_nodes
+    main(["plan", *words, *changes])
+    assert "at the fullest" in capsys.readouterr().out
+    for left_out in (change for change in changes if not change.startswith("megatron.")):  # those come together
+        with pytest.raises(SystemExit, match="does not fit|does not divide"):
+            main(["plan", *words, *(change for change in changes if change != left_out)])
+
+
+def test_nothing_fits_a_layer_that_is_too_large(tmp_path):
+    config = large(tmp_path, LLAMA_8B | {"hidden_size": 2**19, "num_hidden_layers": 1, "head_dim": 128})
+    assert nearest_plan(config, TOKENS, cluster(gpus=1)) is None
+
+
+def test_servers_and_trainer_take_turns_on_one_gpu():
+    turns = RolloutConfig(colocated=True, publication="ipc")
+    plan = best_plan(experiment(rollout=turns), TOKENS, cluster(gpus=1))
+    assert plan.shares_gpus and plan.servers == plan.trainer_gpus == 1 and plan.fits
+    split, memory = plan.split, plan.trainer
+    assert split.step_s == pytest.approx(split.wait_s + split.update_s + split.publish_s + split.turns_s)
+    # All but what is no tensor: the other side's are out.
+    assert plan.server.kv_room == pytest.approx(min(0.85 * 79.6, 79.6 - 3) * GIB - plan.server.weights)
+    assert memory.reserved == 2 * RESERVED_BYTES
+    apart = best_plan(experiment(), TOKENS, cluster(gpus=2)).trainer.by_model["policy"].moments["publication"]
+    assert memory.by_model["policy"].moments["publication"] == apart + plan.server.weights
+
+
+def test_too_few_gpus_for_both_are_refused_with_turns_as_the_way_out():
+    config = experiment(rollout=RolloutConfig(max_staleness=2))
+    plan = best_plan(config, TOKENS, cluster(gpus=1))
+    nearest = nearest_plan(config, TOKENS, cluster(gpus=1))
+    assert not plan.fits and nearest[1].fits
+    assert refusal(plan, nearest) == (
+        "does not fit: 1 GPU for the trainer and 1 for a server are more than the 1 there are. Nearest that fits: "
+        "rollout.colocated=true rollout.publication=ipc rollout.max_staleness=0"
+    )
+
+
+# Models of three sizes in layouts, batches and clusters drawn at random: about half of them do not fit at first.
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp_path):
+    chance, refused = random.Random(seed), 0
+    for number in range(5):
+        arch = chance.choice([LLAMA_8B, QWEN_30B_A3B, LLAMA_8B | {"num_hidden_layers": 8, "hidden_size": 2048}])
+        words = {
+            "model.path": model_folder(tmp_path / str(number), arch),
+            "model.dtype": chance.choice(["bfloat16", "float32"]),
+            "batch.tokens_per_microbatch": chance.choice([2048, 32768]),
+            "generation.max_new_tokens": chance.choice([500, 4000]),
+            "parallel.tensor": chance.choice([1, 1, 2, 8]),
+            "optimizer.distributed": chance.choice(["true", "false"]),
+            "algo.advantage": chance.choice(["group_norm", "gae"]),
+            "rollout.max_staleness": chance.choice([0, 4]),
+        }
+        command = [f"{key}={value}" for key, value in words.items()]
+        gpus, nodes = chance.choice([1, 2, 8]), 1
+        path = ROOT / "configs" / "count_grpo.yaml"
+        config = load_config(path, command)
+        try:
+            plan = best_plan(config, TOKENS, cluster(gpus))
+        except ValueError:  # a layout that divides neither the model nor the GPUs
+            continue
+        if not plan.fits:
+            refused += 1
+            nearest = nearest_plan(config, TOKENS, cluster(gpus))
+            if nearest is None:
+                assert "Nothing near it fits" in refusal(plan, nearest)
+                continue
+            changes = refusal(plan, nearest).partition("Nearest that fits: ")[2].split()
+            if changes[0].startswith("--nodes="):
+                nodes = int(changes.pop(0).partition("=")[2])
+            command += changes
+            plan = best_plan(load_config(path, command), TOKENS, cluster(gpus, nodes))
+        assert plan.fits and plan.trainer.peak <= plan.trainer.available and plan.server.replies >= 1
+        assert plan.trainer_gpus + (0 if plan.shares_gpus else plan.servers * plan.server.gpus) <= nodes * gpus
+        if nodes == 1:
+            recommended = load_config(path, [*command, f"rollout.server_count={plan.servers}"])
+            places = arrange(recommended, [str(gpu) for gpu in range(gpus)], plan.trainer_gpus)
+            assert len(places.rank_gpus) == plan.trainer_gpus
+            assert len(places.server_gpus) == plan.servers * plan.server.gpus
+            assert plan.shares_gpus or not set(places.rank_gpus) & set(places.server_gpus)
+    assert refused
+
+
+def test_servers_that_run_already_leave_all_gpus_to_trainers():
+    config = experiment(rollout=RolloutConfig(servers=["http://a:1", "http://b:1"]))
+    plans = list(_plans(models_of(config), config, TOKENS, cluster(gpus=2)))
+    assert {(plan.servers, plan.trainer_gpus, plan.shares_gpus) for plan in plans} == {(2, 1, False), (2, 2, False)}
+
+
+@pytest.fixture
+def count_words():
+    return ["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={MODEL}", "data.evaluation_args={}"]
+
+
+def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys):
+    main([*count_words, "--nodes", "2", "batch.prompts_per_step=16"])  # a key=value may stand behind an option
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 48 and max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    assert "no run on a GPU has checked them" in text and "128: 8 replies a prompt" in text and "2 x 8 H100" in text
+    command = shlex.split(text.split("start it\n")[1].split("Assumed")[0].replace("\\\n", ""))
+    assert command[:6] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "scripts/train_grpo.sh"]
+    servers, ranks = int(command[-3].removeprefix("rollout.server_count=")), int(command[-1])
+    assert f"trainer            {ranks} GPUs" in text and f"servers            {servers}, each on 1 GPU" in text
+    assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
+
+
+@pytest.mark.parametrize("nodes, gpus, server_args", [(2, 8, "[]"), (3, 4, "[--tp,2]"), (1, 4, "[]"), (2, 2, "[]")])
+def test_a_slurm_job_places_what_the_plan_asks_for(nodes, gpus, server_args, count_words, capsys):
+    settings = (f"rollout.server_args={server_args}", "batch.prompts_per_step=256")
+    main([*count_words, f"--nodes={nodes}", f"--gpus-per-node={gpus}", *settings, "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    args = slurm.parser().parse_intermixed_args(plan["command"][6:])
+    config = load_config(args.config, args.overrides)
+    own = Nodes(hosts=[f"n{number}" for number in range(nodes)], cpus=8, gpus=gpus)
+    rollout = config.rollout
+    placement = place(own, own, servers=rollout.server_count, ranks=args.ranks, gpus_per_server=rollout.gpus_per_server)
+    taken = [(server.host, gpu) for server in placement.servers for gpu in server.gpus]
+    assert len(set(taken)) == plan["servers"]["count"] * plan["servers"]["gpus_each"]
+    assert sum(placement.ranks.values()) == plan["trainer"]["gpus"]
+    for host, ranks in placement.ranks.items():
+        assert ranks + sum(server == host for server, _ in taken) <= gpus
+
+
+def test_few_gpus_are_shared_on_one_host_and_by_no_command_on_several(count_words, capsys):
+    turns = ("rollout.colocated=true", "rollout.publication=ipc")
+    main([*count_words, "--gpus-per-node=1", *turns])
+    assert ".venv/bin/megatron-rl launch --ranks 1 " in capsys.readouterr().out
+    main([*count_words, "--nodes=2", "--gpus-per-node=1", "parallel.tensor=2", *turns])
+    assert "add a node for servers" in capsys.readouterr().out
+
+
+def test_json_has_the_same_plan(count_words, capsys):
+    main([*count_words, "--json", "--device", "h200"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["batch"]["trajectories"] == 256 and plan["cluster"]["device"]["name"].startswith("H200")
+    assert sum(plan["trainer"]["bytes"].values()) == pytest.approx(plan["trainer"]["peak_bytes"])
+    assert plan["trainer"]["gpus"] + plan["servers"]["count"] * plan["servers"]["gpus_each"] == 8
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["parallel.tensor=3"], "parallel.tensor = 3: does not divide evenly"),
+        (["parallel.tensor=4", "--gpus-per-node", "2"], "does not divide the world size 2"),
+        (["rollout.server_args=[--tp,16]"], "a server is on one node"),
+        (["optimiser.lr=1"], "did you mean optimizer"),
+        (["data.train=/none.jsonl", "data.train_args={}"], "data.train"),
+        (["generation.max_new_tokens=1000"], "more than the model's context of 64"),
+        (["megatron={num_layers_in_first_pipeline_stage: 1}"], "same layers on every pipeline stage"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, count_words):
+    with pytest.raises(SystemExit) as error:
+        main([*count_words, *words])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_tokenizer_is_named(tmp_path):
+    shutil.copy(Path(MODEL) / "config.json", tmp_path)
+    with pytest.raises(SystemExit, match="model.path = .* no usable tokenizer"):
+        main(["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"), [("count_dpo", "preference.loss = 'dpo'"), ("count_sft", "supervised.answer = 'answer'")]
+)
+def test_training_on_data_is_not_planned(config, setting):
+    with pytest.raises(SystemExit, match=f"plan: {setting}: only RL runs are planned"):
+        main(["plan", str(ROOT / "configs" / f"{config}.yaml")])
+
+
+def test_a_server_count_on_the_command_line_is_never_changed(count_words, capsys):
+    words = [*count_words, "--nodes=2", "batch.prompts_per_step=16", "--json"]
+    main([*words, "rollout.server_count=3"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["servers"]["count"] == 3 and "rollout.server_count=3" in plan["command"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "rollout.server_count=16"])
+    assert "rollout.server_count = 16: of 16 GPUs the trainer leaves room for 15 servers of 1" in str(ended.value)

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.telemetry.run_log import RunLog, Sample, Turn, read_run
+from megatron_rl.tools.report.charts import Series, line_chart, short, smooth, tick_label, ticks, whole_ticks
+from megatron_rl.tools.report.report import write_report
+from megatron_rl.tools.report.summary import AIMS, aim_of, evaluation_curves
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td>'
+
+
+class Page(HTMLParser):
+    """Collects what a browser would see: tags, attributes and text; fails on tags that do not nest."""
+
+    VOID = {"meta", "line", "br", "input"}
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text, self._open = [], [], "", []
+        self.feed(source)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if self._open[-1:] != ["script"] else ""
+
+
+def write_run(folder, steps=12, reply="7", evaluations=(0, 12)):
+    with RunLog(folder, steps, console=Console(file=io.StringIO())) as log:
+        log.log_config("run:\n  name: <b>bold</b>\n")
+        for step in range(steps):
+            if step in evaluations:
+                log_evaluation(log, step, 0.25, "10")
+            metrics = {"reward/mean": step / steps, "policy/loss": None if step == 3 else 0.1 * step}
+            log.log_step(
+                step,
+                metrics
+                | {"time/rollout": 3.0, "time/update": 5.0, "time/step": 10.0, "odd/metric": step, "odd/constant": 7},
+            )
+        if steps in evaluations:
+            log_evaluation(log, steps, 0.75, reply)
+
+
+def log_evaluation(log, step, accuracy, reply):
+    samples = [Sample(prompt=f"3+{i}=", reply=reply, reward=float(i % 2), answer=str(3 + i)) for i in range(20)]
+    log.log_evaluation(step, "held_out", {"accuracy": accuracy}, samples)
+
+
+def report(folder) -> tuple[Page, str]:
+    source = write_report(folder).read_text(encoding="utf-8")
+    return Page(source), source
+
+
+def test_headline_says_accuracy_before_and_after(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    assert "held-out accuracy25% → 75%over 12 steps" in page.text
+    assert "2:00" in page.text  # 12 steps of 10 s
+
+
+def test_time_of_each_phase_and_the_rest_is_listed(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    for line in ("update 50% (60.0 s)", "rollout 30% (36.0 s)", "outside the phases 20% (24.0 s)"):
+        assert line in page.text
+
+
+def test_replies_before_and_after_are_side_by_side(tmp_path):
+    write_run(tmp_path, reply="after!")
+    page, _ = report(tmp_path)
+    assert "after 0 steps" in page.text and "after 12 steps" in page.text
+    row = page.text[page.text.index("3+1=") :]
+    assert row.startswith("3+1=4110" + "1after!")  # prompt, answer, reward and reply before, reward and reply after
+    assert "8 more" in page.text  # of 20 rows 12 are shown
+
+
+def test_text_of_a_model_is_shown_and_never_becomes_markup(tmp_path):
+    write_run(tmp_path, reply=HOSTILE)
+    page, source = report(tmp_path)
+    assert HOSTILE in page.text and "<b>bold</b>" in page.text
+    assert not {"img", "b"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert source.count("<script") == page.tags.count("script") == 2  # the samples as data, and what shows them
+
+
+def dom_in_a_browser(page, script="") -> str:
+    """The page as a real browser has it after its scripts, and `script` after these, have run."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    copy = page.with_name("copy.html")
+    copy.write_text(page.read_text(encoding="utf-8") + f"<script>{script}</script>", encoding="utf-8")
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}"]
+    asked = [browser, *arguments, "--dump-dom", copy.as_uri()]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def samples_shown(dom: str) -> list[list[str]]:
+    body = dom[dom.index('id="rows"') : dom.index("</tbody>", dom.index('id="rows"'))]
+    rows = [re.findall(r"<td><div[^>]*>(.*?)</div></td>", row, re.S) for row in body.split("<tr>")[1:]]
+    return [[html.unescape(cell) for cell in row] for row in rows]
+
+
+def test_a_browser_shows_finds_and_orders_samples_and_runs_nothing_that_a_model_wrote(tmp_path):
+    hostile = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    with RunLog(tmp_path, 3, console=Console(file=io.StringIO())) as log:
+        for step, reply in enumerate(["first words", hostile, "other words of it"]):
+            log.log_step(
+                step, {"reward/mean": 0.5}, [Sample(prompt=f"p{step}", reply=reply, reward=step % 2, answer="a")]
+            )
+    page = write_report(tmp_path)
+    dom = dom_in_a_browser(page)
+    assert "<title>taken" not in dom
+    newest_first = [["2", "0", "p2", "a", "other words of it"], ["1", "1", "p1", "a", hostile]]
+    assert samples_shown(dom) == [*newest_first, ["0", "0", "p0", "a", "first words"]]
+    ask = "box = document.getElementById('{}'); box.value = '{}'; box.dispatchEvent(new Event('input'));"
+    dom = dom_in_a_browser(page, ask.format("find", "a WORDS") + ask.format("order", "oldest"))
+    assert [row[2] for row in samples_shown(dom)] == ["p0", "p2"]
+
+
+def test_distributions_are_drawn_with_classes_upwards(tmp_path):
+    with RunLog(tmp_path, 2, console=Console(file=io.StringIO())) as log:
+        log.log_step(0, {"histogram/reply_tokens": {"16 to 31": 3, "0 to 1": 1}})
+        log.log_step(1, {"histogram/reply_tokens": {"128 to 255": 2}})
+    _, source = report(tmp_path)
+    cells = re.findall(r'y="([\d.]+)"[^>]*fill-opacity="([\d.]+)"><title>([^<]*)</title>', source)
+    assert {title: float(shade) for _, shade, title in cells} == {
+        "0 to 1, step 0: 25.0%": pytest.approx(0.06 + 0.94 * 0.25, abs=0.01),
+        "16 to 31, step 0: 75.0%": pytest.approx(0.06 + 0.94 * 0.75, abs=0.01),
+        "128 to 255, step 1: 100.0%": 1.0,
+    }
+    heights = {title.partition(",")[0]: float(y) for y, _, title in cells}
+    assert heights["128 to 255"] < heights["16 to 31"] < heights["0 to 1"]  # y counts downwards
+
+
+def test_page_of_a_long_run_keeps_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.tools.report.report_samples.TEXT_BUDGET", 100)
+    write_run(tmp_path, steps=12)
+    _, source = report(tmp_path)
+    assert re.search(r"<h2>Samples <small>\d+ of 40 in samples.jsonl", source)
+
+
+def write_dialogue(folder, reply="is it 2?"):
+    turns = [Turn(by="others", text="guess"), Turn(by="policy", text=reply), Turn(by="others", text="more")]
+    dialogue = Sample(prompt="guess", reply="7", reward=1.0, answer="7", turns=[*turns, Turn(by="policy", text="7")])
+    with RunLog(folder, 1, console=Console(file=io.StringIO())) as log:
+        log.log_evaluation(0, "held_out", {"accuracy": 1.0}, [dialogue])
+        log.log_step(0, {"reward/mean": 1.0}, [dialogue, Sample(prompt="p", reply="alone", reward=0.0)])
+
+
+def test_a_dialogue_is_shown_turn_by_turn(tmp_path):
+    write_dialogue(tmp_path, reply=HOSTILE)
+    page, source = report(tmp_path)
+    shown = f"{html.escape(HOSTILE)}</div><div class='turn others'>more</div><div class='turn policy'>7</div>"
+    assert f"<div class='text'><div class='turn policy'>{shown}" in source and "img" not in page.tags
+    assert '[["policy", "\\u003cscript>' in source and '["train", 0, 0.0, "p", "", "alone", []]' in source
+
+
+def test_a_browser_shows_and_finds_what_was_said_in_a_dialogue(tmp_path):
+    write_dialogue(tmp_path)
+    ask = "box = document.getElementById('find'); box.value = 'MORE'; box.dispatchEvent(new Event('input'));"
+    dom = dom_in_a_browser(write_report(tmp_path), ask)
+    turns = re.findall(r'<div class="turn (\w+)">(.*?)</div>', dom[dom.index('id="rows"') :])
+    assert turns[:3] == [("policy", "is it 2?"), ("others", "more"), ("policy", "7")] and "alone</div>" not in dom
+
+
+def test_a_run_from_before_dialogues_had_turns_has_a_report(tmp_path):
+    write_dialogue(tmp_path)
+    path = tmp_path / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "turns"}) + "\n" for row in rows))
+    page, source = report(tmp_path)
+    assert "class='turn" not in source and "guess" in page.text
+
+
+def test_a_phone_scrolls_nothing_sideways_and_can_read_the_charts(tmp_path):
+    """As far as the style sheet goes: no column and no chart is wider than its place, whatever stands in a cell."""
+    write_run(tmp_path)
+    _, source = report(tmp_path)
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert not re.search(r"minmax\(\d", style) and style.count(",100%)") == 2
+    assert re.search(r"th,td\{[^}]*overflow-wrap:anywhere", style)
+    on_a_phone = style[style.index("@media(max-width:600px)") :]
+    for size, width in (("wide", 960), ("half", 470)):
+        font = float(re.search(rf"svg\.{size} \.tick\{{font-size:(\d+)px", on_a_phone)[1])
+        assert font * (420 - 2 * 12 - 2 * 13) / width > 9  # a phone's width without margins and frame
+    assert 'svg class="wide" viewBox="0 0 960' in source and 'svg class="small" viewBox="0 0 340' in source
+
+
+def test_curves_tell_their_values_and_the_config_is_folded(tmp_path):
+    write_run(tmp_path, steps=20)
+    _, source = report(tmp_path)
+    assert "<title>step 4: 0.4</title>" in source
+    long = Series(x=range(1000), y=[0.5] * 1000)
+    assert line_chart([long], title="long").count('class="hover') == 50
+    assert "<details><summary>config.yaml</summary><pre class='config'>" in source
+
+
+def test_page_asks_no_network(tmp_path):
+    write_run(tmp_path)
+    page, source = report(tmp_path)
+    assert not {name for name, _ in page.attributes} & {"src", "href"}
+    assert not re.search(r"https?://|@import|url\(", source)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "label", "change"),
+    [((0.0, 1.0), "held-out accuracy", "50% → 75%"), ((0.25, 0.75), "held-out reward", "0.50 → 0.75")],
+)
+def test_mean_reward_is_called_accuracy_only_where_replies_are_right_or_wrong(tmp_path, rewards, label, change):
+    with RunLog(tmp_path, 1, console=Console(file=io.StringIO())) as log:
+        for step, mean in ((0, 0.5), (1, 0.75)):
+            samples = [Sample(prompt=str(i), reply="r", reward=r) for i, r in enumerate(rewards)]
+            log.log_evaluation(step, "held_out", {"reward/mean": mean}, samples)
+    (curve,) = evaluation_curves(read_run(tmp_path))
+    assert (curve.label, curve.change) == (label, change)
+
+
+def test_metric_that_never_changes_is_a_line_and_not_a_chart(tmp_path):
+    write_run(tmp_path)
+    page, source = report(tmp_path)
+    assert "The same in every step: odd/constant 7" in page.text
+    assert 'aria-label="odd/constant"' not in source
+
+
+def test_metric_unknown_to_the_report_gets_a_chart(tmp_path):
+    write_run(tmp_path)
+    page, _ = report(tmp_path)
+    assert "odd/metric" in page.text
+
+
+@pytest.mark.parametrize(("steps", "evaluations"), [(1, ()), (1, (0, 1)), (5, (0,)), (500, (0, 100, 500))])
+def test_short_long_and_unfinished_runs_have_a_report(tmp_path, steps, evaluations):
+    write_run(tmp_path, steps=steps, evaluations=evaluations)
+    page, source = report(tmp_path)
+    assert "nan" not in source
+    assert page.tags.count("svg") >= 3
+
+
+def test_run_that_has_logged_nothing_has_an_empty_report(tmp_path):
+    RunLog(tmp_path, 5, console=Console(file=io.StringIO())).close()
+    page, _ = report(tmp_path)
+    assert "svg" not in page.tags
+
+
+def test_picture_is_written_beside_the_page(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra megatron-rl[tasks] brings it)")
+    write_run(tmp_path)
+    write_report(tmp_path)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "heading", "card", "evaluation"),
+    [
+        ("reward/mean", "accuracy", "Reward", "train reward0.50 → 0.75", "held-out accuracy50% → 75%"),
+        ("preference/accuracy", "accuracy", "Accuracy", "train accuracy50% → 75%", "held-out accuracy50% → 75%"),
+        (
+            "supervised/loss",
+            "loss",
+            "Loss",
+            "train loss (lower is better)0.500 → 0.750",
+            "held-out loss (lower is better)0.500 → 0.750",
+        ),
+    ],
+)
+def test_a_run_is_shown_by_what_it_works_towards(tmp_path, metric, score, heading, card, evaluation):
+    with RunLog(tmp_path, 2, console=Console(file=io.StringIO())) as log:
+        for step, value in ((0, 0.5), (1, 0.75)):
+            log.log_evaluation(step, "held_out", {"pairs": 3, score: value})
+            log.log_step(step, {metric: value, "preference/loss": 0.7 - step})
+    page, source = report(tmp_path)
+    assert card in page.text and evaluation in page.text
+    assert f"<h2>{heading}</h2>" in source and f'aria-label="{heading} by step"' in source
+    assert f'aria-label="{metric}"' not in source, "not once more among the other metrics"
+    # A loss has an axis of its own range, a reward or a share one from 0.
+    chart = source[source.index(f'aria-label="{heading} by step"') :]
+    assert ('text-anchor="end">0<' in chart[: chart.index("</svg>")]) == (heading != "Loss")
+    if (tmp_path / "report.png").exists():  # where matplotlib is installed
+        assert drawn_on_the_left(tmp_path)[:2] == [heading, card.partition("0.5")[0].partition("50%")[0]]
+
+
+def drawn_on_the_left(folder):
+    """The title of the picture's left half, and the labels of its curves."""
+    from matplotlib.figure import Figure
+
+    from megatron_rl.tools.report.picture import draw_aim
+
+    axes, run = Figure().subplots(), read_run(folder)
+    draw_aim(run, aim_of(run), axes)
+    return [axes.get_title("left"), *axes.get_legend_handles_labels()[1]]
+
+
+def test_the_aim_is_the_first_that_has_a_value_and_a_run_may_have_none(tmp_path):
+    assert [aim.metric for aim in AIMS] == ["reward/mean", "preference/accuracy", "supervised/loss"]
+    with RunLog(tmp_path, 1, console=Console(file=io.StringIO())) as log:
+        log.log_evaluation(0, "held_out", {"accuracy": 0.5})
+        page, _ = report(tmp_path)
+        assert "Evaluations" in page.text and aim_of(read_run(tmp_path)) is None
+        log.log_step(0, {"reward/mean": float("nan"), "supervised/loss": 2.0})
+    assert aim_of(read_run(tmp_path)).metric == "supervised/loss"
+
+
+def test_curve_goes_through_its_points_and_a_gap_lifts_the_pen():
+    chart = line_chart([Series(x=[0, 1, 2, 3], y=[0.0, 1.0, None, 1.0])], width=166, height=134, title="t")
+    # Margins 54 left, 12 right, 10 top, 24 bottom leave 100 x 100 pixels for x in [0, 3] and y in [0, 1].
+    assert 'd="M54.0 110.0 L87.3 10.0 M154.0 10.0"' in chart
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (-3.0, 9.0, [-5.0, 0.0, 5.0, 10.0]),
+        (0.0, 0.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (2.0, 2.0, [0.0, 0.5, 1.0, 1.5, 2.0]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low, high, expected):
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_step_axis_has_whole_numbers_only():
+    assert whole_ticks(0, 12) == [0, 2, 4, 6, 8, 10, 12]
+    assert whole_ticks(0, 1) == [0, 1]
+    assert whole_ticks(7, 7) == [7]
+
+
+def test_numbers_are_written_short_and_neighbouring_ticks_differ():
+    assert [short(v) for v in (0, 0.25, 12.0, 3559.4, 12345, 2.5e9, 1e-5)] == [
+        "0",
+        "0.25",
+        "12",
+        "3559",
+        "12.3k",
+        "2.5G",
+        "1e-05",
+    ]
+    assert [tick_label(v, 2e-5) for v in (0.99998, 1.0)] == ["0.99998", "1.00000"]
+
+
+def test_moving_average_has_no_bias_at_its_start():
+    assert smooth([2.0, 2.0, None, 2.0], 0.9) == pytest.approx([2.0, 2.0, None, 2.0])
+    assert smooth([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])

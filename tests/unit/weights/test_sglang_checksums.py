@@ -1,0 +1,105 @@
+"""SGLang's checksums without SGLang on a GPU: its kernel's source in triton's interpreter, its layout by hand."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rl.api import ChecksumForm
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.weights import sglang_checksums
+from megatron_rl.weights.sglang_checksums import SGLangChecksums, gpu_hash, gpu_hash_sum
+
+KERNEL = SGLANG_CPU_PACKAGES / "sglang/kernels/ops/memory/gpu_tensor_hash.py"
+# No whole word, and a second tile of 8192 words that is not full.
+SIZES = [5, 4 * 8192 + 6]
+RUN_THE_KERNEL = """
+import importlib.util, json, sys, torch
+spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+kernel = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+torch.manual_seed(0)
+tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
+print(json.dumps([f"{kernel.gpu_tensor_hash(tensor, reduce_chunk=2):016x}" for tensor in tensors]))
+"""
+
+
+@pytest.mark.slow
+def test_the_hash_is_that_of_sglangs_kernel():
+    if not KERNEL.is_file():
+        pytest.skip(f"{KERNEL} is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+    code = RUN_THE_KERNEL.replace("SIZES", str(SIZES))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(SGLANG_CPU_PACKAGES)}
+    # -O: the kernel's wrapper asserts that it is given a CUDA tensor.
+    command = [sys.executable, "-O", "-c", code, str(KERNEL)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    torch.manual_seed(0)
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
+    assert [gpu_hash(int(gpu_hash_sum([tensor]))) for tensor in tensors] == json.loads(done.stdout)
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert gpu_hash(int(gpu_hash_sum([empty]))) == "0" * 16
+
+
+def test_the_hash_does_not_depend_on_how_it_is_taken(monkeypatch):
+    data = torch.randint(0, 256, (4 * 8192 * 3 + 20,), dtype=torch.uint8)
+    whole = gpu_hash_sum([data])
+    assert gpu_hash_sum([data[:400], data[400:]]) == whole, "parts lie one above the other"
+    assert gpu_hash_sum([torch.cat([data[:1], data])[1:]]) == whole, "wherever they are in memory"
+    monkeypatch.setattr(sglang_checksums, "TILES_AT_ONCE", 2)
+    assert gpu_hash_sum([data]) == whole
+    data[-1] ^= 1
+    assert gpu_hash_sum([data]) != whole
+
+
+def checksums(tensors, ranks=1, kv_heads=None):
+    found = SGLangChecksums(ChecksumForm("sglang_cpu", None, ranks, kv_heads))
+    for name, tensor in tensors.items():
+        found.add(name, tensor)
+    return found.of()
+
+
+def sha(*parts):
+    return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()[:16]
+
+
+@pytest.fixture
+def layer():
+    """Four heads of queries and two of keys and values, of two numbers each."""
+    shapes = {"q_proj": (8, 6), "k_proj": (4, 6), "v_proj": (4, 6), "o_proj": (6, 8), "q_norm": (2,)}
+    return {f"model.layers.0.self_attn.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_each_rank_keeps_its_heads_in_one_tensor(layer):
+    q, k, v, o, norm = layer.values()
+    attention = "model.layers.0.self_attn"
+    assert checksums(layer) == {
+        f"{attention}.qkv_proj.weight": sha(q, k, v),
+        f"{attention}.o_proj.weight": sha(o),
+        f"{attention}.q_norm.weight": sha(norm),
+    }
+    assert checksums(layer, ranks=2, kv_heads=2) == {
+        f"{attention}.qkv_proj.weight (rank 0)": sha(q[:4], k[:2], v[:2]),
+        f"{attention}.qkv_proj.weight (rank 1)": sha(q[4:], k[2:], v[2:]),
+        f"{attention}.o_proj.weight (rank 0)": sha(o[:, :4]),
+        f"{attention}.o_proj.weight (rank 1)": sha(o[:, 4:]),
+        f"{attention}.q_norm.weight (rank 0)": sha(norm),
+        f"{attention}.q_norm.weight (rank 1)": sha(norm),
+    }
+    # Two heads for four ranks are repeated, and what cannot be told is left out.
+    assert not [name for name in checksums(layer, ranks=4, kv_heads=2) if "qkv" in name]
+    assert checksums({"model.layers.0.mlp.experts.w13_weight": q}, ranks=2) == {}
+
+
+def test_rows_of_an_embedding_are_padded():
+    rows = torch.randn(100, 3)
+    padded = torch.cat([rows, torch.zeros(28, 3)])
+    assert checksums({"model.embed_tokens.weight": rows}) == {"model.embed_tokens.weight": sha(padded)}
+    by_rank = checksums({"lm_head.weight": rows}, ranks=2)
+    assert list(by_rank.values()) == [sha(padded[:64]), sha(padded[64:])]
+    # 128 rows do not divide by three: SGLang on a CPU pads to a multiple of 3 x 64 then.
+    more = torch.cat([padded, torch.zeros(64, 3)])
+    assert list(checksums({"lm_head.weight": rows}, ranks=3).values()) == [sha(part) for part in more.chunk(3)]
