@@ -65,7 +65,7 @@ test:
 	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
-	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readme.py
+	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
