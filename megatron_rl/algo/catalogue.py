@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algo import (
-    token_losses,  # noqa: F401  they enter themselves
-)
+from megatron_rl.algo import advantage, token_losses  # noqa: F401  they enter themselves
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
 from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, Loss, PairLoss, Rules
 from megatron_rl.config.import_path import resolve
