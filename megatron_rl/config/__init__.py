@@ -1,7 +1,8 @@
 """Every option of an experiment, checked before any process group or GPU is touched; one dataclass per YAML section.
 
 `load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
-way out. Importing this package imports no torch.
+remedy. `described_options` returns every option with its type, default, rule and text, for pages and commands that list
+them. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_rl.config.algorithm_section import (
     SupervisedConfig,
 )
 from megatron_rl.config.data_section import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
+from megatron_rl.config.described_options import DescribedOption, described_options
 from megatron_rl.config.loading import SECTIONS, load_config
 from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
@@ -33,6 +35,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
+    "DescribedOption",
     "ESTIMATORS",
     "EngineConfig",
     "EvalConfig",
@@ -53,5 +56,6 @@ __all__ = [
     "TelemetryConfig",
     "TrainConfig",
     "WarmStartConfig",
+    "described_options",
     "load_config",
 ]

@@ -1,11 +1,106 @@
-"""How a section says what is wrong in it."""
+"""A field's rule stands beside its default, and a section checks all of its fields in one place.
+
+    @dataclass(kw_only=True)
+    class BatchConfig(Section, name="batch"):
+        prompts_per_step: int = at_least(1, default=64)
+
+`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." What two fields must agree on
+is checked in the section's `__post_init__`, after its parent's.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+
+class Rule(NamedTuple):
+    text: str
+    """The rule, and after a semicolon the remedy or an example."""
+    holds: Callable[[Any], bool]
+
+
+class Section:
+    """A section of the config: a dataclass whose fields are made by the functions below, or have no rule."""
+
+    section: ClassVar[str]
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        cls.section = name
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first field whose value breaks its own rule."""
+        for key, rule in rules_of(type(self)).items():
+            if not rule.holds(getattr(self, key)):
+                self.refuse(key, rule.text)
+
+    def refuse(self, key: str, rule: str) -> NoReturn:
+        """Raise ValueError with the dotted key, the value found, and "rule; remedy"."""
+        raise ValueError(f"{self.section}.{key} = {getattr(self, key)!r}: {rule}.")
+
+
+def rules_of(section: Any) -> dict[str, Rule]:
+    """Return the rules of a section's fields by their names; a field that takes any value of its type has none."""
+    return {f.name: f.metadata["rule"] for f in dataclasses.fields(section) if "rule" in f.metadata}
+
+
+def ruled(rule: str, holds: Callable[[Any], bool], *, default: Any, hint: str = "") -> Any:
+    """Return a dataclass field whose value must satisfy `holds`, which `rule` says in words."""
+    metadata = {"rule": Rule(f"{rule}; {hint}" if hint else rule, holds)}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def at_least(lowest: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
+    return ruled(
+        f"must be at least {lowest} {unit}".rstrip(), lambda value: value >= lowest, default=default, hint=hint
+    )
+
+
+def above(bound: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
+    rule = f"must be above {bound} {unit}".rstrip()
+    return ruled(rule, lambda value: value > bound, default=default, hint=hint)
+
+
+def within(interval: str, *, default: Any, hint: str = "") -> Any:
+    """Return a field for a number in an interval as mathematics writes it: "(0, 1]" leaves 0 out."""
+    low, high = map(float, interval[1:-1].split(","))
+
+    def holds(value: float) -> bool:
+        is_outside = value < low or value > high
+        is_open_end = (value == low and interval[0] == "(") or (value == high and interval[-1] == ")")
+        return not (is_outside or is_open_end)
+
+    return ruled(f"must be in {interval}", holds, default=default, hint=hint)
+
+
+def one_of(*choices: str, default: str, hint: str = "") -> Any:
+    *first, last = (choice or "empty" for choice in choices)
+    return ruled(f"must be {', '.join(first)} or {last}", lambda it: it in choices, default=default, hint=hint)
+
+
+def import_path(*, default: str) -> Any:
+    return ruled("must be an import path package.module:name", is_import_path, default=default)
+
+
+def name_or_import_path(names: tuple[str, ...], *, default: str) -> Any:
+    """Return a field for a name of the catalogue or the user's own function; empty where that is the default."""
+
+    def holds(value: str) -> bool:
+        return value in names or is_import_path(value) or value == default
+
+    rule = f"must be one of {', '.join(names)}, or an import path package.module:name of your own"
+    return ruled(rule, holds, default=default)
+
+
+def is_import_path(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return bool(module and name)
 
 
 def check(section: str, **rules: tuple[Any, bool, str]) -> None:

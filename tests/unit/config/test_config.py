@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import SECTIONS, GenerationConfig, ParallelConfig, RolloutConfig, TrainConfig, load_config
+from megatron_rl.config import (
+    SECTIONS,
+    GenerationConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+    described_options,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -614,3 +622,13 @@ def test_server_without_scheme_is_named_before_it_is_asked(url):
         RolloutConfig(servers=["http://127.0.0.1:30000/", url])
     with pytest.raises(ValueError, match=r"rollout.router = .*must be a URL with its scheme"):
         RolloutConfig(router=url)
+
+
+def test_every_option_is_described_with_its_default_its_rule_and_the_text_below_it():
+    described = {(it.section, it.key): it for it in described_options()}
+    top = {name: keys for name, keys in OUR_KEYS.items() if "." not in name}
+    assert list(described) == [(name, key) for name, keys in top.items() for key in keys] + [("", "megatron")]
+    steps, tracing = described["run", "keep_checkpoints"], described["telemetry", "trace_steps"]
+    assert (steps.type, steps.default, steps.rule) == ("int", "2", "must be at least 1")
+    assert steps.doc == "Newest checkpoints that stay." and tracing.default == "[]"
+    assert described["model", "path"].default == "required" and described["critic", "optimizer"].default == ""
