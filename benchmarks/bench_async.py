@@ -137,7 +137,7 @@ def train_and_measure(settings: dict) -> None:
         """Tells the servers of a version without sending it, and counts the ages of what is trained."""
 
         def publish(self):
-            version = self.x.engine.get_version()
+            version = self.engine.get_version()
             self.process.pause()
             for loaded in self.process.load_folder("modelled", version).values():
                 loaded.result()
@@ -146,14 +146,10 @@ def train_and_measure(settings: dict) -> None:
 
         def batch(self):
             batch = super().batch()
-            ages.update((self.x.engine.get_version() - trained_versions(batch)).tolist())
+            ages.update((self.engine.get_version() - trained_versions(batch)).tolist())
             return batch
 
     class Measured(rl_run.RLRun):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.rollouts = Announced(self)
-
         def log(self, step, *args):
             super().log(step, *args)
             if step == settings["steps"] - 1:
@@ -161,7 +157,7 @@ def train_and_measure(settings: dict) -> None:
                     with urllib.request.urlopen(f"{url}/stats") as answer:
                         stats.append(json.load(answer))
 
-    rl_run.RLRun = Measured
+    rl_run.RLRun, rl_run.Rollouts = Measured, Announced
     inputs, folder = Path(settings["inputs"]), Path(settings["folder"])
     overrides = {
         "model.path": inputs / "model",

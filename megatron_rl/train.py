@@ -11,32 +11,32 @@ from megatron_rl.launch import process_exit, rank
 
 
 def train(config: TrainConfig, *, resume: str = "") -> bool:
-    """Run the experiment, from its start or from a checkpoint. False if a notice stopped it. All ranks call it."""
+    """Run the experiment, from its start or from a checkpoint. False if a stop signal did. All ranks call it."""
     from megatron_rl.run.rl_run import RLRun
 
-    with RLRun(config, resume=resume) as x:
-        x.begin()
-        for step in range(x.first_step, config.run.steps):
-            batch = x.next_batch(step)
+    with RLRun(config, resume=resume) as run:
+        run.begin()
+        for step in range(run.first_step, config.run.steps):
+            batch = run.next_batch(step)
             if batch is None:
                 return False
-            batch = x.score(batch)
-            with x.timers("advantages"):
-                x.compute_advantages(batch)
-                shares = x.split(batch, step)
-            with x.timers("logprobs"):
-                x.actor.compute_logprobs(shares)
-            with x.timers("update"):
-                stats = x.actor.update(shares)
-            critic_stats = x.update_critic(batch, step)
-            with x.timers("publish"):
-                x.rollouts.publish()
-            x.save(step=step + 1)
-            x.log(step, batch, shares, stats, critic_stats)
-            x.evaluate(step=step + 1)
-            if x.checkpoint(step=step + 1):
+            batch = run.add_reward_model_scores(batch)
+            with run.timers("advantages"):
+                run.compute_advantages(batch)
+                updates = run.split_into_updates(batch, step)
+            with run.timers("logprobs"):
+                run.actor.compute_logprobs(updates)
+            with run.timers("update"):
+                stats = run.actor.update(updates)
+            critic_stats = run.update_critic(batch, step)
+            with run.timers("publish"):
+                run.rollouts.publish()
+            run.save(step=step + 1)
+            run.log(step, batch, updates, stats, critic_stats)
+            run.evaluate(step=step + 1)
+            if run.checkpoint(step=step + 1):
                 return False
-        x.finish()
+        run.finish()
         return True
 
 

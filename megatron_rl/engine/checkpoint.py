@@ -16,7 +16,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl import platform
+from megatron_rl.config import EngineConfig
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.launch import process_exit
@@ -38,9 +39,6 @@ from megatron_rl.launch.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
-
-if TYPE_CHECKING:
-    from megatron_rl.engine.megatron_engine import MegatronEngine
 
 HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
@@ -57,6 +55,17 @@ SCHEDULE_KEYS = {
     "start_wd": "optimizer.weight_decay",
 }
 """Upstream's names of what a schedule consists of, and ours."""
+
+
+class TrainedModel(Protocol):
+    """The parts of an engine that a checkpoint holds or restores."""
+
+    config: EngineConfig
+    groups: ParallelGroups
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    version: int
 
 
 class CheckpointWriter:
@@ -220,7 +229,7 @@ def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
     return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
 
 
-def training_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+def training_state(engine: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     """The sharded weights and optimizer, the schedule, the version and each rank's random states."""
     _start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
@@ -294,7 +303,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_checked: bool = False) -> None:
+def load(path: str | Path, engine: TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
     """Restore a checkpoint in this or another layout; all ranks call it.
 
     ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more, or another
@@ -305,7 +314,7 @@ def load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_c
         _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
 
 
-def _load(path: str | Path, engine: MegatronEngine, *, with_optimizer: bool, is_checked: bool) -> None:
+def _load(path: str | Path, engine: TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
     common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
     if not with_optimizer:
         state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
@@ -375,7 +384,7 @@ def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) 
     return saved
 
 
-def _load_models(engine: MegatronEngine, state: dict[str, Any]) -> None:
+def _load_models(engine: TrainedModel, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state[f"model{number}"])
 

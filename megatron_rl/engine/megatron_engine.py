@@ -33,7 +33,7 @@ from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
-from megatron_rl.engine.offload import HostCopy, Turns, tensors_of
+from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple
@@ -51,7 +51,7 @@ class MegatronEngine(ModelEngine):
 
     groups: the layout, where one exists already (a second engine shares the first one's).
     head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
-    turns: the engines that share this one's device, where there is not room for all of them at once.
+    shared_device: given where the device has not room for all engines at once, or rollout servers use it too.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MegatronEngine(ModelEngine):
         trainable: bool = True,
         head: str = "policy",
         megatron: dict[str, Any] | None = None,
-        turns: Turns | None = None,
+        shared_device: SharedDevice | None = None,
     ) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
         self.passed_through = megatron or {}
@@ -70,7 +70,7 @@ class MegatronEngine(ModelEngine):
         self.publisher: WeightPublisher | None = None
         self._export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
-        self.turns, self.host_copy = turns, HostCopy()
+        self.shared_device, self.host_copy = shared_device, HostCopy()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -148,10 +148,10 @@ class MegatronEngine(ModelEngine):
     def _activate(self) -> None:
         """Make this the layout that megatron.core sees, and have this engine's tensors on the device."""
         self.groups.activate()
-        if self.turns is None:
+        if self.shared_device is None:
             self.onload()
         else:
-            self.turns.take(self)
+            self.shared_device.take(self)
 
     def destroy(self) -> None:
         if self.publisher is not None:

@@ -6,20 +6,30 @@ parameter in DDP's buffer, a bucket or the distributed optimizer's shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_rl import platform
 
-if TYPE_CHECKING:
-    from megatron_rl.engine.megatron_engine import MegatronEngine
+
+class MovableEngine(Protocol):
+    """The parts of an engine that its device holds, and its two ways between device and host memory."""
+
+    optimizer: Any
+    wrapped: list[Any]
+
+    def parameters(self) -> Iterator[Tensor]: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
 
 
 class HostCopy:
-    """Where a model's storages wait while they are off the device. Its host memory is kept from one time to the next.
+    """The place in host memory where a model's storages wait while they are off the device. It is kept and used again.
 
     On a machine without CUDA device and host are the same memory; the storages move all the same.
     """
@@ -69,7 +79,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def tensors_of(engine: MegatronEngine) -> tuple[list[Tensor], list[Tensor]]:
+def tensors_of(engine: MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
     """Return what an engine must keep (weights, main parameters, optimizer state) and its gradient buffers."""
     kept = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
@@ -83,8 +93,13 @@ def tensors_of(engine: MegatronEngine) -> tuple[list[Tensor], list[Tensor]]:
     return kept, [buffer.grad_data for buffer in buffers]
 
 
-class Turns:
-    """Engines that take turns on one device: the one that is used is there, all others wait in host memory.
+class SharedDevice:
+    """One device that several engines share: the one that is used is there, all others wait in host memory.
+
+        device = SharedDevice()
+        policy = MegatronEngine(config, groups=groups, shared_device=device)
+        reference = MegatronEngine(config, groups=groups, trainable=False, shared_device=device)
+        policy.forward(batch)  # sends the reference out and brings the policy in
 
     `one_at_a_time`=False lets engines be there together. `make_room` is called before one comes in, on all ranks, where
     the device is not the engines' alone.
@@ -92,9 +107,9 @@ class Turns:
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
         self.one_at_a_time, self.make_room = one_at_a_time, make_room
-        self.engines: list[MegatronEngine] = []
+        self.engines: list[MovableEngine] = []
 
-    def take(self, engine: MegatronEngine) -> None:
+    def take(self, engine: MovableEngine) -> None:
         """Send the others out, then bring `engine` in; one that is not known yet joins."""
         if self.make_room is not None:
             self.make_room()
@@ -104,7 +119,7 @@ class Turns:
             self.engines.append(engine)
         engine.onload()
 
-    def leave(self, remaining: MegatronEngine | None = None) -> None:
+    def leave(self, remaining: MovableEngine | None = None) -> None:
         """Send all engines out, but for one. All ranks call it."""
         for engine in self.engines:
             if engine is not remaining:

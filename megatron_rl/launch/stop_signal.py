@@ -23,7 +23,7 @@ SAME_CTRL_C_S = 0.5
 """A terminal sends Ctrl-C to every process of a run, and its launcher passes it on: both are one."""
 
 
-class StopNotice:
+class StopSignal:
     """Hears the signals in a thread of its own, so also while the main thread waits for other ranks.
 
     From a notice on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after

@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that rollout servers and the trainer share (rollout.colocated).
+"""Devices that rollout servers and the trainer share (rollout.colocated), and who has them when.
 
 While servers generate, every engine waits in host memory. While the trainer works, servers have no cache, and from the
 end of a rollout to the publication no weights either. An engine that is used takes its turn by itself, so no phase of
@@ -7,69 +7,78 @@ the loop can forget to ask.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
 
-from megatron_rl.engine.offload import Turns
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine.offload import SharedDevice
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.servers.server_memory import ALL_MEMORY
-
-if TYPE_CHECKING:
-    from megatron_rl.run.rl_run import RLRun
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.telemetry.timers import PhaseTimers
 
 NO_MEMORY: frozenset[str] = frozenset()
 WEIGHTS = frozenset({"weights"})
 
 
-class SharedDevices:
-    """Those of one experiment. All ranks call every method; where servers have devices of their own, none does much."""
+class DeviceSharing:
+    """Hands the devices from the servers to the trainer and back; does nothing where servers have their own.
 
-    def __init__(self, experiment: RLRun) -> None:
-        self.x = experiment
-        self.are_shared = experiment.config.rollout.colocated
-        self.held = NO_MEMORY
-        """What the servers have of their memory."""
-        one_at_a_time = experiment.config.run.offload
-        self.turns: Turns | None = None
-        if self.are_shared or one_at_a_time:
-            self.turns = Turns(one_at_a_time=one_at_a_time, make_room=self._make_room)
+        devices = DeviceSharing(config, groups, timers, supervisor, process)
+        devices.give_to_trainer()  # before the first engine is made, with shared_device=devices.engines
+        devices.prepare_publication()  # servers get memory for weights
+        devices.give_to_servers()  # engines go out, servers get their cache
 
-    def servers_have_started(self) -> None:
-        """With all their memory, which no engine may find taken."""
-        if self.are_shared:
-            self.held = ALL_MEMORY
-            self.give_to_trainer()
+    Made when the servers have started. Collective: every rank calls every method.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        timers: PhaseTimers,
+        supervisor: Supervisor | None,
+        process: RolloutProcess | None,
+    ) -> None:
+        self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
+        self.are_shared = config.rollout.colocated
+        self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
+        """The parts of their memory that the servers have; all of it, as they start."""
+        self.engines: SharedDevice | None = None
+        """The trainer's side; None where every engine is on the device all the time."""
+        if self.are_shared or config.run.offload:
+            self.engines = SharedDevice(one_at_a_time=config.run.offload, make_room=self._make_room)
 
     def give_to_servers(self) -> None:
-        """Before replies are asked for: engines go out, and servers that have the weights get their cache."""
+        """Send the engines out and give servers, which have the weights, their cache; replies can be asked for then."""
         if not self.are_shared or self.held == ALL_MEMORY:
             return
-        assert self.held == WEIGHTS and self.turns is not None, "a publication comes first"
-        with self.x.timers("turns"):
-            self.turns.leave()
-            self._occupy(ALL_MEMORY)
-            if self.x.rollouts.supervisor is not None:
-                self.x.rollouts.supervisor.take_devices_back()
+        assert self.held == WEIGHTS and self.engines is not None, "a publication comes first"
+        with self.timers("device_sharing"):
+            self.engines.leave()
+            self._set_memory(ALL_MEMORY)
+            if self.supervisor is not None:
+                self.supervisor.take_devices_back()
 
     def give_to_trainer(self) -> None:
-        """After a rollout: the weights of the servers are going to be replaced."""
+        """Take the devices from the servers, with their weights, which are going to be replaced."""
         self._lend(NO_MEMORY)
 
     def prepare_publication(self) -> None:
         """Give the servers memory for weights. Those that died are started again first, while no engine is there."""
         if not self.are_shared:
             return
-        assert self.turns is not None
+        assert self.engines is not None
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
-        supervisor = self.x.rollouts.supervisor
-        dead = self._occupy(WEIGHTS)
-        if self.x.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
-            self.turns.leave()
-            dist.barrier(self.x.groups.control)
+        supervisor = self.supervisor
+        dead = self._set_memory(WEIGHTS)
+        if self.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
+            self.engines.leave()
+            dist.barrier(self.groups.control)
             if supervisor is not None:
                 supervisor.start_missing(dead)
-            self._occupy(WEIGHTS)
+            self._set_memory(WEIGHTS)
         elif supervisor is not None:
             supervisor.start_missing()  # any that dies from here on
 
@@ -81,17 +90,17 @@ class SharedDevices:
     def _lend(self, parts: frozenset[str]) -> None:
         if not self.are_shared or self.held == parts:
             return
-        with self.x.timers("turns"):
-            if self.held == ALL_MEMORY and self.x.rollouts.supervisor is not None:
-                self.x.rollouts.supervisor.lend_devices()
-            self._occupy(parts)
+        with self.timers("device_sharing"):
+            if self.held == ALL_MEMORY and self.supervisor is not None:
+                self.supervisor.lend_devices()
+            self._set_memory(parts)
 
-    def _occupy(self, parts: frozenset[str]) -> list[str]:
+    def _set_memory(self, parts: frozenset[str]) -> list[str]:
         """Return the URLs of servers that failed, on the rank that started them."""
-        dist.barrier(self.x.groups.control)  # every engine is out
-        rollouts, dead = self.x.rollouts, []
-        if rollouts.supervisor is not None and rollouts.process is not None:
-            dead = rollouts.process.occupy(parts, rollouts.supervisor.starts)
-        dist.barrier(self.x.groups.control)  # the servers are
+        dist.barrier(self.groups.control)  # every engine is out
+        dead: list[str] = []
+        if self.supervisor is not None and self.process is not None:
+            dead = self.process.occupy(parts, self.supervisor.starts)
+        dist.barrier(self.groups.control)  # the servers are
         self.held = parts
         return dead

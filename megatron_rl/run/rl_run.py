@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config, checked before anything is started, and holds them for the loop.
+"""Builds the parts of an RL run from its config, checked before anything is started, and has them ready for the loop.
 
 The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all
 ranks.
@@ -21,14 +21,15 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.launch import process_exit
 from megatron_rl.launch.signs_of_life import Look
 from megatron_rl.rollout.rollout_metrics import metrics_of
 from megatron_rl.run.checks import check, check_greedy
-from megatron_rl.run.device_sharing import SharedDevices
+from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples
-from megatron_rl.run.rollouts import Rollouts
+from megatron_rl.run.rollouts import RolloutProcesses, Rollouts
 from megatron_rl.run.run import Run
-from megatron_rl.run.run_checkpoints import RolloutBooks
+from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.run.step_metrics import (
     batch_metrics,
     critic_metrics,
@@ -41,34 +42,41 @@ from megatron_rl.run.step_traces import StepTraces
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
+DIES_BEFORE_STOP_SIGNAL_S = 1.0
+"""Some schedulers send a stop signal to every process of a job, also to the servers."""
+
 
 class RLRun(Run):
-    """All parts of one run of RL on this rank."""
+    """All parts of one run of RL on this rank.
+
+        with RLRun(load_config("configs/demo.yaml", [])) as run:
+            run.begin()
+            batch = run.next_batch(0)
+            run.compute_advantages(run.add_reward_model_scores(batch))
+
+    `megatron_rl.train` has the whole loop.
+    """
 
     def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         super().__init__(config, resume=resume)
-        self.stands_still = False
+        self.has_hung = False
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
         """The policy's when the step's trajectories were complete."""
-        self.devices = SharedDevices(self)
-        self.rollouts = Rollouts(self)
-        self.traces = StepTraces(self)
         self.engine: MegatronEngine | None = None
-        self.warm_start = WarmStart(self)
+        self.rollouts: Rollouts | None = None
 
     @property
     def is_ending(self) -> bool:
-        """Whether this rank was told of a notice or a standstill: what waits for replies or servers may fail then."""
-        return self.notice.came() or self.stands_still
+        """True once this rank was told of a stop signal or a hang: waiting for replies or servers may fail then."""
+        return self.stop_signal.came() or self.has_hung
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         config = self.config
         self.tokenizer, train_prompts, held_out = check(config)
-        self.held_out = [prompt for prompts in held_out.values() for prompt in prompts]
         self._join()
         replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
         if prompts_per_step < replicas:
@@ -77,32 +85,60 @@ class RLRun(Run):
                 f"rollouts and "
                 f"needs one prompt at least; raise it, or start fewer ranks."
             )
-        self.at_end.push(self._stop_rollouts)
+        self.processes = RolloutProcesses(config, self.groups, on_death=self._on_death, say=self.say)
+        self.at_end.push(self._stop_rollouts)  # before `_open`, so that the stop signal is heard until they are down
         self._open(
-            on_half_time=self.rollouts.leave_on_notice,
-            waits_for=self.rollouts.waits_for,
+            on_half_time=self._leave_on_stop_signal,
+            waits_for=lambda phase: "" if self.rollouts is None else self.rollouts.waits_for(phase),
             can_leave="rollout" if config.run.checkpoint_every_steps > 0 else "",
-            on_leave=self._leave_standstill,
+            on_leave=self._leave_hung_rollout,
         )
         self.evaluations = Evaluations(config, held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(
             train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
-        self.books = RolloutBooks(config, self.prompts, self.groups, self.resumed)
-        self.rollouts.start()
+        self.resume_state = PromptResumeState(config, self.prompts, self.groups, self.resumed)
+        together = [prompt for prompts in held_out.values() for prompt in prompts]
+        self.processes.start(self.tokenizer, self.prompts, together, self.resume_state)
+        supervisor, process = self.processes.supervisor, self.processes.process
+        self.devices = DeviceSharing(config, self.groups, self.timers, supervisor, process)
+        self.devices.give_to_trainer()  # no engine may find the memory taken
         self._start_engines()
+        parts = config, self.groups, self.processes, self.devices, self.engine, self.prompts
+        self.rollouts = Rollouts(*parts, is_ending=lambda: self.is_ending)
+        self.traces = StepTraces(config, self.groups, self.timers, self.engine, process, say=self.say)
+        self.warm_start = WarmStart(
+            config,
+            self.groups,
+            self.engine,
+            train_prompts,
+            self.tokenizer,
+            measure=self._sampled_reward if together else None,
+            say=self.say,
+            check=lambda stats: self.check_updates("policy", [stats]),
+        )
 
     def _looks(self) -> list[Look]:
-        return [*super()._looks(), self.rollouts.silent]
+        return [*super()._looks(), self.processes.silent]
 
     def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self.engine is not None and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
-        self.rollouts.stop()
+        self.processes.stop()
+
+    def _on_death(self, message: str) -> None:
+        """End the run, whose servers or rollout process have died; save first where it was told to stop as well."""
+        if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
+            self._leave_on_stop_signal()
+        else:
+            process_exit.stop(message)
+
+    def _leave_on_stop_signal(self) -> None:
+        self.processes.leave_step(f"{self.stop_signal.signal_name or 'a stop signal'}: the run is about to be ended.")
 
     def _start_engines(self) -> None:
         config = self.config
-        options: dict[str, Any] = {"megatron": config.megatron, "turns": self.devices.turns}
+        options: dict[str, Any] = {"megatron": config.megatron, "shared_device": self.devices.engines}
         self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
         self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
         reference = None
@@ -138,7 +174,7 @@ class RLRun(Run):
         )
 
     def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
-        """The policy's groups where another model has its layout too, else groups of its own."""
+        """Return the policy's groups where another model has its layout too, else groups of its own."""
         same = layout == self.config.parallel
         return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
 
@@ -153,8 +189,8 @@ class RLRun(Run):
         if self.resumed:
             self._continue(self.resumed)
         else:
-            self.warm_start.run()
-        for fault in self.rollouts.process.journal_faults() if self.groups.is_main else []:
+            self._begin_from_warm_start()
+        for fault in self.processes.process.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         with self.timers("publish"):
             self.rollouts.publish()
@@ -165,6 +201,24 @@ class RLRun(Run):
         self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
+
+    def _begin_from_warm_start(self) -> None:
+        """Warm-start the policy where the config asks for it, and give reference and critic its weights."""
+        if not self.warm_start.run():
+            return
+        self.engine.reset_optimizer(self.policy_updates)
+        self.engine.set_version(0)
+        if self.reference is not None:
+            self.reference.copy_weights(self.engine)
+        starts_critic = self.critic is not None and not self.config.critic.model
+        is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
+        if starts_critic or is_needed_later:
+            self.warm_start.save()
+        if starts_critic:
+            self.critic.engine.load(self.warm_start.folder)  # through files: the layouts may differ
+
+    def _sampled_reward(self) -> float:
+        return self.rollouts.mean_reward(self.config.generation.new(n_samples=2))
 
     def _continue(self, state: dict[str, Any]) -> None:
         self.load_checkpoint()
@@ -178,33 +232,33 @@ class RLRun(Run):
         return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
-        self.books.note_step(self.rollouts.process)
+        self.resume_state.note_step(self.processes.process)
         return super().checkpoint(step=step)
 
     def _state(self) -> dict[str, Any]:
-        if self.rollouts.process is not None:
-            self.rollouts.process.turn_the_page(self.checkpoints.oldest)
+        if self.processes.process is not None:
+            self.processes.process.turn_the_page(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
-        return state | self.books.state_dict()
+        return state | self.resume_state.state_dict()
 
-    def _leave_standstill(self, message: str) -> None:
-        """The rollout has lasted too long, and nothing else is wrong. From any thread."""
-        self.stands_still = True
+    def _leave_hung_rollout(self, message: str) -> None:
+        """Leave the rollout under way, which has lasted too long while nothing else is wrong. From any thread."""
+        self.has_hung = True
         self.say(message)
-        self.rollouts.leave_step(message)
+        self.processes.leave_step(message)
 
     def next_batch(self, step: int) -> TrajectoryBatch | None:
-        """Return the step's trajectories on every rank, or None where a notice stops the run.
+        """Return the step's trajectories on every rank, or None where a stop signal ends the run early.
 
-        A rollout that a notice or the end of its time cuts short is left, and so is the step: the checkpoint is that of
-        its beginning.
+        A rollout that a stop signal or the end of its time cuts short is left, and so is the step: the checkpoint is
+        that of its beginning.
         """
         own: TrajectoryBatch | None = None
         is_left = False
         self.trained_version = self.engine.get_version()
         with self.timers("rollout"):
-            self.books.note_step(self.rollouts.process)
+            self.resume_state.note_step(self.processes.process)
             try:
                 own = self.rollouts.batch()
             except RuntimeError:
@@ -212,11 +266,11 @@ class RLRun(Run):
                     raise
                 is_left = True
             if self.groups.any(is_left):
-                self.stop_after(step, "a standstill" if self.stands_still else "")
+                self.stop_after(step, "a hang" if self.has_hung else "")
                 return None
             return exchange.gather(own, self.groups)
 
-    def score(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+    def add_reward_model_scores(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
         check_greedy(self.config, batch)
         if self.reward_model is not None:
@@ -244,7 +298,7 @@ class RLRun(Run):
     ) -> Tensor:
         return exchange.by_token(batch, engine.groups, compute, share_prompts=self.config.batch.share_prompts)
 
-    def split(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
+    def split_into_updates(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else self._shares(batch, step, self.groups)
 

@@ -1,40 +1,46 @@
-"""The rollout side of a run: its servers, the rollout process of each data head, and what passes between them and the
-trainer.
+"""The rollout side of a run: the processes beside the trainer, and the traffic between them and the trainer.
+
+`RolloutProcesses` starts and stops the servers and this rank's rollout process, before there is an engine. `Rollouts`
+publishes the engine's weights to them and asks them for replies.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.api import NoServerLeft
-from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.launch import process_exit
+from megatron_rl.algo.reward_shaping import take_out_greedy
+from megatron_rl.api import NoServerLeft, TrainEngine
+from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.launch.server_registry import wait_for_servers
 from megatron_rl.launch.signs_of_life import Silence
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.groups import reward_of_each
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.rollout.rollout_metrics import Counts
-from megatron_rl.run.late_server_weights import leave_weights
+from megatron_rl.run.device_sharing import DeviceSharing
+from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
-
-if TYPE_CHECKING:
-    from megatron_rl.run.rl_run import RLRun
+from megatron_rl.weights.hf_files import write_hf_folder
 
 logger = logging.getLogger(__name__)
 
-DIES_BEFORE_NOTICE_S = 1.0
-"""Some schedulers send a notice to every process of a job, also to the servers."""
 SERVER_LOOK_S = 0.2
 """How often a rank that waits for replies looks whether a server is left to give them."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
@@ -43,56 +49,81 @@ PUBLICATION_ATTEMPTS = 3
 """How often a version may cost every server before the run ends."""
 
 
-class Rollouts:
-    """Those of one experiment. All ranks call every method; `process` is there on data heads alone."""
+class RolloutProcesses:
+    """The processes beside this rank: on rank 0 the servers that the run starts, on data heads the rollout process.
 
-    def __init__(self, experiment: RLRun) -> None:
-        self.x = experiment
+        processes = RolloutProcesses(config, groups, on_death=process_exit.stop, say=print)
+        processes.start(tokenizer, prompts, held_out, resume_state)
+        ...
+        processes.stop()
+
+    Collective: every rank calls every method; `process` and `supervisor` are None on the other ranks.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        *,
+        on_death: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """on_death(message) is called from a thread when all servers, or the rollout process, have died."""
+        self.config, self.groups, self.folder = config, groups, Path(config.run.folder)
+        self._on_death, self._say = on_death, say
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
 
-    # -- life ---------------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Rank 0 starts the servers, or takes those of the config or the registry; every head connects to all."""
-        x = self.x
-        if x.groups.is_data_head:  # first, so that it makes itself ready while the servers do
-            self._start_process()
-        urls: list[Any] = [list(x.config.rollout.servers)]
-        if x.groups.is_main and x.config.rollout.registry:
+    def start(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: PromptIterator,
+        held_out: list[dict[str, Any]],
+        resume_state: PromptResumeState,
+    ) -> None:
+        """Start the servers, or take those of the config or the registry, and connect every head to all of them."""
+        if self.groups.is_data_head:  # first, so that it makes itself ready while the servers do
+            self._start_process(tokenizer, prompts, held_out, resume_state)
+        urls: list[Any] = [list(self.config.rollout.servers)]
+        if self.groups.is_main and self.config.rollout.registry:
             urls = [self._registered_servers()]
-        elif x.groups.is_main and not urls[0]:
+        elif self.groups.is_main and not urls[0]:
             urls = [self._start_servers()]
-        dist.broadcast_object_list(urls, src=0, group=x.groups.control)
+        dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.process is not None:
             self.process.connect(urls[0])
-        x.devices.servers_have_started()
 
-    def _start_process(self) -> None:
-        x, rank = self.x, self.x.groups.data.rank
+    def _start_process(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: PromptIterator,
+        held_out: list[dict[str, Any]],
+        resume_state: PromptResumeState,
+    ) -> None:
+        rank = self.groups.data.rank
         self.process = RolloutProcess(
-            x.folder / f"rollout{f'-{rank}' if rank else ''}.log",
+            self.folder / f"rollout{f'-{rank}' if rank else ''}.log",
             on_death=self._on_death,
             on_drop=self._on_drop,
-            lock=x.books.lock(),
+            lock=resume_state.lock(),
         )
         self.process.begin(
             Beginning(
-                config=x.config,
-                tokenizer=x.tokenizer,
-                place=x.books.place(),
-                prompts=x.prompts.prompts,
-                held_out=x.held_out,
+                config=self.config,
+                tokenizer=tokenizer,
+                place=resume_state.place(),
+                prompts=prompts.prompts,
+                held_out=held_out,
                 sys_path=[str(Path(entry).absolute()) for entry in sys.path],
             )
         )
 
     def _start_servers(self) -> list[str]:
-        x, config = self.x, self.x.config
+        config = self.config
         self.supervisor = Supervisor(
             servers_of(config),
             config.model.path,
-            x.folder / "servers",
+            self.folder / "servers",
             dtype=config.model.dtype,
             context_length=read_architecture(config.model.path).max_positions,
             dummy_weights=True,  # version 0 is published before the first request
@@ -100,15 +131,16 @@ class Rollouts:
             devices=devices_by_server(config.rollout),
             on_death=self._on_death,
         )
-        x.say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
+        self._say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
         return self.supervisor.start()
 
     def _registered_servers(self) -> list[str]:
-        options, run = self.x.config.rollout, self.x.folder.name
-        self.x.say(f"waiting for {options.server_count} rollout server(s) of run {run} in {options.registry}")
+        options, run = self.config.rollout, self.folder.name
+        self._say(f"waiting for {options.server_count} rollout server(s) of run {run} in {options.registry}")
         return wait_for_servers(options.registry, run, options.server_count, timeout_s=options.start_timeout_s)
 
     def stop(self) -> None:
+        """End what was started; nothing where nothing was."""
         if self.process is not None:
             self.process.close()
         if self.supervisor is not None:
@@ -118,38 +150,52 @@ class Rollouts:
         if self.supervisor is not None:
             self.supervisor.replace(url, reason)
 
-    def _on_death(self, message: str) -> None:
-        """The servers or the process have died: end the run.
-
-        Unless whoever ended them has sent this process a notice too; then save first.
-        """
-        if self.x.notice.came(within_s=DIES_BEFORE_NOTICE_S):
-            self.leave_on_notice()
-        else:
-            process_exit.stop(message)
-
-    def leave_on_notice(self) -> None:
-        self.leave_step(f"{self.x.notice.signal_name or 'a notice'}: the run is about to be ended.")
-
     def leave_step(self, why: str) -> None:
         """Let the rollout of the step that is under way fail. From any thread."""
         if self.process is not None:
             self.process.fail(why)
 
-    def waits_for(self, phase: str) -> str:
-        """Say what the rollout process has under way in a phase that waits for it. From any thread."""
-        if self.process is None or phase not in PHASES_OF_ROLLOUTS:
-            return ""
-        publisher, publication = self.x.engine.publisher if self.x.engine is not None else None, ""
-        if phase == "publish" and publisher is not None and publisher.last is not None and publisher.last.parts:
-            row, name, *_ = publisher.last.parts[-1]
-            publication = f"the publication of version {publisher.last.version} (ended last: {row}, {name}); "
-        return publication + self.process.standstill()
-
     def silent(self) -> Silence:
         """Who of this rank's rollout process and servers has not been heard of, for how long. From any thread."""
         parts = [part for part in (self.process, self.supervisor) if part is not None]
         return {who: silence for part in parts for who, silence in part.silent().items()}
+
+
+class Rollouts:
+    """Brings the policy's weights to the servers and replies to the trainer.
+
+        rollouts = Rollouts(config, groups, processes, devices, engine, prompts, is_ending=lambda: False)
+        rollouts.publish()
+        batch = rollouts.batch()  # this data head's part of a step; None on ranks that drive no rollouts
+
+    Collective: every rank calls every method, unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        processes: RolloutProcesses,
+        devices: DeviceSharing,
+        engine: MegatronEngine,
+        prompts: PromptIterator,
+        *,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        """is_ending(): True once the run is about to be ended; servers and replies may fail then."""
+        self.config, self.groups, self.devices = config, groups, devices
+        self.engine, self.prompts, self.is_ending = engine, prompts, is_ending
+        self.supervisor, self.process = processes.supervisor, processes.process
+
+    def waits_for(self, phase: str) -> str:
+        """Say what the rollout process has under way in a phase that waits for it. From any thread."""
+        if self.process is None or phase not in PHASES_OF_ROLLOUTS:
+            return ""
+        publisher, publication = self.engine.publisher, ""
+        if phase == "publish" and publisher is not None and publisher.last is not None and publisher.last.parts:
+            row, name, *_ = publisher.last.parts[-1]
+            publication = f"the publication of version {publisher.last.version} (ended last: {row}, {name}); "
+        return publication + self.process.standstill()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -158,8 +204,8 @@ class Rollouts:
 
         Servers that fail are left out, and those restarted since the last time take part again.
         """
-        engine, groups = self.x.engine, self.x.groups
-        self.x.devices.prepare_publication()
+        engine, groups = self.engine, self.groups
+        self.devices.prepare_publication()
         version, served_by = engine.get_version(), [[""]]
         watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
         with watched:
@@ -182,7 +228,8 @@ class Rollouts:
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
         if self.process is not None and not groups.is_main:
             self.process.settle(served_by[0], version)
-        leave_weights(engine, self.process, groups, self.x.folder / "late_servers", self.x.config.model.path)
+        late = Path(self.config.run.folder) / "late_servers"
+        leave_weights(engine, self.process, groups, late, self.config.model.path)
 
     def _muster(self) -> bool:
         """Settle who takes part in the publication, at least one server.
@@ -190,17 +237,17 @@ class Rollouts:
         False on all ranks where none is left in a run that is about to end: servers that were ended together with it do
         not come back, and it only has to save.
         """
-        x, is_over = self.x, False
-        if x.groups.is_main:
-            is_over = x.is_ending and not self.process.serving
-        if x.groups.is_main and not is_over:
+        is_over = False
+        if self.groups.is_main:
+            is_over = self.is_ending() and not self.process.serving
+        if self.groups.is_main and not is_over:
             try:
                 self.process.muster()
             except RuntimeError:
-                if not x.is_ending:
+                if not self.is_ending():
                     raise
                 is_over = True
-        return not x.groups.any(is_over)
+        return not self.groups.any(is_over)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -210,31 +257,31 @@ class Rollouts:
         A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
         many as it needs from its own share of the prompts, which its ledger hands out.
         """
-        self.x.devices.give_to_servers()
-        total, data = self.x.config.batch.prompts_per_step, self.x.groups.data
+        self.devices.give_to_servers()
+        total, data = self.config.batch.prompts_per_step, self.groups.data
         first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
         pending: list[Future[TrajectoryBatch]] = []
-        if self.x.config.rollout.takes_prompts_in_order:
-            start = self.x.prompts.skip(total)
+        if self.config.rollout.takes_prompts_in_order:
+            start = self.prompts.skip(total)
             if self.process is not None:
                 pending = [self.process.rollout_batch(start + first, last - first)]
         elif self.process is not None:
             pending = [self.process.prepare_batch(last - first)]
         self.wait_for(pending)
-        self.x.devices.give_to_trainer()
+        self.devices.give_to_trainer()
         return pending[0].result() if pending else None
 
     def counts(self) -> list[Counts]:
         """What each rollout process did since the last call, on the main rank; empty on others."""
         own = self.process.counts() if self.process is not None else None
-        of_ranks: list[Counts | None] | None = [None] * self.x.groups.world_size if self.x.groups.is_main else None
-        dist.gather_object(own, of_ranks, dst=0, group=self.x.groups.control)
+        of_ranks: list[Counts | None] | None = [None] * self.groups.world_size if self.groups.is_main else None
+        dist.gather_object(own, of_ranks, dst=0, group=self.groups.control)
         return [counts for counts in of_ranks or [] if counts is not None]
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
         """Begin to answer the held-out prompts: one future on the main rank, none on others."""
-        self.x.devices.give_to_servers()
-        return [self.process.evaluate(generation)] if self.process is not None and self.x.groups.is_main else []
+        self.devices.give_to_servers()
+        return [self.process.evaluate(generation)] if self.process is not None and self.groups.is_main else []
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
         """Return once all of `pending` are done, of which a rank may have none.
@@ -247,10 +294,52 @@ class Rollouts:
             stalled.zero_()
             while pending and not stalled and wait(pending, SERVER_LOOK_S).not_done:
                 stalled.fill_(self.process.needs_weights)
-            dist.all_reduce(stalled, group=self.x.groups.control)
+            dist.all_reduce(stalled, group=self.groups.control)
             if stalled:
                 self.publish()
-                self.x.devices.give_to_servers()
+                self.devices.give_to_servers()
+
+    def mean_reward(self, generation: GenerationConfig) -> float:
+        """Publish the weights and return the mean reward of sampled replies to the held-out prompts.
+
+        The same on every rank; 0 where the run is ending and the replies were cut short.
+        """
+        self.publish()
+        sampled = self.evaluate(generation)
+        self.wait_for(sampled)
+        reward = [0.0]
+        for found in sampled:
+            if found.exception() is None or not self.is_ending():
+                replies = take_out_greedy(found.result())
+                reward = [float(replies.means_of_samples(reward_of_each(replies)).mean())]
+        dist.broadcast_object_list(reward, src=0, group=self.groups.control)
+        return reward[0]
+
+
+def leave_weights(
+    engine: TrainEngine, rollout: RolloutProcess | None, groups: ParallelGroups, folder: Path, model_folder: str
+) -> None:
+    """Write `folder`/version-N where a server is away that will need it, and tell the client; forget older ones.
+
+    All ranks call it right after a publication; the main rank gives the client that published. Where the folder cannot
+    be written, that server waits for the next publication.
+    """
+    is_wanted = groups.is_main and rollout is not None and rollout.wants_folder
+    if not groups.any(is_wanted):
+        return
+    version = engine.get_version()
+    target, tensors = folder.absolute() / f"version-{version}", iter(engine.hf_tensors())
+    if groups.is_main and rollout is not None:
+        try:
+            write_hf_folder(target, tensors, model_folder=model_folder, dtype=None)
+            rollout.offer_folder(str(target), version)
+        except OSError as error:
+            logger.warning("weights for servers that come late were not written: %s", error)
+        for other in folder.glob("version-*"):
+            if other != target:
+                shutil.rmtree(other, ignore_errors=True)
+    for _ in tensors:  # the stream is a collective
+        pass
 
 
 def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:

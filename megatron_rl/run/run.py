@@ -1,7 +1,7 @@
-"""The life of a run on one rank, whatever it trains: its group, folder, log and checkpoints, and what may end it early.
+"""A run on one rank from its start to its end, whatever it trains: process group, folder, log, checkpoints, early ends.
 
-A notice (launch/stop_signal.py) stops a run with checkpoints between two steps, behind a checkpoint of that place, and
-Ctrl-C any run; a standstill (hang.py) ends it. `with` the run, all that was started is stopped again, however it ends.
+A stop signal (launch/stop_signal.py) ends a run with checkpoints between two steps, behind a checkpoint of that place,
+and Ctrl-C any run. A hang (hang_watch.py) ends it too. Leaving the `with` block stops all that was started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_rl.launch import file_lock, process_exit
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.signs_of_life import Look, SignsOfLife, StoppedProcesses
 from megatron_rl.launch.start_up import python_path
-from megatron_rl.launch.stop_signal import StopNotice
+from megatron_rl.launch.stop_signal import StopSignal
 from megatron_rl.run.hang_watch import HangWatch
 from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.telemetry.run_log import RunLog
@@ -88,7 +88,7 @@ class Run(ABC):
             at_end.callback(signs.close)
             signs.start()
             if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
-                self.notice.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
+                self.stop_signal.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
             self.at_end = at_end.pop_all()
         return self
 
@@ -117,10 +117,10 @@ class Run(ABC):
         can_leave: str = "",
         on_leave: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Take the run's folder and open it, choose what to continue from, and begin to hear notices and to watch for
-        standstills. Nothing may have been written or started before. ValueError where another run is in the folder.
+        """Take the run's folder and open it, choose what to continue from, and begin to hear stop signals and to watch
+        for hangs. Nothing may have been written or started before. ValueError where another run is in the folder.
 
-        on_half_time is StopNotice's, the others are HangWatch's.
+        on_half_time is StopSignal's, the others are HangWatch's.
         """
         options, groups = self.config.run, self.groups
 
@@ -158,10 +158,10 @@ class Run(ABC):
         self.at_end.callback(self.hang_watch.close)
         self.timers.on_change = self.hang_watch.enter
         saves = options.checkpoint_every_steps > 0
-        self.notice = StopNotice(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main, saves=saves)
-        self.at_end.callback(self.notice.close)
+        self.stop_signal = StopSignal(options.grace_s, on_half_time=on_half_time, says_so=groups.is_main, saves=saves)
+        self.at_end.callback(self.stop_signal.close)
         if saves:
-            self.notice.listen()
+            self.stop_signal.listen()
 
     def say(self, text: str) -> None:
         """Print one line on the main rank."""
@@ -199,7 +199,7 @@ class Run(ABC):
     def checkpoint(self, *, step: int) -> bool:
         """Begin to write what a later run continues from after `step` steps, where it is time to.
 
-        True if a notice came to any rank, and the run is to stop here: the checkpoint is written then.
+        True if a stop signal came to any rank, and the run is to stop here: the checkpoint is written then.
         """
         options = self.config.run
         if (options.checkpoint_every_steps > 0 or step < options.steps) and self.stop_is_near():
@@ -217,8 +217,8 @@ class Run(ABC):
         return False
 
     def stop_is_near(self) -> bool:
-        """True on all ranks if a notice came to one."""
-        return self.groups.any(self.notice.came())
+        """Return True on all ranks if a stop signal came to one."""
+        return self.groups.any(self.stop_signal.came())
 
     def stop_after(self, step: int, why: str = "") -> None:
         """Write the checkpoint of this place, where there is something new, and say how to go on.
@@ -231,10 +231,10 @@ class Run(ABC):
             if step > self.checkpoints.newest:
                 self._start_checkpoint(step, in_background=False)
                 self.checkpoints.finish(wait=True)
-        why = why or self.notice.signal_name or "another rank's notice"
+        why = why or self.stop_signal.signal_name or "another rank's stop signal"
         lost = "nothing of it can be resumed; with run.checkpoint_every_steps=10 it can be"
         self.say(f"stopped after step {step} on {why}; {'--resume auto continues the run' if saves else lost}")
-        self.is_interrupted = self.groups.any(self.notice.signal_name == signal.SIGINT.name)
+        self.is_interrupted = self.groups.any(self.stop_signal.signal_name == signal.SIGINT.name)
         if self.is_interrupted and step > 0:
             self._report()
 

@@ -1,4 +1,4 @@
-"""What a run continues from after any death: its checkpoints, and the books of its rollouts.
+"""The state that a run continues from after any death: its checkpoints, and its place in the prompts.
 
 A checkpoint, `run.folder/checkpoints/step-N`, holds an engine's checkpoint per trained model, run.json (what the loop
 itself remembers) and, last, the manifest. It is written aside and appears under its name when it is whole; older ones
@@ -107,7 +107,7 @@ class RunCheckpoints:
         return True
 
     def close(self) -> None:
-        """The run ends; what it leaves in work, because it failed, is given up, and its writers do not outlive it."""
+        """Give up a checkpoint that a failed run leaves in work: its writers do not outlive the run."""
         if self.aside is not None:
             for engine in self.engines.values():
                 engine.drop_saves()
@@ -257,8 +257,8 @@ def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None
         raise RuntimeError(fault)
 
 
-class RolloutBooks:
-    """Where a run is in its prompts; what each data head has of them is in its rollout process (resume_state.py).
+class PromptResumeState:
+    """The run's place in its prompts. What each data head has of them is in its rollout process (resume_state.py).
 
     resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
     """
@@ -270,9 +270,10 @@ class RolloutBooks:
         self.folder = Path(config.run.folder) / journal.FOLDER
         self.keeps_journal = config.run.checkpoint_every_steps > 0
         self.fingerprint = fingerprint(config)
-        life = [journal.next_life(self.folder)]
-        dist.broadcast_object_list(life, src=0, group=groups.control)
-        self.life: int = life[0]
+        attempt = [journal.next_life(self.folder)]
+        dist.broadcast_object_list(attempt, src=0, group=groups.control)
+        self.run_attempt: int = attempt[0]
+        """The number of this start of the run, counted from its first one."""
         if resumed:
             self._check_order(resumed)
             prompts.load_state_dict(resumed["prompts"])
@@ -286,9 +287,9 @@ class RolloutBooks:
             )
 
     def place(self) -> Place:
-        """What this data head's rollout process is told."""
+        """Return what this data head's rollout process has to know."""
         data = self.groups.data
-        stamp: dict[str, Any] = {"life": self.life, "fingerprint": self.fingerprint, "resumed": self.resumed}
+        stamp: dict[str, Any] = {"life": self.run_attempt, "fingerprint": self.fingerprint, "resumed": self.resumed}
         return Place(head=data.rank, heads=data.size, **stamp)
 
     def lock(self) -> int | None:
@@ -296,12 +297,12 @@ class RolloutBooks:
         return journal_lock.take(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
-        """A step begins or has ended: this is the place that `state_dict` tells of."""
+        """Remember the place where a step begins or has ended, for `state_dict`."""
         in_order = rollout is None or self.options.takes_prompts_in_order
         self._noted = self.prompts.state_dict(), None if in_order else rollout.ledger_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the prompts, the same on all ranks.
+        """Return what a checkpoint keeps of the prompts, the same on all ranks.
 
         The ledgers of all data heads; none of a run that takes its prompts in order.
         """

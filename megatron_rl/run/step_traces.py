@@ -5,44 +5,62 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.telemetry.spans import Span
+from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.telemetry.trace import RankTrace, write_trace
-
-if TYPE_CHECKING:
-    from megatron_rl.run.rl_run import RLRun
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StepTraces:
-    """Those of one experiment. All ranks call every method.
+    """Records the steps in telemetry.trace_steps. Collective: every rank calls every method.
+
+        traces = StepTraces(config, groups, timers, engine, process, say=print)
+        timers.snapshot(); traces.begin(3)
+        ...
+        timers.snapshot(); traces.end(3)  # writes run.folder's trace of step 3
 
     The time of a step is that of its timers: from one snapshot to the next. A trace has all that happened in it, also
     where that belongs to other steps: rollouts of an asynchronous run, the evaluation after the step before.
     """
 
-    def __init__(self, experiment: RLRun) -> None:
-        self.x = experiment
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        timers: PhaseTimers,
+        engine: MegatronEngine,
+        process: RolloutProcess | None,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.steps, self.folder = config.telemetry.trace_steps, Path(config.run.folder)
+        self.groups, self.timers, self.engine, self.process, self._say = groups, timers, engine, process, say
         self._publications: list[Span] = []
 
     def begin(self, step: int) -> None:
-        """The timers have just been read, and the step's time begins."""
-        if step in self.x.config.telemetry.trace_steps:
+        """Begin to record the step, if it is one of them. The timers have just been read."""
+        if step in self.steps:
             self._publications = self._last_publication()  # which the step's first replies are made with
-            if self.x.rollouts.process is not None:
-                self.x.rollouts.process.record()
+            if self.process is not None:
+                self.process.record()
 
     def end(self, step: int) -> None:
-        """The timers have just been read, and the step's time is over: write its trace."""
-        if step not in self.x.config.telemetry.trace_steps:
+        """Write the trace of the step, if it is one of them. The timers have just been read."""
+        if step not in self.steps:
             return
-        groups, process = self.x.groups, self.x.rollouts.process
-        with self.x.timers("trace"):
+        groups = self.groups
+        with self.timers("trace"):
             dist.barrier(group=groups.control)
             trace = RankTrace(
                 rank=groups.rank,
@@ -50,20 +68,20 @@ class StepTraces:
                 boot=BOOT_ID.read_text().strip() if BOOT_ID.exists() else "",
                 pid=os.getpid(),
                 clock_s=time.monotonic(),
-                phases=self.x.timers.last_spans,
+                phases=self.timers.last_spans,
                 publications=self._publications + self._last_publication(),
-                rollout=process.take_recording() if process is not None else None,
+                rollout=self.process.take_recording() if self.process is not None else None,
             )
             traces: list[Any] | None = [None] * groups.world_size if groups.is_main else None
             dist.gather_object(trace, traces, dst=0, group=groups.control)
             if traces is not None:
                 try:
-                    self.x.say(f"trace: {write_trace(self.x.folder, step, traces)}")
+                    self._say(f"trace: {write_trace(self.folder, step, traces)}")
                 except OSError as error:
-                    self.x.say(f"WARNING: the trace of step {step} cannot be written: {error}. Training goes on.")
+                    self._say(f"WARNING: the trace of step {step} cannot be written: {error}. Training goes on.")
 
     def _last_publication(self) -> list[Span]:
-        publisher = self.x.engine.publisher
+        publisher = self.engine.publisher
         if publisher is None or publisher.last is None:
             return []
         version = publisher.last.version

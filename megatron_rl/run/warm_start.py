@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.algo.reward_shaping import take_out_greedy
-from megatron_rl.config import WarmStartConfig
+from megatron_rl.config import TrainConfig, WarmStartConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.data.sft_rows import AnswerRows
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.rollout.groups import reward_of_each
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.supervised_training import answer_training
-
-if TYPE_CHECKING:
-    from megatron_rl.run.rl_run import RLRun
+from megatron_rl.types import StepStats
 
 SETTINGS = "warm_start.json"
 
@@ -33,69 +31,83 @@ def warm_start_rows(
 
 
 class WarmStart:
-    """That of one experiment, whose engines it trains. All ranks call every method."""
+    """Trains the policy on answers before RL where `warm_start.updates` asks for it.
 
-    def __init__(self, experiment: RLRun) -> None:
-        self.x = experiment
+        warm_start = WarmStart(config, groups, engine, train_prompts, tokenizer, measure=None, say=print, check=check)
+        if warm_start.run():
+            engine.reset_optimizer(total_updates)  # RL has an optimizer and a schedule of its own
 
-    def run(self) -> None:
-        """Train where the config asks for it, or load what an earlier run made, and start RL's optimizer afresh."""
-        x, options = self.x, self.x.config.warm_start
-        if options.updates == 0:
-            return
+    measure: returns the mean reward of sampled replies, at which the warm start may stop early; None samples nothing.
+    check: is given the statistics of each update. Collective: every rank calls every method.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        engine: MegatronEngine,
+        prompts: list[dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        measure: Callable[[], float] | None,
+        say: Callable[[str], None],
+        check: Callable[[StepStats], None],
+    ) -> None:
+        self.config, self.options = config, config.warm_start
+        self.groups, self.engine, self.prompts, self.tokenizer = groups, engine, prompts, tokenizer
+        self._measure, self._say, self._check = measure, say, check
+        self.folder = Path(self.options.folder or Path(config.run.folder) / "warm_start")
+        """Holds its weights, where `run` or `save` has written them."""
+
+    def run(self) -> bool:
+        """Train, or load what an earlier run with the same settings made. False where the config asks for neither."""
+        if self.options.updates == 0:
+            return False
         if self._is_kept():
-            x.engine.load(options.folder)
-            x.say(f"warm start: loaded {options.folder}, which an earlier run made with the same settings")
-        else:
-            self._train()
-            if options.folder:
-                x.engine.save(options.folder)
-                if x.groups.is_main:
-                    (Path(options.folder) / SETTINGS).write_text(self._settings())
-        x.engine.reset_optimizer(x.policy_updates)
-        x.engine.set_version(0)
-        if x.reference is not None:
-            x.reference.copy_weights(x.engine)
-        takes_over = x.critic is not None and not x.config.critic.model
-        is_needed_later = x.reference is not None and x.config.run.checkpoint_every_steps > 0
-        if not options.folder and (takes_over or is_needed_later):
-            x.engine.save(self._folder)
-        if takes_over:
-            x.critic.engine.load(self._folder)  # through files: the layouts may differ
+            self.engine.load(self.folder)
+            self._say(f"warm start: loaded {self.folder}, which an earlier run made with the same settings")
+            return True
+        self._train()
+        if self.options.folder:
+            self.engine.save(self.folder)
+            if self.groups.is_main:
+                (self.folder / SETTINGS).write_text(self._settings())
+        return True
+
+    def save(self) -> None:
+        """Write the engine's weights to `folder`, unless `run` has left them there."""
+        if not self.options.folder:
+            self.engine.save(self.folder)
 
     def load(self, engine: MegatronEngine) -> None:
         """Load what the run's warm start had made; ValueError where it is not there any more."""
-        if self.x.config.warm_start.folder and not self._is_kept():
+        if self.options.folder and not self._is_kept():
             raise ValueError(
-                f"warm_start.folder = {str(self._folder)!r}: no longer holds the warm start of this run, which the "
+                f"warm_start.folder = {str(self.folder)!r}: no longer holds the warm start of this run, which the "
                 f"resumed run's reference is; bring it back, or start a new run."
             )
-        engine.load(self._folder)
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.x.config.warm_start.folder or self.x.folder / "warm_start")
+        engine.load(self.folder)
 
     def _train(self) -> None:
-        x, options = self.x, self.x.config.warm_start
-        x.engine.reset_optimizer(options.updates, lr=options.lr)
-        rows = warm_start_rows(options, x.prompts.prompts, x.tokenizer, context=x.engine.arch.max_positions)
-        prompts = PromptIterator(rows.rows, seed=x.config.run.seed, shuffle=True)
-        training, losses = answer_training(x.engine, x.groups), []
+        options, engine = self.options, self.engine
+        engine.reset_optimizer(options.updates, lr=options.lr)
+        rows = warm_start_rows(options, self.prompts, self.tokenizer, context=engine.arch.max_positions)
+        prompts = PromptIterator(rows.rows, seed=self.config.run.seed, shuffle=True)
+        training, losses = answer_training(engine, self.groups), []
         for update in range(options.updates):
             chosen = prompts.next_batch(options.prompts_per_update)
             batch = rows.batch(prompt["prompt_index"] for prompt in chosen)
             stats = training.update(batch, update)
             losses.append(stats.loss)
-            x.check_updates("policy", [stats])
-            is_check = bool(x.held_out) and (update + 1) % options.check_every_updates == 0
-            if is_check and self._sampled_reward() >= options.stop_at_reward:
+            self._check(stats)
+            is_check = self._measure is not None and (update + 1) % options.check_every_updates == 0
+            if is_check and self._measure() >= options.stop_at_reward:
                 break
-        x.say(f"warm start: {len(losses)} supervised updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        self._say(f"warm start: {len(losses)} supervised updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     def _settings(self) -> str:
-        """Everything a warm start's result depends on but the layout, which changes no more than rounding."""
-        config = self.x.config
+        """Return everything that a warm start's result depends on but the layout, which changes but rounding."""
+        config = self.config
         parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
         parts |= {"optimizer": config.optimizer, "generation": config.generation}
         settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
@@ -106,23 +118,8 @@ class WarmStart:
 
     def _is_kept(self) -> bool:
         kept = [False]
-        if self.x.groups.is_main and self.x.config.warm_start.folder:
-            path = Path(self.x.config.warm_start.folder) / SETTINGS
+        if self.groups.is_main and self.options.folder:
+            path = self.folder / SETTINGS
             kept = [path.is_file() and path.read_text() == self._settings()]
-        dist.broadcast_object_list(kept, src=0, group=self.x.groups.control)
+        dist.broadcast_object_list(kept, src=0, group=self.groups.control)
         return kept[0]
-
-    def _sampled_reward(self) -> float:
-        """Mean reward of sampled replies to the held-out prompts, the same on every rank."""
-        x = self.x
-        x.rollouts.publish()
-        sampled = x.rollouts.evaluate(x.config.generation.new(n_samples=2))
-        x.rollouts.wait_for(sampled)
-        reward = [0.0]
-        for found in sampled:
-            # Cut short, it says nothing: the warm start goes on, and the run stops behind it.
-            if found.exception() is None or not x.is_ending:
-                replies = take_out_greedy(found.result())
-                reward = [float(replies.means_of_samples(reward_of_each(replies)).mean())]
-        dist.broadcast_object_list(reward, src=0, group=x.groups.control)
-        return reward[0]

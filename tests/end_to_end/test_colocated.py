@@ -59,29 +59,26 @@ def watched(overrides):
 
     class Watched(Rollouts):
         def wait_for(self, pending):
-            engines = [self.x.engine, self.x.reference]
+            engines = self.devices.engines.engines
+            assert len(engines) == 2, "policy and reference"
             there = sum(t.untyped_storage().nbytes() for engine in engines for part in tensors_of(engine) for t in part)
             assert there == 0, f"{there} bytes of the engines are there while servers generate"
             looks.append("servers")
             super().wait_for(pending)
 
     class Turned(rl_run.RLRun):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.rollouts = Watched(self)
-
         def compute_advantages(self, batch):
-            (url,) = self.rollouts.supervisor.urls
-            headers = {"Authorization": f"Bearer {token_in(self.rollouts.supervisor.token_file)}"}
+            (url,) = self.processes.supervisor.urls
+            headers = {"Authorization": f"Bearer {token_in(self.processes.supervisor.token_file)}"}
             answer = requests.post(f"{url}/continue_generation", json={}, headers=headers, timeout=30)
             assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
             looks.append("trainer")
-            processes.append(self.rollouts.supervisor.starts[url])
+            processes.append(self.processes.supervisor.starts[url])
             if len(processes) == 2:
                 os.kill(processes[-1], signal.SIGKILL)
             super().compute_advantages(batch)
 
-    rl_run.RLRun = Turned
+    rl_run.RLRun, rl_run.Rollouts = Turned, Watched
     experiment_of(overrides)
     assert looks.count("trainer") == 4 and looks.count("servers") >= 4 + 3, "steps, and evaluations"
     assert processes[0] == processes[1] != processes[2] == processes[3], "one restart, before the publication"
@@ -90,7 +87,7 @@ def watched(overrides):
 def test_turns_change_no_bit_of_a_run_even_where_the_server_dies_while_its_device_is_lent(apart, tmp_path):
     run(tmp_path / "run", *BY_TURNS, "rollout.publication=ipc", how=watched)
     assert outcome(tmp_path / "run") == apart
-    assert all(step["time/turns"] > 0 for step in steps_of(tmp_path / "run"))
+    assert all(step["time/device_sharing"] > 0 for step in steps_of(tmp_path / "run"))
 
 
 def test_two_ranks_hand_the_devices_over_together(apart, tmp_path):

@@ -60,7 +60,7 @@ def before_each_update(run, act):
 def tell_one_rank(run, step):
     if step == 8 and run.groups.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert run.notice.came(within_s=60)
+        assert run.stop_signal.came(within_s=60)
 
 
 @pytest.mark.parametrize(("run", "loss"), [(pairs, "preference/loss"), (answers, "supervised/loss")])
@@ -71,7 +71,7 @@ def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(run
     stopped = exit_codes(start(parts, before_each_update(run, tell_one_rank)))
     assert stopped == [EXIT_STOPPED] * 2, output.read_text()
     assert newest_checkpoint(parts) == len(steps_of(parts)) == 9 and not (parts / "final").exists()
-    assert "stopped after step 9 on another rank's notice; --resume auto" in output.read_text()
+    assert "stopped after step 9 on another rank's stop signal; --resume auto" in output.read_text()
     assert exit_codes(start(parts, run)) == [0, 0], output.read_text()
     assert "resumed after step 9" in output.read_text()
     losses = [[step[loss] for step in steps_of(folder)] for folder in (parts, whole)]

@@ -34,7 +34,7 @@ def ctrl_c_on_one_rank(run, step):
     if step == 8 and run.groups.rank == run.groups.world_size - 1:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same one, which a launcher passes on
-        assert run.notice.came(within_s=60)
+        assert run.stop_signal.came(within_s=60)
 
 
 def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_where_it_was(tmp_path):
@@ -44,7 +44,8 @@ def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_wh
     text = output.read_text()
     assert codes == [EXIT_INTERRUPTED] * 2, text
     assert newest_checkpoint(folder) == len(steps_of(folder)) == 9 and (folder / "report.html").exists()
-    assert "stopped after step 9 on another rank's notice; --resume auto continues the run" in " ".join(text.split())
+    stopped = "stopped after step 9 on another rank's stop signal; --resume auto continues the run"
+    assert stopped in " ".join(text.split())
     command = shlex.split(text.partition("To continue: ")[2].splitlines()[0])
     assert command[:4] == ["python", "-m", "megatron_rl.run.sft", CONFIG] and command[-2:] == ["--resume", "auto"]
     assert f"run.folder={folder}" in command and command.count("--resume") == 1 and "Traceback" not in text

@@ -79,7 +79,7 @@ def test_all_ranks_stop_together_where_one_alone_was_told(settings, tmp_path):
     wait_until_logged(folder, 2, lambda: True)
     os.kill(pids[1], signal.SIGUSR1)
     assert [ended(pid) for pid in pids] == [EXIT_STOPPED] * 2, (tmp_path / "output.txt").read_text()
-    assert "on another rank's notice" in (tmp_path / "output.txt").read_text()
+    assert "on another rank's stop signal" in (tmp_path / "output.txt").read_text()
     assert newest_checkpoint(folder) == len(steps_of(folder)) < 12
     run_to_the_end(folder, overrides)
     rewards = [step["reward/mean"] for step in steps_of(folder)]

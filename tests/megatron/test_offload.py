@@ -8,7 +8,7 @@ from tiny import LAYOUTS, make_batch, make_model, share_of
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.engine.offload import Turns, tensors_of
+from megatron_rl.engine.offload import SharedDevice, tensors_of
 from megatron_rl.types import FinetuneSpec
 
 PLAIN, DISTRIBUTED = {}, {"distributed": True}
@@ -81,9 +81,9 @@ def test_offloading_between_phases_changes_no_bit_and_empties_the_device(layout,
 
 
 def take_turns(folder, checkpoint):
-    turns = Turns()
-    policy = start(folder, "tp2_sp", turns=turns)
-    reference = start(folder, "tp2_sp", turns=turns, groups=policy.groups, trainable=False)
+    shared_device = SharedDevice()
+    policy = start(folder, "tp2_sp", shared_device=shared_device)
+    reference = start(folder, "tp2_sp", shared_device=shared_device, groups=policy.groups, trainable=False)
     batch = make_batch()
     there = []
     for _ in range(2):

@@ -279,7 +279,7 @@ def told_before_it_begins(folder):
     config = load_config(ROOT / "configs" / "count_dpo.yaml", [*random, *SMALL, f"run.folder={folder}"])
     with PairRun(config) as run:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert run.notice.came(within_s=10)
+        assert run.stop_signal.came(within_s=10)
         return run.begin(), run.timers.snapshot()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.run.late_server_weights import leave_weights
+from megatron_rl.run.rollouts import leave_weights
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from megatron_rl.weights.update_group import TensorSpec
 from tests.servers.reference import reference_greedy

@@ -19,7 +19,7 @@ from tests.servers.tiny_model import make_tiny_model, make_tokenizer
 
 platform.prepare()
 from megatron_rl.cli import main  # noqa: E402
-from megatron_rl.run import warm_start  # noqa: E402
+from megatron_rl.run import rollouts  # noqa: E402
 from megatron_rl.run.evaluation import score_sets  # noqa: E402
 
 CONFIG = """
@@ -113,11 +113,12 @@ def test_a_warm_start_stops_at_the_reward_of_replies_also_where_tokens_have_them
     tokens = {"rewards": torch.tensor([0.0, 0.5, 0.5, 0.0, 0.0, 0.5]), "loss_mask": torch.ones(6, dtype=torch.bool)}
     replies = Future()
     replies.set_result(TrajectoryBatch(tokens, {}, torch.tensor([0, 3, 6])))
-    monkeypatch.setattr(warm_start.dist, "broadcast_object_list", lambda *_, **__: None)
-    rollouts = SimpleNamespace(publish=lambda: None, evaluate=lambda _: [replies], wait_for=lambda _: None)
-    config, groups = SimpleNamespace(generation=GenerationConfig()), SimpleNamespace(control=None)
-    run = warm_start.WarmStart(SimpleNamespace(rollouts=rollouts, config=config, groups=groups))
-    assert run._sampled_reward() == (1.0 + 0.5) / 2
+    monkeypatch.setattr(rollouts.dist, "broadcast_object_list", lambda *_, **__: None)
+    for name, answer in {"publish": None, "evaluate": [replies], "wait_for": None}.items():
+        monkeypatch.setattr(rollouts.Rollouts, name, lambda *_, answer=answer: answer)
+    groups, processes = SimpleNamespace(control=None), SimpleNamespace(supervisor=None, process=None)
+    run = rollouts.Rollouts(None, groups, processes, None, None, None, is_ending=lambda: False)
+    assert run.mean_reward(GenerationConfig()) == (1.0 + 0.5) / 2
 
 
 def test_agents_generation_goes_on_after_an_interruption_token_by_token(

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from megatron_rl.launch.stop_signal import SIGNALS, StopNotice
+from megatron_rl.launch.stop_signal import SIGNALS, StopSignal
 
 WAITS_IN_C = """
 import ctypes, sys, time
-from megatron_rl.launch.stop_signal import StopNotice
-notice = StopNotice({grace_s}, on_half_time=lambda: print("half time", flush=True))
+from megatron_rl.launch.stop_signal import StopSignal
+notice = StopSignal({grace_s}, on_half_time=lambda: print("half time", flush=True))
 notice.listen()
 print("ready", flush=True)
 libc = ctypes.CDLL(None)
@@ -53,7 +53,7 @@ def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
     monkeypatch.setattr("megatron_rl.launch.stop_signal.FINISH_ON_TERM_S", 0.1)
     for number, is_early in ((signal.SIGTERM, True), (signal.SIGUSR1, False)):
         half_time = threading.Event()
-        notice = StopNotice(120.0, on_half_time=half_time.set)
+        notice = StopSignal(120.0, on_half_time=half_time.set)
         notice.listen()
         os.kill(os.getpid(), number)
         assert half_time.wait(5.0 if is_early else 0.5) == is_early
@@ -62,7 +62,7 @@ def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
 
 def test_a_stop_in_time_is_left_alone_and_the_next_signal_does_not_end_what_is_about_to_end():
     late = []
-    notice = StopNotice(0.2, on_half_time=lambda: late.append(1))
+    notice = StopSignal(0.2, on_half_time=lambda: late.append(1))
     notice.listen()
     assert not notice.came()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -76,7 +76,7 @@ def test_a_stop_in_time_is_left_alone_and_the_next_signal_does_not_end_what_is_a
 
 
 def test_without_a_notice_the_signals_are_given_back(signals_as_before):
-    notice = StopNotice(1.0, on_half_time=lambda: None)
+    notice = StopSignal(1.0, on_half_time=lambda: None)
     notice.listen()
     assert not notice.came()
     notice.close()
@@ -84,6 +84,6 @@ def test_without_a_notice_the_signals_are_given_back(signals_as_before):
 
 
 def test_without_listening_nothing_came():
-    notice = StopNotice(1.0, on_half_time=lambda: None)
+    notice = StopSignal(1.0, on_half_time=lambda: None)
     assert not notice.came()
     notice.close()
