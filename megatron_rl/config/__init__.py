@@ -2,10 +2,14 @@
 
 `load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
 remedy. `described_options` returns every option with its type, default, rule and text, for pages and commands that list
-them. Importing this package imports no torch.
+them. Importing this package imports no torch, and OmegaConf only once a config is loaded: a worker of rewards needs
+`config.import_path` alone and stays small.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.algorithm_section import (
     COMPARE_GROUP,
@@ -21,12 +25,14 @@ from megatron_rl.config.algorithm_section import (
     SupervisedConfig,
 )
 from megatron_rl.config.data_section import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
-from megatron_rl.config.described_options import DescribedOption, described_options
-from megatron_rl.config.loading import SECTIONS, load_config
 from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from megatron_rl.config.described_options import DescribedOption, described_options
+    from megatron_rl.config.loading import SECTIONS, load_config
 
 __all__ = [
     "AlgorithmConfig",
@@ -59,3 +65,19 @@ __all__ = [
     "described_options",
     "load_config",
 ]
+
+
+_LATER = {
+    "DescribedOption": "described_options",
+    "SECTIONS": "loading",
+    "described_options": "described_options",
+    "load_config": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found  # importing the file described_options has set its name to the file
+    return found

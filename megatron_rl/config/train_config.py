@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from megatron_rl.config.algorithm_section import (
     COMPARE_GROUP,
     AlgorithmConfig,
@@ -205,4 +203,6 @@ class TrainConfig:
         )
 
     def to_yaml(self) -> str:
+        from omegaconf import OmegaConf
+
         return OmegaConf.to_yaml(OmegaConf.structured(self))
