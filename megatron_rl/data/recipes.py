@@ -15,13 +15,14 @@ from typing import Any
 from megatron_rl.data.data_files import read_rows
 from megatron_rl.data.tasks import NUMBER_INSTRUCTION, TAG_INSTRUCTION
 from megatron_rl.rewards import BOXED, NUMBER, find_tagged, last_boxed
-from megatron_rl.rewards.procedural import value_and_numbers
-from megatron_rl.workflows.tools import ToolError, calculate
+from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression, value_and_numbers
 
 PROGRAM_INSTRUCTION = "Give the whole Python program in one ```python block."
 INPUT_INSTRUCTION = "It reads the input from standard input and prints the output."
 LEAST, MOST = 2, 6
 """Numbers of a countdown problem."""
+MOST_DIGITS = 30
+"""Of a number on the way to its target."""
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
@@ -81,8 +82,8 @@ def countdown(
         for value in given[1:]:
             equation = f"({equation} {draw.choice('+-*/')} {value})"
         try:
-            target = calculate(equation)
-        except ToolError:
+            target, _ = evaluate_expression(equation, most_digits=MOST_DIGITS)
+        except NotArithmetic:
             continue
         if target.denominator != 1 or not 1 <= target <= most:
             continue

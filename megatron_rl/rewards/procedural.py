@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import operator
-import re
 from collections import Counter
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 from megatron_rl.rewards import find_tagged
+from megatron_rl.rewards.arithmetic import value_and_numbers
 from megatron_rl.rewards.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
-LONGEST_EXPRESSION = 200
-EXPRESSION = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 
 
 def reasoning_gym(
@@ -80,29 +69,3 @@ def countdown(
     text = (completions if found is None else found).strip()
     value, used = value_and_numbers(text)
     return float(value == metadata["target"] and used <= Counter(metadata["numbers"]))
-
-
-def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[int]]:
-    """Return an expression's value and the numbers in it; None for text that is no such expression.
-
-    They are counted in the tree, as there are no other signs: in a text comments have numbers too, and 1_2 has two.
-    """
-    used: Counter[int] = Counter()
-    is_expression = len(text) <= LONGEST_EXPRESSION and EXPRESSION.fullmatch(text) is not None
-    try:
-        value = computed(ast.parse(text, mode="eval").body, used) if is_expression else None
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        value = None
-    return value, used
-
-
-def computed(node: ast.expr, used: Counter[int]) -> Fraction:
-    """Return an expression's value and count its numbers. ValueError for anything but the four operations."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used[node.value] += 1
-        return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](computed(node.left, used), computed(node.right, used))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -computed(node.operand, used)
-    raise ValueError(f"{type(node).__name__} is none of the four operations")

@@ -7,20 +7,20 @@ tool here runs it as code.
 from __future__ import annotations
 
 import abc
-import ast
 import json
-import operator
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import aiohttp
 
+from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
+
 BEGIN, END = "<tool_call>", "</tool_call>"
 LONGEST_CALL = 20_000
 """Characters."""
+MOST_DIGITS = 30
+"""Of a number that the calculator shows."""
 
 
 class ToolError(Exception):
@@ -97,15 +97,6 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
         return f"error: {error}"
 
 
-OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-LONGEST_EXPRESSION, MOST_DIGITS = 200, 30
-
-
 class Calculator(Tool):
     """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code."""
 
@@ -124,33 +115,10 @@ class Calculator(Tool):
 
 def calculate(expression: str) -> Fraction:
     """Return the value of an arithmetic expression. ToolError for anything else, for one too long or too large."""
-    if len(expression) > LONGEST_EXPRESSION:
-        raise ToolError(f"the expression has more than {LONGEST_EXPRESSION} characters")
     try:
-        return evaluate(ast.parse(expression.strip(), mode="eval").body, expression.strip())
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ToolError("this is no arithmetic expression") from error
-    except ZeroDivisionError as error:
-        raise ToolError("division by zero") from error
-
-
-def evaluate(node: ast.expr, text: str) -> Fraction:
-    match node:
-        case ast.BinOp(op=op) if type(op) in OPERATORS:
-            value = OPERATORS[type(op)](evaluate(node.left, text), evaluate(node.right, text))
-        case ast.UnaryOp(op=ast.USub()):
-            value = -evaluate(node.operand, text)
-        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            # From the text, so that 0.1 is a tenth. An exponent could ask for a number of any size.
-            written = (ast.get_source_segment(text, node) or "").replace("_", "")
-            if not re.fullmatch(r"[0-9]*\.?[0-9]*", written):
-                raise ToolError("write numbers with digits and a point alone")
-            value = Fraction(written)
-        case _:
-            raise ToolError("only numbers, + - * / and brackets are allowed")
-    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
-        raise ToolError(f"a number has more than {MOST_DIGITS} digits")
-    return value
+        return evaluate_expression(expression, most_digits=MOST_DIGITS)[0]
+    except NotArithmetic as error:
+        raise ToolError(str(error)) from error
 
 
 REFUSALS = (400, 413, 414, 422)

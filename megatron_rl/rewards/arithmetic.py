@@ -1,0 +1,84 @@
+"""Arithmetic that a model wrote: + - * / and brackets over numbers, read as a tree and never run as code.
+
+Values are exact. The calculator that a policy may call, and the rewards and prompts of countdown, all read it here.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+
+LONGEST_EXPRESSION = 200
+"""Characters."""
+WHOLE_NUMBERS_ONLY = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class NotArithmetic(ValueError):
+    """A text is no expression of the four operations; the message says why, in words for who wrote it."""
+
+
+def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[Fraction, Counter[Fraction]]:
+    """Return the value of an expression and the numbers written in it. NotArithmetic for any other text.
+
+    most_digits: of a numerator or denominator anywhere in it. `(12 + 30) / 2` gives 21 and one each of 12, 30 and 2.
+    """
+    if len(text) > LONGEST_EXPRESSION:
+        raise NotArithmetic(f"the expression has more than {LONGEST_EXPRESSION} characters")
+    written: Counter[Fraction] = Counter()
+
+    def value_of(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(op=op) if type(op) in OPERATORS:
+                value = OPERATORS[type(op)](value_of(node.left), value_of(node.right))
+            case ast.UnaryOp(op=ast.USub()):
+                value = -value_of(node.operand)
+            case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+                value = number_in(ast.get_source_segment(text, node) or "")
+                # Counted in the tree, since comments have numbers too.
+                written[value] += 1
+            case _:
+                raise NotArithmetic("only numbers, + - * / and brackets are allowed")
+        if most_digits is not None and max(abs(value.numerator), value.denominator) >= 10**most_digits:
+            raise NotArithmetic(f"a number has more than {most_digits} digits")
+        return value
+
+    text = text.strip()
+    try:
+        return value_of(ast.parse(text, mode="eval").body), written
+    except NotArithmetic:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NotArithmetic("this is no arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise NotArithmetic("division by zero") from error
+
+
+def number_in(text: str) -> Fraction:
+    """Return the number as it is written, so that 0.1 is a tenth. An exponent could ask for a number of any size."""
+    digits = text.replace("_", "")
+    if not re.fullmatch(r"[0-9]*\.?[0-9]*", digits):
+        raise NotArithmetic("write numbers with digits and a point alone")
+    return Fraction(digits)
+
+
+def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
+    """Return an expression's value and the whole numbers in it; None, and no numbers, for text that is none.
+
+    Only digits, operators, brackets and white space may stand in it: 1_2 could pass for a 1 and a 2.
+    """
+    if not WHOLE_NUMBERS_ONLY.fullmatch(text):
+        return None, Counter()
+    try:
+        return evaluate_expression(text)
+    except NotArithmetic:
+        return None, Counter()
