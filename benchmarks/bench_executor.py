@@ -80,7 +80,7 @@ class Rollout:
         from megatron_rl.data.prompts import load_prompts
         from megatron_rl.data.tokens import load_tokenizer
         from megatron_rl.rollout.process import Beginning, RolloutProcess
-        from megatron_rl.rollout.resume_state import Place
+        from megatron_rl.rollout.resume_state import ResumePoint
 
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
         overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]
@@ -89,9 +89,9 @@ class Rollout:
         self.pid = self.process.process.pid
         os.sched_setaffinity(self.pid, {core})  # before it has threads
         prompts = load_prompts(config.data.train, config.data.train_args, key="data.train")
-        place = Place(head=0, heads=1, life=1, fingerprint="", resumed=None)
+        point = ResumePoint(rank=0, ranks=1, life=1, fingerprint="", resumed=None)
         here = {"prompts": prompts, "held_out": prompts[:1], "sys_path": sys.path}
-        self.process.begin(Beginning(config=config, tokenizer=load_tokenizer(str(MODEL)), place=place, **here))
+        self.process.begin(Beginning(config=config, tokenizer=load_tokenizer(str(MODEL)), resume_point=point, **here))
         self.process.connect([f"http://127.0.0.1:{port}"])
         self._next = 0
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WALKS = {
     "a call is handed on by process, caller, wire, head, engine and event loop": """
         train:train RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
-        Caller.call Caller.start Caller._send Wire.send
-        | serve.listen serve.attend serve_trainer.answer RolloutHead.rollout_batch
+        RpcClient.call RpcClient.start RpcClient._send RpcSocket.send
+        | serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
         RemoteSGLangEngine.rollout_batch EventLoopThread.run
         RolloutExecutor.rollout_batch RolloutExecutor._run_together RolloutExecutor._start RolloutExecutor._launch
         RolloutExecutor._fly RolloutExecutor._run RolloutExecutor._group
@@ -35,7 +35,7 @@ WALKS = {
 Each is mentioned by a function before it; `file:` tells those of one name apart. Behind a bar the way goes on in
 another process, at the other end of a socket.
 """
-OLDER_NAMES = {"RLRun": "Experiment"}
+OLDER_NAMES = {"RLRun": "Experiment", "RpcClient": "Caller", "RpcSocket": "Wire", "RolloutRank": "RolloutHead"}
 
 RIDDLES = ("What", "Where", "Whether", "Those of", "That of", "All that")
 """Openings of a docstring that is half a sentence, the other half of which the reader has to find."""

@@ -57,7 +57,7 @@ class ParallelGroups:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
-    def is_data_head(self) -> bool:
+    def is_rollout_rank(self) -> bool:
         """True on the one rank of each data-parallel replica that drives its rollouts."""
         return self.tensor.rank == 0 and self.pipeline.rank == 0 and self.context.rank == 0
 

@@ -17,7 +17,7 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 
 def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryBatch:
-    """Return the whole step's trajectories on every rank. All ranks call it; data heads give theirs, others None.
+    """Return the whole step's trajectories on every rank. All ranks call it; rollout ranks give theirs, others None.
 
     Trajectories come in the order of the data axis, and `group` numbers are made unique over the heads. Only names and
     sizes travel as objects; each head's tensors are one flat broadcast.
@@ -148,7 +148,7 @@ def _computed_by_all(
     result = torch.zeros(len(numbered["row"]))
     (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
     computed = compute(share)
-    if groups.is_data_head:  # of the ranks that computed the same share one contributes
+    if groups.is_rollout_rank:  # of the ranks that computed the same share one contributes
         result[share["row"]] = computed.cpu()
     dist.all_reduce(result, group=groups.control)
     return result

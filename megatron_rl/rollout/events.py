@@ -1,4 +1,4 @@
-"""What becomes of each training prompt, told to whoever keeps books: a journal, a ledger, the list of dead letters."""
+"""What becomes of each training prompt, told to whoever records it: a journal, a ledger, the list of dead letters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RolloutEvents:
 
     Calls come on the rollout's event loop, one at a time and in the order of what happened: queued, started, then
     accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again. What a method raises ends
-    the run: books that cannot be kept are no books.
+    the run: a record with gaps is none.
     """
 
     def queued(self, episode: Episode) -> None:

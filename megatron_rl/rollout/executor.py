@@ -23,7 +23,7 @@ from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
-from megatron_rl.rollout.rollout_metrics import Tally, is_counted
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import TrajectoryBatch
@@ -61,12 +61,12 @@ class RolloutExecutor:
         self,
         engine: InferenceEngine,
         config: RolloutConfig,
-        tally: Tally,
+        metrics: RolloutMetrics,
         events: Sequence[RolloutEvents] = (),
         spans: Spans | None = None,
     ) -> None:
         self._spans = spans or Spans()
-        self._engine, self._config, self._tally, self._events = engine, config, tally, events
+        self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
@@ -285,7 +285,7 @@ class RolloutExecutor:
         self._finished = kept
         for _ in dropped:
             self._gate.take_back()
-        self._tally.add(stale=len(dropped))
+        self._metrics.add(stale=len(dropped))
         why = f"its group holds tokens of versions before {oldest_allowed}"
         self._requeue([finished.episode for finished in dropped], why)
 
@@ -312,7 +312,7 @@ class RolloutExecutor:
         if self._config.stale == "mask":
             for finished in taken:
                 masked = mask_older(finished.group, version - self._config.max_staleness)
-                self._tally.add(masked_tokens=masked)
+                self._metrics.add(masked_tokens=masked)
         if all({"prompt_index", "epoch"} <= finished.episode.data.keys() for finished in taken):
             for finished in taken:
                 place = finished.episode.data["prompt_index"]
@@ -320,8 +320,8 @@ class RolloutExecutor:
         batch = join_groups([finished.group for finished in taken])
         ages = version - trained_versions(batch)
         if len(ages):
-            self._tally.add(staleness=float(ages.sum()), aged_tokens=len(ages))
-            self._tally.at_least(staleness_max=float(ages.max()))
+            self._metrics.add(staleness=float(ages.sum()), aged_tokens=len(ages))
+            self._metrics.at_least(staleness_max=float(ages.max()))
         for events in self._events:
             events.consumed([finished.episode for finished in taken], version)
         return batch
@@ -391,24 +391,24 @@ class RolloutExecutor:
             why = "the workflow returned None"
         elif is_admitted and group is not None and self._resamples > 0 and is_uniform(group):
             self._resamples -= 1
-            self._tally.add(uniform=1)
+            self._metrics.add(uniform=1)
             group, why = None, "all rewards are equal"
         self._gate.finish(is_admitted=is_admitted, accepted=group is not None)
         observers = self._observers(episode)
         if group is not None:
-            self._tally.add(accepted=1)
+            self._metrics.add(accepted=1)
             if is_admitted:
                 self._finished.append(Finished.of(episode, group))
             for events in observers:
                 events.accepted(episode, group)
         elif error is None:
-            self._tally.add(rejected=1)
+            self._metrics.add(rejected=1)
             self._rejected += is_admitted
             for events in observers:
                 events.rejected(episode, why)
         else:
             logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
-            self._tally.add(failed=1)
+            self._metrics.add(failed=1)
             if is_admitted:
                 self._failed += 1
                 self._first_error = self._first_error or error
@@ -417,12 +417,12 @@ class RolloutExecutor:
 
     async def _run(self, episode: Episode) -> Outcome:
         """Run one episode to its end; never raises but when cancelled."""
-        self._tally.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         if episode.ending is not None and not episode.ending.done():
             await asyncio.wait([episode.ending], timeout=ENDING_S)
 
         async def before_retry(failures: int, error: BaseException) -> None:
-            self._tally.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
+            self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
             what = f"{type(error).__name__}: {error}"
             logger.info("episode %d: try %d failed (%s)", episode.number, failures, what)
             await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
@@ -453,7 +453,7 @@ class RolloutExecutor:
             if isinstance(error, RunBroken):
                 self.fail(f"rollout: {error}")
             if number == tries or attempt.is_lost or isinstance(error, RequestRefused | RunBroken):
-                self._tally.add(rewards_late=isinstance(error, RewardTimeout))
+                self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
                 episode.replies.clear()
                 return Outcome(error=error)
             await before_retry(number, error)

@@ -17,7 +17,7 @@ NAMED = 3
 WORDS = {"episodes": "episode", "replies": "reply"}
 
 
-class Standstill:
+class HangReport:
     """Describes the spans of this process. Its stacks come on SIGUSR2 too, also where no Python runs any more."""
 
     def __init__(self, path: Path, spans: Spans) -> None:

@@ -2,10 +2,10 @@
 
 With `rollout.journal_replies` it has the single replies of episodes that go on, too.
 
-Append-only files, one per data head and stretch between two checkpoints; each process writes files of its own and never
-touches those of earlier ones. A record is there as soon as it is written, whatever happens to the process; it is on the
-disk (for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and left as
-it is, and its prompts are sampled again.
+Append-only files, one per rollout rank and stretch between two checkpoints; each process writes files of its own and
+never touches those of earlier ones. A record is there as soon as it is written, whatever happens to the process; it is
+on the disk (for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and
+left as it is, and its prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Record:
 
 
 class RolloutJournal(RolloutEvents):
-    """Writes one data head's journal. Evaluation and prompts without a place in the data set are left out.
+    """Writes one rollout rank's journal. Evaluation and prompts without a place in the data set are left out.
 
     life: number of the process among those of the run. fingerprint: of all settings that a sampled group depends on.
     RuntimeError, which ends the run, where a record cannot be written: it could not be resumed as promised.
     """
 
     def __init__(
-        self, folder: str | Path, *, life: int, head: int, first_step: int, version: int, fingerprint: str
+        self, folder: str | Path, *, life: int, rank: int, first_step: int, version: int, fingerprint: str
     ) -> None:
-        self.folder, self.life, self.head, self.step = Path(folder), life, head, first_step
+        self.folder, self.life, self.rank, self.step = Path(folder), life, rank, first_step
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files = -1, 0
@@ -103,12 +103,12 @@ class RolloutJournal(RolloutEvents):
             full_path = self.path if full >= 0 else None
             try:
                 self._files += 1
-                self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.head:04}{SUFFIX}"
+                self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             except OSError as error:
                 raise self._failure(error) from error
-            self._write_event("opened", self.opening | {"step": self.step, "head": self.head})
+            self._write_event("opened", self.opening | {"step": self.step, "rank": self.rank})
         if full >= 0:
             try:
                 os.fsync(full)
@@ -205,7 +205,7 @@ def is_indexed(data: dict[str, Any]) -> bool:
 
 
 def place_of(data: dict[str, Any]) -> list[int]:
-    """`[epoch, prompt_index]`: what names a prompt in all books."""
+    """`[epoch, prompt_index]`: what names a prompt in journal and ledger."""
     return [data["epoch"], data["prompt_index"]]
 
 
@@ -258,11 +258,11 @@ def _step_of(path: Path) -> int:
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
-    """Delete the files, of all heads and lives, that end before `step`. A head's newest one stays."""
-    of_head: dict[str, list[Path]] = {}
+    """Delete the files, of all ranks and lives, that end before `step`. A rank's newest one stays."""
+    of_rank: dict[str, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        of_head.setdefault(path.stem.split("-")[3], []).append(path)
-    for files in of_head.values():
+        of_rank.setdefault(path.stem.split("-")[3], []).append(path)
+    for files in of_rank.values():
         for path, following in zip(files, files[1:], strict=False):
             if _step_of(following) <= step:
                 path.unlink()
@@ -389,7 +389,7 @@ class RememberingEngine:
 
 
 def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield (step, prompts) of every batch that the run's present weights were trained on, from all lives and heads.
+    """Yield (step, prompts) of every batch that the run's present weights were trained on, from all lives and ranks.
 
     A batch of a step that a later process repeated is not among them.
     """

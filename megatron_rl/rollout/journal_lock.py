@@ -1,4 +1,4 @@
-"""Who writes a run's journal: one process per data head, and none once another process has resumed the run.
+"""Who writes a run's journal: one process per rollout rank, and none once another process has resumed the run.
 
 The lock belongs to an open file that a trainer hands to its rollout process, which has it from birth to death, whatever
 happens to either.
@@ -21,13 +21,13 @@ def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
         os.close(_lock(path, patience_s))
 
 
-def take(folder: str | Path, head: int, patience_s: float = PATIENCE_S) -> int:
-    """Return an open file that holds the lock of a data head's journal until its last copy is closed.
+def take(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
+    """Return an open file that holds the lock of a rollout rank's journal until its last copy is closed.
 
     BlockingIOError where another process keeps it.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return _lock(Path(folder) / f"{head:04}{SUFFIX}", patience_s)
+    return _lock(Path(folder) / f"{rank:04}{SUFFIX}", patience_s)
 
 
 def _lock(path: Path, patience_s: float) -> int:

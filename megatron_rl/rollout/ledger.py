@@ -1,7 +1,7 @@
-"""Which prompts a data head has handed out and not heard the end of, where they are not taken strictly in order.
+"""Which prompts a rollout rank has handed out and not heard the end of, where they are not taken strictly in order.
 
-With it a resumed run, of any number of data heads, takes up every prompt exactly once: those that were open, then those
-that come next.
+With it a resumed run, of any number of rollout ranks, takes up every prompt exactly once: those that were open, then
+those that come next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.rollout.journal import is_indexed
 
 
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
-    """Iterates over one head's prompts, every `size`-th one, and closes those that were consumed or given up.
+    """Iterates over one rank's prompts, every `size`-th one, and closes those that were consumed or given up.
 
     A prompt has a number: its place in the endless order of PromptIterator. It is open while its group waits, too.
     """
@@ -44,7 +44,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             return {"open": sorted([*self._open.values(), *self._again]), "next": self._next, "size": self.size}
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this head's part of what all heads of the earlier process left."""
+        """Take this rank's part of what all ranks of the earlier process left."""
         base = max(state["next"] for state in states)
         base += -base % self.size
         left = {number for state in states for number in state["open"]}

@@ -1,7 +1,7 @@
 """The trainer's hold on its rollout process, in which episodes fly without the trainer's interpreter.
 
-The process runs a RemoteSGLangEngine with the workflows and books of one data head (head.py). Calls are answered in
-their order; what takes long gives a Future.
+The process runs a RemoteSGLangEngine with the workflows and resume state of one rollout rank (rollout_rank.py). Calls
+are answered in their order; what takes long gives a Future.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.launch import file_lock, process_exit
 from megatron_rl.launch.signs_of_life import Silence, where
 from megatron_rl.launch.start_up import python_path
-from megatron_rl.rollout.resume_state import Place
+from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.rollout_metrics import Counts
-from megatron_rl.rollout.rpc import PULSE, Caller, Wire
+from megatron_rl.rollout.rpc import PULSE, RpcClient, RpcSocket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class Beginning:
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
     """The trainer's own: to look for the model's tokenizer loads all of transformers' models, for seconds."""
-    place: Place
+    resume_point: ResumePoint
     prompts: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     sys_path: list[str]
@@ -105,7 +105,7 @@ class RolloutProcess:
             file_lock.sign(lock, self.process.pid)
             os.close(lock)
         self._begun: Future[None] | None = None
-        self._caller = Caller(Wire(ours), on_told=self._hear, on_end=self._find_out)
+        self._caller = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
         process_exit.start_thread(self._feel_pulse, name="rollout-pulse")
@@ -121,7 +121,7 @@ class RolloutProcess:
         self._caller.call("connect", urls)
 
     def close(self) -> None:
-        """End it in order: what is in flight is cancelled, and the books are closed. May be called twice."""
+        """End it in order: what is in flight is cancelled, and the journal is closed. May be called twice."""
         self._is_closing = True
         self._closed.set()
         if self.process.poll() is None:
@@ -139,7 +139,7 @@ class RolloutProcess:
     # -- groups
 
     def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
-        """Keep episodes in flight as staleness allows, of this head's own prompts, and give the next `count` groups."""
+        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups."""
         return self._caller.call("prepare_batch", count)
 
     def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
@@ -155,7 +155,7 @@ class RolloutProcess:
         self._caller.tell("fail", message)
 
     def counts(self) -> Counts:
-        """What happened since the last call; those of all heads together are the step's metrics."""
+        """What happened since the last call; those of all ranks together are the step's metrics."""
         return self._caller.call("counts")
 
     # -- what it does
@@ -168,13 +168,13 @@ class RolloutProcess:
         """End that, and return it."""
         return self._caller.call("take_recording")
 
-    def standstill(self) -> str:
+    def hang_report(self) -> str:
         """Say what it has under way, for a run that stands still; its stacks and last events go to hang/rollout-N.txt.
 
         From any thread. One that does not answer is said to be so, and writes its stacks if it still runs at all.
         """
         try:
-            return str(self._caller.start("standstill").result(ANSWER_S))
+            return str(self._caller.start("hang_report").result(ANSWER_S))
         except TimeoutError:
             self.process.send_signal(signal.SIGUSR2)
             return f"the rollout process (pid {self.process.pid}), which does not answer"
@@ -188,19 +188,19 @@ class RolloutProcess:
         found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
         return found | {f"{who}, {what},": (seconds, stacks) for what, seconds in list(self._pulse.items())}
 
-    # -- books
+    # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
-        """Which of this head's prompts are open, and the one that is next."""
+        """Which of this rank's prompts are open, and the one that is next."""
         return self._caller.call("ledger_state")
 
     def journal_faults(self) -> list[str]:
         """What of earlier processes' journals cannot be read."""
         return self._caller.call("journal_faults")
 
-    def turn_the_page(self, oldest_checkpoint: int) -> None:
+    def rotate_journal(self, oldest_checkpoint: int) -> None:
         """A checkpoint begins: so does a new file of the journal."""
-        self._caller.call("turn_the_page", oldest_checkpoint)
+        self._caller.call("rotate_journal", oldest_checkpoint)
 
     # -- servers
 
@@ -214,21 +214,21 @@ class RolloutProcess:
         """URLs of the servers that get requests."""
         return self._caller.call("serving")
 
-    def muster(self) -> None:
-        """Settle which servers take part in the next publication."""
-        self._caller.call("muster")
+    def select_servers(self) -> None:
+        """Select which servers take part in the next publication."""
+        self._caller.call("select_servers")
 
-    def settle(self, serving: list[str], version: int) -> None:
-        """Another head has published `version` to the servers `serving`: send requests to these alone."""
-        self._caller.call("settle", serving, version)
+    def mark_published(self, serving: list[str], version: int) -> None:
+        """Another rank has published `version` to the servers `serving`: send requests to these alone."""
+        self._caller.call("mark_published", serving, version)
 
-    def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+    def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
         """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
         of those that failed.
 
         starts: by URL, what differs from one start of a server to the next.
         """
-        return self._caller.call("occupy", parts, starts)
+        return self._caller.call("set_memory", parts, starts)
 
     @property
     def wants_folder(self) -> bool:

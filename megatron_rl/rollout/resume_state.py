@@ -1,4 +1,4 @@
-"""A data head's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes."""
+"""A rollout rank's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_rl.rollout.ledger import PromptLedger
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which data head this is, in which process of the run, and where the run is."""
+class ResumePoint:
+    """Which rollout rank this is, in which process of the run, and where the run is."""
 
-    head: int
-    heads: int
+    rank: int
+    ranks: int
     life: int
     """Number of the run's process among all that it has had."""
     fingerprint: str
@@ -29,23 +29,25 @@ class Place:
     """State of the checkpoint that the run continues from, empty where it had none yet; None for a new run."""
 
 
-class HeadBooks:
+class ResumeState:
     """`folder` is the run's journal; None where the run keeps none."""
 
-    def __init__(self, prompts: PromptIterator, place: Place, options: RolloutConfig, folder: Path | None) -> None:
-        self.place, self.options, self.folder = place, options, folder
-        self.ledger = PromptLedger(prompts, rank=place.head, size=place.heads)
+    def __init__(
+        self, prompts: PromptIterator, point: ResumePoint, options: RolloutConfig, folder: Path | None
+    ) -> None:
+        self.point, self.options, self.folder = point, options, folder
+        self.ledger = PromptLedger(prompts, rank=point.rank, size=point.ranks)
         self.journal: RolloutJournal | None = None
         self.replay: Replay | None = None
-        if place.resumed:
-            in_order = [{"open": [], "next": place.resumed["prompts"]["number"], "size": 1}]
-            self.ledger.load_state_dicts(place.resumed["ledgers"] or in_order)
+        if point.resumed:
+            in_order = [{"open": [], "next": point.resumed["prompts"]["number"], "size": 1}]
+            self.ledger.load_state_dicts(point.resumed["ledgers"] or in_order)
         if folder is None:
             return
-        state = place.resumed or {"step": 0, "version": 0}
-        stamp = {"life": place.life, "version": state["version"], "fingerprint": place.fingerprint}
-        self.journal = RolloutJournal(folder, head=place.head, first_step=state["step"], **stamp)
-        if place.resumed is not None:
+        state = point.resumed or {"step": 0, "version": 0}
+        stamp = {"life": point.life, "version": state["version"], "fingerprint": point.fingerprint}
+        self.journal = RolloutJournal(folder, rank=point.rank, first_step=state["step"], **stamp)
+        if point.resumed is not None:
             self.replay = Replay(folder, max_staleness=options.max_staleness, **stamp)
 
     @property
@@ -71,12 +73,12 @@ class HeadBooks:
             return workflow
         return ReplayingWorkflow(workflow, self.replay, replies)
 
-    def turn_the_page(self, oldest_checkpoint: int) -> None:
-        """Begin a new journal file with a checkpoint; head 0 drops those that none which is left can need."""
+    def rotate_journal(self, oldest_checkpoint: int) -> None:
+        """Begin a new journal file with a checkpoint; rank 0 drops those that none which is left can need."""
         if self.journal is None or self.folder is None:
             return
         self.journal.begin_file()
-        if self.place.head == 0:
+        if self.point.rank == 0:
             journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
 
     def close(self) -> None:

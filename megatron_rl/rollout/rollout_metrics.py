@@ -69,7 +69,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     return metrics | {f"rollout/{name}": value for name, value in most.items()}
 
 
-class Tally:
+class RolloutMetrics:
     """Sums by name, from any thread. `generating` of them is the time with at least one request in flight.
 
     Where `is_counted` is False, calls do nothing.

@@ -1,4 +1,4 @@
-"""What runs in a data head's rollout process: workflows, rewards, executor, client and books, called by the trainer."""
+"""The inside of a rollout process, called by the trainer: workflows, rewards, executor, client and resume state."""
 
 from __future__ import annotations
 
@@ -23,35 +23,37 @@ from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
-from megatron_rl.rollout.hang_report import Standstill
+from megatron_rl.rollout.hang_report import HangReport
 from megatron_rl.rollout.process import Beginning
-from megatron_rl.rollout.resume_state import HeadBooks
+from megatron_rl.rollout.resume_state import ResumeState
 from megatron_rl.rollout.rollout_metrics import Counts
-from megatron_rl.rollout.rpc import PULSE, Wire, serve
+from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers.client import model_config
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
 
 
-class RolloutHead:
+class RolloutRank:
     """Its public methods, and those of its engine, are what the trainer calls."""
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
         sys.path[:] = beginning.sys_path
         torch.set_num_threads(1)
-        config, place = beginning.config, beginning.place
+        config, point = beginning.config, beginning.resume_point
         self.config, self.held_out = config, beginning.held_out
         self.prompts = PromptIterator(
             beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
         folder = Path(config.run.folder)
         keeps_journal = config.run.checkpoint_every_steps > 0
-        self.books = HeadBooks(self.prompts, place, config.rollout, folder / journal.FOLDER if keeps_journal else None)
-        dead_letters = DeadLetters(folder / f"dead_letters{f'-{place.head}' if place.head else ''}.jsonl")
-        events = [*self.books.events, dead_letters]
-        # The head that publishes watches the registry; others learn from it which servers there are.
-        run_name = folder.name if config.rollout.registry and place.head == 0 else ""
+        self.resume_state = ResumeState(
+            self.prompts, point, config.rollout, folder / journal.FOLDER if keeps_journal else None
+        )
+        dead_letters = DeadLetters(folder / f"dead_letters{f'-{point.rank}' if point.rank else ''}.jsonl")
+        events = [*self.resume_state.events, dead_letters]
+        # The rank that publishes watches the registry; others learn from it which servers there are.
+        run_name = folder.name if config.rollout.registry and point.rank == 0 else ""
         self.engine = RemoteSGLangEngine(
             servers_of(config),
             seed=config.run.seed,
@@ -60,10 +62,12 @@ class RolloutHead:
             run_name=run_name,
             vocab_size=model_config(config.model.path).get("vocab_size"),
         )
-        self._standstill = Standstill(folder / "hang" / f"rollout-{place.head}.txt", self.engine.spans)
+        self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.engine.spans)
         self.tokenizer = beginning.tokenizer
-        self.recipe = serve_rewards(config, stacks=self._standstill.file_number)
-        self.workflow = self.books.replaying(make_workflow(config, self.tokenizer, config.generation, self.recipe))
+        self.recipe = serve_rewards(config, stacks=self._hang_report.file_number)
+        self.workflow = self.resume_state.replaying(
+            make_workflow(config, self.tokenizer, config.generation, self.recipe)
+        )
         self._evaluating: dict[str, RolloutWorkflow] = {}
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-groups")
 
@@ -71,7 +75,7 @@ class RolloutHead:
         self.engine.initialize(urls)
 
     def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
-        return self._waiting.submit(self.engine.prepare_batch, self.books.ledger, self.workflow, count)
+        return self._waiting.submit(self.engine.prepare_batch, self.resume_state.ledger, self.workflow, count)
 
     def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
         """The groups of the prompts at `count` places of the endless order."""
@@ -95,9 +99,9 @@ class RolloutHead:
         recorded = spans.take()
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
-    def standstill(self) -> str:
+    def hang_report(self) -> str:
         self.recipe.service.show_stacks()
-        return self._standstill.report()
+        return self._hang_report.report()
 
     def pulse(self) -> dict[str, float]:
         """What of it stands still, and for how many seconds."""
@@ -106,22 +110,22 @@ class RolloutHead:
     def counts(self) -> Counts:
         """What happened since the last call."""
         counts = self.engine.counts()
-        counts.sums |= self.books.metrics()
+        counts.sums |= self.resume_state.metrics()
         return counts
 
     def ledger_state(self) -> dict[str, Any]:
-        return self.books.ledger.state_dict()
+        return self.resume_state.ledger.state_dict()
 
     def journal_faults(self) -> list[str]:
-        return self.books.faults
+        return self.resume_state.faults
 
-    def turn_the_page(self, oldest_checkpoint: int) -> None:
-        self.books.turn_the_page(oldest_checkpoint)
+    def rotate_journal(self, oldest_checkpoint: int) -> None:
+        self.resume_state.rotate_journal(oldest_checkpoint)
 
     def close(self) -> None:
         self.engine.destroy(self.recipe.close())
-        self.books.close()
-        self._standstill.close()
+        self.resume_state.close()
+        self._hang_report.close()
 
 
 PLAIN = (str, int, float, bool, type(None))
@@ -131,7 +135,7 @@ PLAIN = (str, int, float, bool, type(None))
 class ToTrainer(logging.handlers.QueueHandler):
     """Hands warnings on to the trainer's own logging."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: RpcSocket) -> None:
         super().__init__(queue.Queue())  # which stays empty
         self.setLevel(logging.WARNING)
         self.wire = wire
@@ -141,7 +145,7 @@ class ToTrainer(logging.handlers.QueueHandler):
         tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
-def tell(wire: Wire, name: str, *args: Any) -> None:
+def tell(wire: RpcSocket, name: str, *args: Any) -> None:
     try:
         wire.send((None, (name, args), None))
     except OSError:
@@ -150,24 +154,24 @@ def tell(wire: Wire, name: str, *args: Any) -> None:
 
 def serve_trainer(end: socket.socket) -> None:
     """Answer the trainer's calls, and end this process with it whatever else still runs here."""
-    wire = Wire(end)
+    wire = RpcSocket(end)
     to_log = logging.StreamHandler()
     to_log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_log, ToTrainer(wire)])
-    head: RolloutHead | None = None
+    rank: RolloutRank | None = None
 
     def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal head
+        nonlocal rank
         if name == "begin":
-            head = RolloutHead(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
+            rank = RolloutRank(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
             return None
-        if head is None:
-            assert name in ("close", "fail", "standstill", PULSE), "begin comes first, and failed"
-            return {PULSE: {}, "standstill": "the rollout process is about to begin"}.get(name)
-        member = getattr(head if hasattr(RolloutHead, name) else head.engine, name)
+        if rank is None:
+            assert name in ("close", "fail", "hang_report", PULSE), "begin comes first, and failed"
+            return {PULSE: {}, "hang_report": "the rollout process is about to begin"}.get(name)
+        member = getattr(rank if hasattr(RolloutRank, name) else rank.engine, name)
         return member(*args, **kwargs) if callable(member) else member
 
-    serve(wire, answer, at_once={"fail", "standstill"})  # what ends or describes the call that is under way
+    serve(wire, answer, at_once={"fail", "hang_report"})  # what ends or describes the call that is under way
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a reward may still run in a thread

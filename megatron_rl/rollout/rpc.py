@@ -44,7 +44,7 @@ class Unreadable(RuntimeError):
     """A message arrived whole, and what is in it cannot be made again here."""
 
 
-class Wire:
+class RpcSocket:
     """Sends and receives messages. Any thread may send, one receives. EOFError or OSError: the other end is gone."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -135,7 +135,7 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def serve(
-    wire: Wire, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
+    wire: RpcSocket, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
 ) -> None:
     """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
 
@@ -270,7 +270,7 @@ class ServedFuture(Future[Any]):
         return was_cancelled
 
 
-class Caller:
+class RpcClient:
     """Calls the other process. A thread of it hears the answers.
 
     on_told(name, args) is called, from that thread, for what the other process tells unasked. on_end(fault) is called
@@ -280,7 +280,7 @@ class Caller:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: RpcSocket,
         *,
         on_told: Callable[[str, tuple[Any, ...]], None],
         on_end: Callable[[BaseException | None], BaseException],

@@ -24,7 +24,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import Counts, Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import Counts, RolloutMetrics, metrics_of
 from megatron_rl.servers.client import BadReply, Busy, ServerClient, ServerError, backoff, sampling_params
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.servers.pool import Fleet
@@ -64,7 +64,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         replies are not to be believed. `vocab_size`: the model's, where it is known.
 
         With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
-        it; others follow that one, by `settle`.
+        it; others follow that one, by `mark_published`.
         """
         self.config, self.seed, self.events, self.on_drop = config, seed, events, on_drop
         self.run_name, self.vocab_size = run_name, vocab_size
@@ -72,7 +72,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         self._client_id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
-        self._tally = Tally()
+        self._metrics = RolloutMetrics()
         self.spans = Spans(on_end=self._count_reward)
         """What is under way: episodes, replies, the calls for them, rewards, commands to servers."""
         self._thread: EventLoopThread | None = None
@@ -88,7 +88,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
         open_files.raise_limit()
         self._thread = EventLoopThread("rollout", blocking_steps=self.config.max_concurrent_episodes)
-        self._executor = RolloutExecutor(self, self.config, self._tally, self.events, self.spans)
+        self._executor = RolloutExecutor(self, self.config, self._metrics, self.events, self.spans)
 
         async def connect() -> None:
             self._fleet = Fleet(
@@ -126,8 +126,8 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     def _count_reward(self, span: Span) -> None:
         if span.row == "rewards" and span.end_s is not None:
-            self._tally.add(rewards=1, reward_s=span.end_s - span.begin_s)
-            self._tally.observe(span.args.get("metrics", {}))
+            self._metrics.add(rewards=1, reward_s=span.end_s - span.begin_s)
+            self._metrics.observe(span.args.get("metrics", {}))
 
     # -- replies
 
@@ -151,7 +151,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
     async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
         reply = req.begun or LLMResponse.nothing(req.input_ids)
         started, fruitless, timeout_s = time.monotonic(), 0, self._deadline_s(req)
-        self._tally.enter()
+        self._metrics.enter()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 while fruitless <= FRUITLESS_RESUMES:
@@ -174,9 +174,9 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 f"{reply.interruptions} interruptions). Raise it, or ask for fewer tokens."
             ) from error
         finally:
-            self._tally.leave()
+            self._metrics.leave()
         reply.latency_s = time.monotonic() - started
-        self._tally.add(
+        self._metrics.add(
             replies=1,
             tokens=reply.output_len,
             truncated=reply.stop_reason == "length",
@@ -216,14 +216,14 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                     if attempt == REQUEST_ATTEMPTS:
                         raise
                     failed = server
-                    self._tally.add(request_retries=1)
+                    self._metrics.add(request_retries=1)
                     logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
                     await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
                     attempt += 1
                 else:
                     for one, refusal in refused.items():
-                        self._fleet.blame(one, BadReply(f"{refusal} (which another server did not)"))
-                    self._tally.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
+                        self._fleet.record_failure(one, BadReply(f"{refusal} (which another server did not)"))
+                    self._metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
                     return part
 
     def _deadline_s(self, req: LLMRequest) -> float:
@@ -273,9 +273,9 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
                 raise
             raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
         except ServerError as error:
-            fleet.blame(server, error)
+            fleet.record_failure(server, error)
             if not isinstance(error, Busy):
-                self._tally.add(server_failures=1, bad_replies=isinstance(error, BadReply))
+                self._metrics.add(server_failures=1, bad_replies=isinstance(error, BadReply))
             raise
         finally:
             call.cancel()  # which hangs up, so that the server generates no more
@@ -362,7 +362,7 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
     def counts(self) -> Counts:
         """The same of one client among several, to be added up."""
-        counts = self._tally.take()
+        counts = self._metrics.take()
         if self._thread is not None:  # all clients have the same servers
             counts.most["servers"] = len(self._fleet.members.serving)
             counts.most["cache_age"] = max(server.cache.age for server in self._fleet.servers)
@@ -393,16 +393,16 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
         """URLs of the servers that get requests."""
         return [server.url for server in self._fleet.members.serving]
 
-    def muster(self) -> None:
-        """Settle which servers take part in the next publication: all that answer, those started anew included.
+    def select_servers(self) -> None:
+        """Select which servers take part in the next publication: all that answer, those started anew included.
 
         Waits for one where none is left; RuntimeError where none comes back, or after `fail`.
         """
         patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
-        muster = self._fleet.members.muster(patience_s, check=self._executor.raise_if_fatal)
-        self._running_thread().run(muster)
+        select_servers = self._fleet.members.select_servers(patience_s, check=self._executor.raise_if_fatal)
+        self._running_thread().run(select_servers)
 
-    def settle(self, serving: list[str], version: int) -> None:
+    def mark_published(self, serving: list[str], version: int) -> None:
         """Another client has published `version` to the servers `serving`: send requests to these alone."""
         self._running_thread().run(self._fleet.follow(serving, version))
         self.set_version(version)
@@ -420,10 +420,10 @@ class RemoteSGLangEngine(ServerWeights, InferenceEngine):
 
         self._running_thread().run(offer())
 
-    def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+    def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
         """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
         of those that failed."""
-        return self._running_thread().run(self._fleet.occupy(parts, starts))
+        return self._running_thread().run(self._fleet.set_memory(parts, starts))
 
     # -- weights; what a publication needs is in ServerWeights
 

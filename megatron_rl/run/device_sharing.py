@@ -100,7 +100,7 @@ class DeviceSharing:
         dist.barrier(self.groups.control)  # every engine is out
         dead: list[str] = []
         if self.supervisor is not None and self.process is not None:
-            dead = self.process.occupy(parts, self.supervisor.starts)
+            dead = self.process.set_memory(parts, self.supervisor.starts)
         dist.barrier(self.groups.control)  # the servers are
         self.held = parts
         return dead

@@ -237,7 +237,7 @@ class RLRun(Run):
 
     def _state(self) -> dict[str, Any]:
         if self.processes.process is not None:
-            self.processes.process.turn_the_page(self.checkpoints.oldest)
+            self.processes.process.rotate_journal(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
         return state | self.resume_state.state_dict()

@@ -50,7 +50,7 @@ PUBLICATION_ATTEMPTS = 3
 
 
 class RolloutProcesses:
-    """The processes beside this rank: on rank 0 the servers that the run starts, on data heads the rollout process.
+    """The processes beside this rank: on rank 0 the servers that the run starts, on rollout ranks the rollout process.
 
         processes = RolloutProcesses(config, groups, on_death=process_exit.stop, say=print)
         processes.start(tokenizer, prompts, held_out, resume_state)
@@ -81,8 +81,8 @@ class RolloutProcesses:
         held_out: list[dict[str, Any]],
         resume_state: PromptResumeState,
     ) -> None:
-        """Start the servers, or take those of the config or the registry, and connect every head to all of them."""
-        if self.groups.is_data_head:  # first, so that it makes itself ready while the servers do
+        """Start the servers, or take those of the config or the registry, and connect every rollout rank to all."""
+        if self.groups.is_rollout_rank:  # first, so that it makes itself ready while the servers do
             self._start_process(tokenizer, prompts, held_out, resume_state)
         urls: list[Any] = [list(self.config.rollout.servers)]
         if self.groups.is_main and self.config.rollout.registry:
@@ -111,7 +111,7 @@ class RolloutProcesses:
             Beginning(
                 config=self.config,
                 tokenizer=tokenizer,
-                place=resume_state.place(),
+                resume_point=resume_state.resume_point(),
                 prompts=prompts.prompts,
                 held_out=held_out,
                 sys_path=[str(Path(entry).absolute()) for entry in sys.path],
@@ -166,7 +166,7 @@ class Rollouts:
 
         rollouts = Rollouts(config, groups, processes, devices, engine, prompts, is_ending=lambda: False)
         rollouts.publish()
-        batch = rollouts.batch()  # this data head's part of a step; None on ranks that drive no rollouts
+        batch = rollouts.batch()  # this rollout rank's part of a step; None on ranks that drive no rollouts
 
     Collective: every rank calls every method, unless it says otherwise.
     """
@@ -195,7 +195,7 @@ class Rollouts:
         if phase == "publish" and publisher is not None and publisher.last is not None and publisher.last.parts:
             row, name, *_ = publisher.last.parts[-1]
             publication = f"the publication of version {publisher.last.version} (ended last: {row}, {name}); "
-        return publication + self.process.standstill()
+        return publication + self.process.hang_report()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Rollouts:
         with watched:
             is_published, attempt = [False], 0
             while not is_published[0]:
-                if not self._muster():
+                if not self._select_servers():
                     return
                 is_published, attempt = [True], attempt + 1
                 try:
@@ -224,14 +224,14 @@ class Rollouts:
                 dist.broadcast_object_list(is_published, src=0, group=groups.control)
         if groups.is_main:
             served_by = [self.process.serving]
-        # No head may ask for a reply before the servers have the version.
+        # No rank may ask for a reply before the servers have the version.
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
         if self.process is not None and not groups.is_main:
-            self.process.settle(served_by[0], version)
+            self.process.mark_published(served_by[0], version)
         late = Path(self.config.run.folder) / "late_servers"
         leave_weights(engine, self.process, groups, late, self.config.model.path)
 
-    def _muster(self) -> bool:
+    def _select_servers(self) -> bool:
         """Settle who takes part in the publication, at least one server.
 
         False on all ranks where none is left in a run that is about to end: servers that were ended together with it do
@@ -242,7 +242,7 @@ class Rollouts:
             is_over = self.is_ending() and not self.process.serving
         if self.groups.is_main and not is_over:
             try:
-                self.process.muster()
+                self.process.select_servers()
             except RuntimeError:
                 if not self.is_ending():
                     raise
@@ -252,9 +252,9 @@ class Rollouts:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def batch(self) -> TrajectoryBatch | None:
-        """Generate this data head's part of the step's groups; None on ranks that drive no rollouts.
+        """Generate this rollout rank's part of the step's groups; None on ranks that drive no rollouts.
 
-        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each head takes as
+        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each rank takes as
         many as it needs from its own share of the prompts, which its ledger hands out.
         """
         self.devices.give_to_servers()

@@ -29,7 +29,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import journal, journal_lock
 from megatron_rl.rollout.process import RolloutProcess
-from megatron_rl.rollout.resume_state import Place
+from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
@@ -258,7 +258,7 @@ def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None
 
 
 class PromptResumeState:
-    """The run's place in its prompts. What each data head has of them is in its rollout process (resume_state.py).
+    """The run's place in its prompts. What each rollout rank has of them is in its rollout process (resume_state.py).
 
     resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
     """
@@ -286,14 +286,14 @@ class PromptResumeState:
                 f"own max_staleness, max_uniform_resamples and oversample."
             )
 
-    def place(self) -> Place:
-        """Return what this data head's rollout process has to know."""
+    def resume_point(self) -> ResumePoint:
+        """Return what this rollout rank's rollout process has to know."""
         data = self.groups.data
         stamp: dict[str, Any] = {"life": self.run_attempt, "fingerprint": self.fingerprint, "resumed": self.resumed}
-        return Place(head=data.rank, heads=data.size, **stamp)
+        return ResumePoint(rank=data.rank, ranks=data.size, **stamp)
 
     def lock(self) -> int | None:
-        """Take the lock of this data head's journal, for its rollout process; None where the run keeps no journal."""
+        """Take the lock of this rank's journal, for its rollout process; None where the run keeps no journal."""
         return journal_lock.take(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
@@ -304,7 +304,7 @@ class PromptResumeState:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the prompts, the same on all ranks.
 
-        The ledgers of all data heads; none of a run that takes its prompts in order.
+        The ledgers of all rollout ranks; none of a run that takes its prompts in order.
         """
         prompts, ledger = self._noted
         if self.options.takes_prompts_in_order:

@@ -128,7 +128,7 @@ def mismatch_metrics(
     share = shares[0]
     columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
-    if not groups.is_data_head:
+    if not groups.is_rollout_rank:
         sums, largest = sums.zero_(), largest.zero_()
     dist.all_reduce(sums, group=groups.control)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.control)

@@ -74,8 +74,8 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
     form = server.info.checksum_form
     if form is not None:
         held = await server.held_weights(form=form, timeout_s=load_timeout_s)
-        expected = current.checksums[form]
-        names = sorted(n for n in expected.keys() | held.checksums.keys() if expected.get(n) != held.checksums.get(n))
+        checksums = current.checksums[form]
+        names = sorted(n for n in checksums.keys() | held.checksums.keys() if checksums.get(n) != held.checksums.get(n))
         if names:
             more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
             raise ServerError(

@@ -30,7 +30,7 @@ LONGEST_LOOK_S = 5.0
 LOOK_EVERY_S = 0.5
 LOOK_TIMEOUT_S = 10.0
 PATROL_EVERY_S = 5.0
-MUSTER_POLL_S = 0.05
+SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
 """So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
 BEAT_S = 0.25
@@ -58,7 +58,7 @@ class Member:
     """It has weights that were published to it, and not those of its start."""
     silent_since: float | None = None
     """On the monotonic clock: since when it was found to generate nothing."""
-    answers: bool = True
+    is_responding: bool = True
     """It has answered since it was lost, but with other weights."""
     away_since: float = 0.0
     """On the monotonic clock: when it was lost, or found where it is new."""
@@ -130,7 +130,7 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, answers=False, trouble="is new", away_since=time.monotonic())
+        member = Member(server, is_responding=False, trouble="is new", away_since=time.monotonic())
         self._members[server] = member
         self._watch(member)
 
@@ -147,7 +147,7 @@ class Membership:
     @property
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
-        return not self.serving and any(member.answers for member in list(self._members.values()))
+        return not self.serving and any(member.is_responding for member in list(self._members.values()))
 
     def away_for(self, at_most_s: float) -> list[ServerClient]:
         """The servers that have not served for so long at most. From any thread."""
@@ -175,7 +175,7 @@ class Membership:
         member = self._members.get(server)
         return member is not None and member.is_published
 
-    def praise(self, server: ServerClient) -> None:
+    def record_success(self, server: ServerClient) -> None:
         """A reply of it was good."""
         if (member := self._members.get(server)) is not None:
             member.failures, member.silent_since = 0, None
@@ -206,7 +206,7 @@ class Membership:
         self.serving.remove(server)
         self.changed.set()
         member.failures += 1
-        member.answers, member.away_since = False, time.monotonic()
+        member.is_responding, member.away_since = False, time.monotonic()
         self._watch(member)
         if not self.serving:
             self._some_serve.clear()
@@ -218,7 +218,7 @@ class Membership:
             return
         logger.warning("%s is left out: %s", server.url, trouble)
         self.lose(server, trouble)
-        member.weights, member.trouble, member.answers = None, trouble, False
+        member.weights, member.trouble, member.is_responding = None, trouble, False
         member.dropped_in = self._publications
         self._watch(member)
         if server in self.publishing:
@@ -228,8 +228,8 @@ class Membership:
         if self._on_drop is not None:
             self._on_drop(server.url, trouble)
 
-    async def muster(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
-        """Settle who takes part in the next publication: all that answer, at least one.
+    async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
+        """Select who takes part in the next publication: all that answer, at least one.
 
         ServerError where none answers for `timeout_s`. What `check` raises ends the waiting.
         """
@@ -239,7 +239,7 @@ class Membership:
             if asyncio.get_running_loop().time() > deadline:
                 raise ServerError(f"no rollout server answered for {timeout_s:g} s: {self.troubles()}")
             check()
-            await asyncio.sleep(MUSTER_POLL_S)
+            await asyncio.sleep(SELECT_POLL_S)
         for server in present:  # in the middle of a publication a server may name weights that it has half of
             self._stop_watching(self._members[server])
         if set(present) != set(self.publishing):
@@ -247,7 +247,7 @@ class Membership:
             self.publishing = present
 
     async def stop_catching_up(self) -> None:
-        """Let no server catch up until `settle` or `allow_catching_up`; those that are at it have stopped by then."""
+        """Let no server catch up until `mark_published` or `allow_catching_up`; those at it have stopped by then."""
         self._may_catch_up = False
         for member in [member for member in self._members.values() if member.is_catching_up]:
             if member.watcher is not None:
@@ -261,20 +261,20 @@ class Membership:
 
     @property
     def is_publishing(self) -> bool:
-        """From `muster` to the end of the publication."""
+        """From `select_servers` to the end of the publication."""
         return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
-        present = [server for server, member in self._members.items() if server in self.serving or member.answers]
+        present = [server for server, member in self._members.items() if server in self.serving or member.is_responding]
         # What failed this publication once may fail it again; but where nobody else is left, it must do.
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
-    def settle(self, servers: list[ServerClient], weights: str) -> None:
+    def mark_published(self, servers: list[ServerClient], weights: str) -> None:
         """A publication is over: `servers` have `weights` and serve, others wait for the next one."""
         for server, member in self._members.items():
             if server in servers:
                 self._stop_watching(member)
-                member.weights, member.answers, member.is_published = weights, True, True
+                member.weights, member.is_responding, member.is_published = weights, True, True
                 member.bad_replies, member.distrusted, member.silent_since = 0, None, None
                 member.is_restarted = False
             else:
@@ -310,7 +310,7 @@ class Membership:
                     logger.error("the visit to %s failed", server.url, exc_info=end)
 
     async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
-        expected, publications = self.weights_of(server), self._publications
+        published, publications = self.weights_of(server), self._publications
         may_compare = not self.is_publishing
         try:
             weights = await self.patiently(lambda: server.give_sign_of_life(timeout_s=self._patience_s))
@@ -319,10 +319,10 @@ class Membership:
             server.abandon_calls()
             return
         may_compare = may_compare and not self.is_publishing and publications == self._publications
-        if may_compare and None not in (weights, expected) and weights != expected:
-            is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(expected))
-            if not (self.follows and is_ahead and int(str(weights)) > int(str(expected))):
-                self.lose(server, f"has weights {weights!r}, and was published {expected!r}")
+        if may_compare and None not in (weights, published) and weights != published:
+            is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(published))
+            if not (self.follows and is_ahead and int(str(weights)) > int(str(published))):
+                self.lose(server, f"has weights {weights!r}, and was published {published!r}")
                 return
         await self._see_it_generate(server, is_suspect)
 
@@ -399,11 +399,11 @@ class Membership:
                 if member.weights is not None and not member.is_restarted:
                     # Another process than the one that is in the weight group.
                     member.is_restarted, self.number = True, self.number + 1
-                member.answers = True
+                member.is_responding = True
                 if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
                     break
             except (ServerError, RequestRefused) as error:
-                member.trouble, member.answers = str(error), False
+                member.trouble, member.is_responding = str(error), False
             await asyncio.sleep(LOOK_EVERY_S)
         member.watcher, member.silent_since = None, None
         self.serving.append(server)

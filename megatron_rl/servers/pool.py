@@ -28,7 +28,7 @@ from megatron_rl.servers.client import BadReply, Busy, CommandRefused, ServerCli
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
 from megatron_rl.servers.router import Router
-from megatron_rl.servers.server_memory import Occupancy
+from megatron_rl.servers.server_memory import ServerMemory
 from megatron_rl.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
         # Of its own: users' blocking steps may have all threads of the loop's pool.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
-        self._occupancy = Occupancy()
+        self._memory = ServerMemory()
 
     def _client(self, url: str) -> ServerClient:
         freezes_steps = self.config.interruption == "in_place"
@@ -156,13 +156,13 @@ class Fleet:
         if self.router is None:
             if self.members.is_published(server):
                 await server.check_start(timeout_s=self.config.control_timeout_s)
-            self.members.praise(server)
+            self.members.record_success(server)
 
     def has_another(self, server: ServerClient) -> bool:
         """Whether a request that this server refused can be sent to another one."""
         return self.router is None and any(other is not server for other in self.members.serving)
 
-    def blame(self, server: ServerClient, error: ServerError) -> None:
+    def record_failure(self, server: ServerClient, error: ServerError) -> None:
         """A request failed at `server`."""
         if isinstance(error, Busy):
             return
@@ -271,42 +271,42 @@ class Fleet:
     async def resume(self) -> None:
         """Let the servers go on, and get requests again unless the last update is not whole.
 
-        Those that have lent memory to the trainer stay paused until `occupy` gives it back.
+        Those that have lent memory to the trainer stay paused until `set_memory` gives it back.
         """
         timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:
             # What they were generating would go on with a part of the new weights.
             await self.on_all(lambda server: server.command("/abort_request", {"abort_all": True}, timeout_s=timeout_s))
-        if self._occupancy.is_whole:
+        if self._memory.is_whole:
             await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
         if self.update_is_whole:
             if self._published is not None:
                 servers, version = self.members.publishing, self._published
                 self._current = self._confirmed(servers, str(version))
-                self.settle(servers, version)
+                self.mark_published(servers, version)
                 self._published = None
                 if self.router is not None:
                     with contextlib.suppress(ServerError):  # it is told again, and again
                         await self._tell_router()
-            if self._occupancy.is_whole:
+            if self._memory.is_whole:
                 self.members.allow_catching_up()
                 self.open.set()
             else:
                 await self.members.stop_catching_up()
 
-    async def occupy(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+    async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
         """Have all servers that answer hold these parts of their memory. With all of them they go on; with fewer they
         are paused, requests wait, and what was being generated is asked for again later.
 
         starts: by URL, what differs from one start of a server to the next. Servers that fail are dropped, and their
         URLs returned; CommandRefused where all refuse.
         """
-        self._occupancy.wanted = parts
-        if not self._occupancy.is_whole:
+        self._memory.wanted = parts
+        if not self._memory.is_whole:
             self.open.clear()
             await self.members.stop_catching_up()
         timeout_s = self.config.start_timeout_s
-        bring = (self._occupancy.bring(server, starts[server.url], timeout_s=timeout_s) for server in self.servers)
+        bring = (self._memory.bring(server, starts[server.url], timeout_s=timeout_s) for server in self.servers)
         failures: dict[str, ServerError] = {}
         for server, error in zip(self.servers, await asyncio.gather(*bring, return_exceptions=True), strict=True):
             if not isinstance(error, ServerError | None):
@@ -316,7 +316,7 @@ class Fleet:
                 self.members.drop(server, str(error))
         if len(failures) == len(self.servers) and all(isinstance(e, CommandRefused) for e in failures.values()):
             raise next(iter(failures.values()))
-        if self._occupancy.is_whole:
+        if self._memory.is_whole:
             try:
                 await self.resume()
             except NoServerLeft:  # replies wait for those that are started again, and these for a publication
@@ -390,15 +390,15 @@ class Fleet:
         for failure in await asyncio.gather(*map(meet, servers), return_exceptions=True):
             if isinstance(failure, BaseException) and not isinstance(failure, ServerError):
                 raise failure
-        self.settle([server for server in servers if server.info is not None], version)
+        self.mark_published([server for server in servers if server.info is not None], version)
 
-    def settle(self, servers: list[ServerClient], version: int) -> None:
+    def mark_published(self, servers: list[ServerClient], version: int) -> None:
         """`servers` have `version` and serve; all others wait until they are caught up or take part in a later one."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         if self.router is not None:
             self.router.client.cache.publish(str(version), flushed=not any(server.keeps_cache for server in servers))
-        self.members.settle(servers, str(version))
+        self.members.mark_published(servers, str(version))
 
 
 def most_requests() -> int:

@@ -8,7 +8,7 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 """What a server needs to generate, and has when it starts."""
 
 
-class Occupancy:
+class ServerMemory:
     """Of the servers of one client. SGLang dies of being asked for what it has, or to release what it lacks."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def test_the_others_end_and_one_line_says_who_died(start_run, victim, tmp_path):
 
 def test_training_goes_on_while_servers_are_killed_and_restarted(start_run, tmp_path):
     folder = tmp_path / "run"
-    process = start_run(folder, 2)  # two data heads, each with a client of its own
+    process = start_run(folder, 2)  # two rollout ranks, each with a client of its own
     printed: list[str] = []
 
     def read():

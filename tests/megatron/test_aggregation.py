@@ -125,10 +125,10 @@ def test_entropies_are_those_of_float64(backend, folder):
 
 
 def advantages_of_a_step(layout):
-    """Each data head has its own prompts; every rank compares them all."""
+    """Each rollout rank has its own prompts; every rank compares them all."""
     groups = parallel.start(LAYOUTS[layout][1], seed=1)
     heads, own = groups.data.size, None
-    if groups.is_data_head:
+    if groups.is_rollout_rank:
         mine = [i for i, prompt in enumerate((0, 0, 1, 1, 2, 2)) if prompt * heads // 3 == groups.data.rank]
         own = make_batch().select(mine)
     whole = exchange.gather(own, groups)

@@ -11,7 +11,7 @@ from megatron_rl.types import TrajectoryBatch
 
 def gathered(layout):
     groups = parallel.start(LAYOUTS[layout][1], seed=1)
-    own = [make_groups(), make_batch(lengths=(7, 0, 1))][groups.data.rank] if groups.is_data_head else None
+    own = [make_groups(), make_batch(lengths=(7, 0, 1))][groups.data.rank] if groups.is_rollout_rank else None
     return exchange.gather(own, groups)
 
 

@@ -154,7 +154,7 @@ def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_
     engine, processes = SimpleNamespace(publisher=publisher), SimpleNamespace(supervisor=None, process=None)
     rollouts = Rollouts(None, None, processes, None, engine, None, is_ending=lambda: False)
     assert rollouts.waits_for("publish") == "", "a rank without rollouts"
-    rollouts.process = SimpleNamespace(standstill=lambda: "control: 1; the oldest: /x to http://n1 for 9.0 s")
+    rollouts.process = SimpleNamespace(hang_report=lambda: "control: 1; the oldest: /x to http://n1 for 9.0 s")
     published = "the publication of version 3 (ended last: gathering, bucket 1)"
     under_way = "control: 1; the oldest: /x to http://n1 for 9.0 s"
     assert rollouts.waits_for("publish") == f"{published}; {under_way}"

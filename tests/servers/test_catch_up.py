@@ -46,7 +46,7 @@ def test_restarted_server_serves_the_current_weights_before_the_next_publication
     else:  # where all were restarted, no peer is left
         publisher = DiskPublisher(engine, folder=tmp_path, model_folder=str(other_tiny_model), timeout_s=30)
         restarted = embedded_servers
-    engine.muster()
+    engine.select_servers()
     publisher.publish(specs_of(weights), iter(weights.items()), 1)
     for url in restarted:  # what a restart leaves: other weights under another name
         post(url, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "none"})
@@ -106,7 +106,7 @@ def keep_name(server):
 
 
 def publish(engine, version):
-    engine.muster()
+    engine.select_servers()
     engine.pause()
     engine.begin_weight_update(version)
     load(engine, version)
@@ -188,7 +188,7 @@ def test_server_that_answers_again_in_a_publication_waits_until_it_is_over(late)
     engine, _, late_server = late()
     assert eventually(lambda: len(engine.serving) == 2)
     engine.drop(late_server.url, "its weights are wrong")
-    engine.muster()
+    engine.select_servers()
     late_server.calls.clear()
     engine.pause()
     engine.begin_weight_update(2)

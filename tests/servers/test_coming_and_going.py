@@ -1,4 +1,4 @@
-"""Servers that register while a run lasts, and those that leave: the fleet follows, and so do other data heads."""
+"""Servers that register while a run lasts, and those that leave: the fleet follows, and so do other rollout ranks."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ def test_nobody_leaves_in_the_middle_of_a_publication(honest, connect, registry)
     leaving, staying = honest(), honest()
     lease, _ = enter(leaving), enter(staying)
     engine = connect([leaving.url, staying.url], run_name=RUN, registry=str(folder))
-    engine.muster()
+    engine.select_servers()
     lease.path.unlink()
     time.sleep(0.3)
     assert len(engine.server_ranks) == 2
@@ -127,11 +127,11 @@ def test_other_data_heads_learn_of_servers_from_the_one_that_publishes(honest, c
     old, new = honest(), honest()
     head = connect(old.url, registry=str(folder))
     old.weight_version = new.weight_version = "3"
-    head.settle([old.url, new.url, "http://127.0.0.1:9"], 3)
+    head.mark_published([old.url, new.url, "http://127.0.0.1:9"], 3)
     # One that is not there for this head does not stop it.
     assert sorted(head.serving) == sorted([old.url, new.url])
     new.weight_version = "4"
-    head.settle([new.url], 4)
+    head.mark_published([new.url], 4)
     assert head.serving == [new.url]
     assert ask(head).output_tokens == [2, 3] and old.generations() == []
 

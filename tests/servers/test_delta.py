@@ -11,7 +11,7 @@ from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.delta_code import NOTHING, Change, Run, bits_of, encode, pack
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
-from tests.servers.test_membership import musters
+from tests.servers.test_membership import selects
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy
 
 
@@ -84,7 +84,7 @@ def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkey
         patch.setattr(engine, "checksum_forms", lambda: sglang)
         with pytest.raises(NoServerLeft, match="only embedded servers apply changes; set rollout.publication=group"):
             publisher.publish(specs_of(changed), changed.items(), 2)
-    assert musters(engine, 2)
+    assert selects(engine, 2)
     publisher.publish(specs_of(changed), changed.items(), 3)
     assert publisher.last.verified == 2 * len(weights) and publisher.last.sent_bytes > 2 * publisher.last.nbytes
 

@@ -47,7 +47,7 @@ def test_server_restarted_while_idle_gives_no_token_of_the_weights_it_started_wi
     assert len(steady.generations()) == 4 and engine.serving == [steady.url]
     time.sleep(0.3)
     assert engine.serving == [steady.url], "it says that it is well"
-    engine.muster()
+    engine.select_servers()
     update(engine, version=4)
     assert sorted(engine.serving) == sorted([restarted.url, steady.url])
     assert [ask(engine, rid=rid).output_versions for rid in "gh"] == [[4, 4]] * 2
@@ -79,7 +79,7 @@ def test_weight_group_is_formed_anew_only_where_a_server_in_it_was_started_anew(
         reply.result(10)
     failing.hang_up_on.clear()
     assert eventually(lambda: len(engine.serving) == 2)
-    engine.muster()
+    engine.select_servers()
     update(engine, version=4)
     assert engine.membership == before
     restarted.restart()
@@ -92,13 +92,13 @@ def test_head_that_does_not_publish_waits_to_hear_of_a_version_before_it_takes_i
     server = scripted()
     head = connect(server.url)
     server.weight_version = "3"
-    head.settle([server.url], 3)
+    head.mark_published([server.url], 3)
     server.script.append(lambda body: named(body, [("3", 0, 1), ("4", 1, 2)]))
     early = start(head, "a")
     time.sleep(0.2)
     assert not early.done()
     server.weight_version = "4"
-    head.settle([server.url], 4)
+    head.mark_published([server.url], 4)
     assert early.result(10).output_versions == [3, 4]
 
 
@@ -168,7 +168,7 @@ def test_server_whose_replies_are_wrong_again_and_again_is_dropped_with_the_reas
     assert len(bad.generations()) == sent and engine.serving == [good.url]
     # Started anew, or published to, it has another chance.
     bad.script.clear()
-    engine.muster(), update(engine, version=4)
+    engine.select_servers(), update(engine, version=4)
     assert sorted(engine.serving) == sorted([bad.url, good.url])
 
 
@@ -301,12 +301,12 @@ def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted
     assert eventually(lambda: engine.serving == [steady.url])
     for late in (
         members.forget,
-        members.praise,
+        members.record_success,
         lambda one: members.lose(one, "late"),
         lambda one: members.drop(one, ""),
     ):
         engine._thread.run(act(late))
-    engine._thread.run(act(lambda one: members.settle([one, *members.serving], "3")))
+    engine._thread.run(act(lambda one: members.mark_published([one, *members.serving], "3")))
     assert engine.serving == [steady.url]
 
 

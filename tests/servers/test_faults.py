@@ -18,7 +18,7 @@ from megatron_rl.workflows import RLVRWorkflow
 from tests.servers.fault_proxy import FAULTS, FaultProxy
 from tests.servers.reference import reference_greedy, used_tokens
 from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.test_membership import ask, eventually, musters
+from tests.servers.test_membership import ask, eventually, selects
 from tests.servers.tiny_model import make_tokenizer
 
 LONG = 400
@@ -83,7 +83,7 @@ class Killable:
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
         with self.supervisor.publication():
             while True:
-                self.engine.muster()
+                self.engine.select_servers()
                 try:
                     return self.publisher.publish(specs, tensors(), version)
                 except NoServerLeft:
@@ -132,7 +132,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
     servers.kill(0)
     servers.kill(1)
     servers.publish(new, version=2)
-    assert musters(engine, 2, seconds=60)
+    assert selects(engine, 2, seconds=60)
     servers.publish(new, version=3)
     assert sorted(engine.serving) == sorted(urls)
     for rid in ("a", "b"):  # one server each

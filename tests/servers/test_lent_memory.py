@@ -133,15 +133,15 @@ def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weig
     with ThreadPoolExecutor(2) as pool:
         under_way = pool.submit(long_reply, engine, 450)
         wait_for_a_reply(own_servers)
-        engine.occupy(NOTHING, starts)
+        engine.set_memory(NOTHING, starts)
         on_its_way = pool.submit(post, own_servers.urls[0], "/generate", {"input_ids": PROMPT})
         time.sleep(0.3)
-        engine.occupy(WEIGHTS, starts)
+        engine.set_memory(WEIGHTS, starts)
         publisher.publish(specs_of(weights), weights.items(), 1)
         assert publisher.last.verified == 2 * len(weights) and not under_way.done()
         assert all("kv_cache: released" in post(url, "/continue_generation").text for url in own_servers.urls)
         assert not on_its_way.done(), "the publication does not let them go on"
-        engine.occupy(ALL_MEMORY, starts)
+        engine.set_memory(ALL_MEMORY, starts)
         reply = under_way.result(30)
         assert on_its_way.result(30).ok
     assert reply.output_len == 450 and reply.interruptions == 1 and reply.output_versions[-1] == 1
@@ -153,7 +153,7 @@ def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the
 ):
     own_servers.lend_devices()
     engine = connect(own_servers.urls, on_drop=own_servers.replace)
-    engine.occupy(NOTHING, own_servers.starts)
+    engine.set_memory(NOTHING, own_servers.starts)
     victim, first = own_servers.urls[1], own_servers.starts
     os.kill(pid_of(own_servers, victim), signal.SIGKILL)
     time.sleep(1.5)  # longer than before the first restart
@@ -161,12 +161,12 @@ def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the
     own_servers.start_missing([victim])
     again = own_servers.starts
     assert not own_servers.lacks_servers and again[victim] != first[victim]
-    engine.occupy(WEIGHTS, again)  # which the new one releases its cache for, and the old one gets
+    engine.set_memory(WEIGHTS, again)  # which the new one releases its cache for, and the old one gets
     assert all(post(url, "/continue_generation").text.count("kv_cache: released") for url in own_servers.urls)
-    engine.muster()
+    engine.select_servers()
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
     publisher.publish(specs_of(weights), weights.items(), 1)
-    engine.occupy(ALL_MEMORY, again)
+    engine.set_memory(ALL_MEMORY, again)
     own_servers.take_devices_back()
     deadline = time.monotonic() + 20
     while sorted(engine.serving) != sorted(own_servers.urls) and time.monotonic() < deadline:
@@ -182,12 +182,12 @@ def test_real_sglang_lends_its_memory_in_the_same_order(real_supervisor, connect
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     for version in (3, 4):
         for parts in (NOTHING, WEIGHTS):
-            engine.occupy(parts, starts)
+            engine.set_memory(parts, starts)
         publisher.publish(specs_of(weights), weights.items(), version)
-        engine.occupy(ALL_MEMORY, starts)
+        engine.set_memory(ALL_MEMORY, starts)
         assert greedy(engine).output_versions == [version] * 12
-        engine.occupy(WEIGHTS, starts)  # as for a checkpoint
-        engine.occupy(ALL_MEMORY, starts)
+        engine.set_memory(WEIGHTS, starts)  # as for a checkpoint
+        engine.set_memory(ALL_MEMORY, starts)
         assert greedy(engine).output_versions == [version] * 12
     engine.update_weights(tiny_model, 0)
 
@@ -196,4 +196,4 @@ def test_servers_that_cannot_lend_memory_end_the_run_with_their_words(scripted, 
     server = scripted(endpoints={"/server_info", "/model_info", "/health", "/pause_generation", "/flush_cache"})
     engine = connect(server.url)
     with pytest.raises(CommandRefused, match="/release_memory_occupation"):
-        engine.occupy(NOTHING, {server.url: 1})
+        engine.set_memory(NOTHING, {server.url: 1})

@@ -25,9 +25,9 @@ def eventually(holds, seconds=10.0):
     return holds()
 
 
-def musters(engine, count, seconds=10.0):
+def selects(engine, count, seconds=10.0):
     """Whether so many servers come to take part in a publication; each comes back by itself."""
-    return eventually(lambda: (engine.muster(), len(engine.server_ranks))[1] == count, seconds)
+    return eventually(lambda: (engine.select_servers(), len(engine.server_ranks))[1] == count, seconds)
 
 
 def overloaded(_):
@@ -57,7 +57,7 @@ def test_server_that_failed_serves_again_once_it_answers_with_the_weights_it_had
     ask(engine)
     assert eventually(lambda: len(engine.serving) == 2)
     # It is the same process, in the same weight group.
-    engine.muster()
+    engine.select_servers()
     assert engine.membership == before
     metrics = engine.metrics()
     assert (metrics["rollout/server_failures"], metrics["rollout/servers"]) == (1, 2)
@@ -75,7 +75,7 @@ def test_restarted_server_gets_nothing_before_it_was_published_to(scripted, conn
     for rid in ("a", "b", "c", "d"):
         ask(engine, rid=rid)
     assert len(restarted.generations()) == sent and engine.serving == [steady.url]
-    assert musters(engine, 2)
+    assert selects(engine, 2)
     update(engine, version=3)
     assert sorted(engine.serving) == sorted([restarted.url, steady.url])
     assert "/update_weights_from_distributed" in restarted.controls()
@@ -93,7 +93,7 @@ def test_last_server_that_was_restarted_makes_the_trainer_publish_again(scripted
     )
     assert eventually(lambda: engine.needs_weights)
     assert not waiting.done()
-    engine.muster()
+    engine.select_servers()
     update(engine, version=0)
     assert waiting.result(10).output_tokens == [2, 3]
     assert not engine.needs_weights
@@ -107,7 +107,7 @@ def test_time_without_a_server_does_not_count_towards_the_deadline_of_a_reply(sc
     waiting = engine._thread.submit(engine.agenerate(LLMRequest(rid="r", input_ids=[1])))
     time.sleep(1.0)
     assert not waiting.done()
-    engine.muster()
+    engine.select_servers()
     update(engine)
     assert waiting.result(10).output_len == 128
 
@@ -141,7 +141,7 @@ def test_dropped_server_is_left_out_and_its_replies_move(scripted, connect):
     assert [reply.result(10).output_tokens for reply in replies] == [[2, 3], [2, 3]]
     assert "/update_weights_from_distributed" not in bad.controls()
     # At the next publication it has another chance.
-    assert musters(engine, 2)
+    assert selects(engine, 2)
     update(engine, version=3)
     assert sorted(engine.serving) == sorted([good.url, bad.url])
 
@@ -166,11 +166,11 @@ def test_server_that_failed_a_publication_is_not_asked_again_in_it_while_another
     engine = connect([good.url, bad.url])
     engine.drop(bad.url, "its weights are wrong")
     time.sleep(0.3)  # it answers meanwhile
-    engine.muster()
+    engine.select_servers()
     assert list(engine.server_ranks) == [good.url]
     engine.drop(good.url, "so are its")
     # Now there is nobody else.
-    assert musters(engine, 2)
+    assert selects(engine, 2)
 
 
 def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect):
@@ -219,7 +219,7 @@ def test_only_server_that_dies_in_a_publication_makes_it_start_again_instead_of_
     with pytest.raises(NoServerLeft, match=f"{server.url}/pause_generation"):
         update(engine)
     server.hang_up_on.clear()
-    engine.muster()
+    engine.select_servers()
     update(engine)
     assert engine.serving == [server.url]
 
@@ -242,14 +242,14 @@ def test_what_a_killed_trainer_left_behind_does_not_stop_the_next_one(scripted, 
 def test_other_ranks_follow_the_one_that_published(scripted, connect):
     left_out, good = scripted(), scripted()
     engine = connect([left_out.url, good.url])
-    engine.settle([good.url], 7)
+    engine.mark_published([good.url], 7)
     assert (engine.serving, engine.get_version()) == ([good.url], 7)
     # Whatever it says, only a later publication brings it back: it has the weights of the time before, or claims more.
     for name in ("default", "7"):
         left_out.weight_version = name
         time.sleep(0.7)
         assert engine.serving == [good.url]
-    engine.settle([good.url, left_out.url], 8)
+    engine.mark_published([good.url, left_out.url], 8)
     assert sorted(engine.serving) == sorted([good.url, left_out.url])
 
 

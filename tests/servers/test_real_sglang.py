@@ -212,7 +212,7 @@ def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_s
     engine = connect(real_sglang)
     weights = load_file(other_tiny_model / "model.safetensors")
     publisher = DiskPublisher(engine, folder=tmp_path, model_folder=str(other_tiny_model), timeout_s=60)
-    engine.muster()
+    engine.select_servers()
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
     publisher.publish(specs, iter(weights.items()), 5)
     assert publisher.last.verified > 0
@@ -245,7 +245,7 @@ def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
             time.sleep(0.2)
         # It has the weights of its model folder, which are not those of version 9.
         assert asyncio.run(versions_said(real_sglang))["/model_info"] == "0"
-        engine.muster()
+        engine.select_servers()
         with weight_group(engine) as group:
             publish(engine, group, other_tiny_model, version=9)
 

@@ -24,7 +24,7 @@ from megatron_rl.rollout import journal_lock
 from megatron_rl.rollout import process as process_module
 from megatron_rl.rollout.factory import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
-from megatron_rl.rollout.resume_state import Place
+from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.rollout_metrics import metrics_of
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from tests.servers.run_tokens import TOKEN_FILE
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [{"prompt": f"What is {number} + 30?", "answer": "42"} for number in range(12)]
-PLACE = Place(head=0, heads=1, life=1, fingerprint="", resumed=None)
+PLACE = ResumePoint(rank=0, ranks=1, life=1, fingerprint="", resumed=None)
 GONE_WITHIN_S = 10.0
 
 
@@ -59,7 +59,7 @@ class Run:
         self.processes.append(process)
         config = self.config(*overrides)
         here = {"prompts": PROMPTS, "held_out": PROMPTS[:3], "sys_path": sys.path}
-        process.begin(Beginning(config=config, tokenizer=load_tokenizer(config.model.path), place=PLACE, **here))
+        process.begin(Beginning(config=config, tokenizer=load_tokenizer(config.model.path), resume_point=PLACE, **here))
         process.connect(urls)
         return process
 
@@ -183,11 +183,11 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
 def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
     process.rollout_batch(0, 1)
-    wait_for(lambda: "rewards: 2" in process.standstill(), "the rewards did not begin")
-    assert "; the oldest: reward own_rewards:wait_for_long (of " in process.standstill()
+    wait_for(lambda: "rewards: 2" in process.hang_report(), "the rewards did not begin")
+    assert "; the oldest: reward own_rewards:wait_for_long (of " in process.hang_report()
     stacks = run.folder / "hang" / "rollout-0.txt"
     wait_for(
-        lambda: process.standstill() and "in wait_for_long" in stacks.read_text(), "the worker's stacks are missing"
+        lambda: process.hang_report() and "in wait_for_long" in stacks.read_text(), "the worker's stacks are missing"
     )
 
 
@@ -207,7 +207,7 @@ def test_a_command_that_a_publication_waits_for_is_named_while_it_is_under_way(r
     thread = threading.Thread(target=pause)
     thread.start()
     wait_for(lambda: "/pause_generation" in server.controls(), "the pause did not begin")
-    assert f"control: 1; the oldest: /pause_generation to {server.url} for" in process.standstill()
+    assert f"control: 1; the oldest: /pause_generation to {server.url} for" in process.hang_report()
     assert thread.is_alive()
     process.process.kill()
     thread.join(10)
@@ -220,7 +220,7 @@ def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(
     process.process.send_signal(signal.SIGSTOP)
     wait_for(lambda: psutil.Process(process.process.pid).status() == psutil.STATUS_STOPPED, "it did not stop")
     try:
-        assert process.standstill() == f"the rollout process (pid {process.process.pid}), which does not answer"
+        assert process.hang_report() == f"the rollout process (pid {process.process.pid}), which does not answer"
         assert stacks.read_text() == ""
     finally:
         process.process.send_signal(signal.SIGCONT)

@@ -54,7 +54,7 @@ def engine(embedded_servers, router, connect, tiny_model):
     """A client behind the router whose servers have version 1, which is that of the tiny model."""
     engine = connect(embedded_servers, seed=7, router=router)
     publisher = GroupPublisher(engine, bucket_bytes=100_000, backend="gloo", timeout_s=30)
-    engine.muster()
+    engine.select_servers()
     weights = load_file(tiny_model / "model.safetensors")
     publisher.publish(specs_of(weights), iter(weights.items()), 1)
     yield engine
@@ -113,7 +113,7 @@ def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_agai
     with ThreadPoolExecutor(1) as pool:
         batch = pool.submit(roll_out, engine, LONG)
         assert eventually(lambda: used_tokens(dropped) > 100)
-        engine.muster()
+        engine.select_servers()
         engine.pause()
         engine.drop(dropped, "its weights are wrong")  # it stays paused, and with it what it was asked
         engine.resume()

@@ -19,7 +19,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import reward_service as service_module
 from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout
-from megatron_rl.rollout.rollout_metrics import Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
@@ -274,8 +274,8 @@ def recipe_of(serve, *parts):
 
 def score(recipe, completions, timeout_s=20.0):
     """The reward of one reply, and the metrics that it leaves, by the way of a workflow."""
-    tally = Tally()
-    spans = Spans(on_end=lambda span: tally.observe(span.args.get("metrics", {})))
+    metrics = RolloutMetrics()
+    spans = Spans(on_end=lambda span: metrics.observe(span.args.get("metrics", {})))
     workflow = RLVRWorkflow(recipe, GenerationConfig(), None, reward_timeout_s=timeout_s)
     tokens = {"input_tokens": [1], "output_tokens": [2, 3], "output_logprobs": [0.0] * 2, "output_versions": [0] * 2}
     reply = LLMResponse(**tokens, stop_reason="stop", text=completions)
@@ -285,9 +285,9 @@ def score(recipe, completions, timeout_s=20.0):
             return await workflow.reward(reply, {"answer": "42"})
 
     try:
-        return asyncio.run(call()), metrics_of([tally.take()])
+        return asyncio.run(call()), metrics_of([metrics.take()])
     except RuntimeError as error:
-        return error, metrics_of([tally.take()])
+        return error, metrics_of([metrics.take()])
 
 
 def test_a_recipe_is_the_weighted_sum_of_its_parts(serve):

@@ -19,7 +19,7 @@ from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.groups import is_uniform, reward_of_each
-from megatron_rl.rollout.rollout_metrics import Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows.scoring import RewardCall
@@ -76,8 +76,8 @@ class FromTheTrainer:
     """Calls the executor from another thread, as the rollout engine does for the trainer."""
 
     def __init__(self, thread, events=(), **config):
-        self.thread, self.engine, self.tally = thread, VersionOnly(), Tally()
-        self.executor = RolloutExecutor(self.engine, RolloutConfig(**config), self.tally, events)
+        self.thread, self.engine, self.metrics = thread, VersionOnly(), RolloutMetrics()
+        self.executor = RolloutExecutor(self.engine, RolloutConfig(**config), self.metrics, events)
 
     def fail(self, message):
         self.thread.loop.call_soon_threadsafe(self.executor.fail, message)
@@ -227,7 +227,7 @@ def test_an_episode_that_something_cancels_has_failed_and_gives_its_place_back(m
     executor = make(max_concurrent_episodes=1, episode_attempts=2)
     batch = executor.prepare_batch(({"n": n} for n in itertools.count()), Cancelled(), 2)
     assert batch["rewards"].tolist() == [1, 2]
-    assert metrics_of([executor.tally.take()])["rollout/episodes_failed"] == 1
+    assert metrics_of([executor.metrics.take()])["rollout/episodes_failed"] == 1
     assert executor.rollout_batch(prompts(0, 1), Cancelled())["rewards"].tolist() == [1]
 
 
@@ -258,7 +258,7 @@ def test_a_reward_that_never_ends_fails_its_episode_by_name_and_is_counted(make)
             rollout.rollout_batch(prompts(0), Rewarded())
     finally:
         told.set()
-    metrics = metrics_of([rollout.tally.take()])
+    metrics = metrics_of([rollout.metrics.take()])
     assert (metrics["rollout/rewards_late"], metrics["rollout/episodes_failed"]) == (4, 2)
 
 
@@ -273,7 +273,7 @@ def test_failing_episode_is_tried_again_then_left_out_and_counted(make):
     assert batch["rewards"].tolist() == [0, 2]
     assert batch["group"].tolist() == [0, 1]
     assert workflow.attempts == {0: 1, 1: 3, 2: 3, 3: 1}
-    metrics = metrics_of([executor.tally.take()])
+    metrics = metrics_of([executor.metrics.take()])
     assert [metrics[f"rollout/episodes_{k}"] for k in ("accepted", "rejected", "failed", "retried")] == [2, 1, 1, 4]
 
 
@@ -369,7 +369,7 @@ def test_asynchronous_batches_run_ahead_by_the_staleness_bound(make):
     executor.engine.version = 1
     batch = executor.prepare_batch(source, workflow, 4)
     assert len(batch) == 4
-    metrics = metrics_of([executor.tally.take()])
+    metrics = metrics_of([executor.metrics.take()])
     # Four tokens at age 0, then four of version 0 consumed at version 1.
     assert metrics["rollout/staleness"] == 0.5
     assert metrics["rollout/staleness_max"] == 1
@@ -553,7 +553,7 @@ def with_late_group(make):
         executor.engine.version = 2
         executor.thread.loop.call_soon_threadsafe(workflow.hold.set)
         time.sleep(0.05)
-        metrics_of([executor.tally.take()])
+        metrics_of([executor.metrics.take()])
         return executor, workflow, book, source
 
     return start
@@ -571,7 +571,7 @@ def test_group_that_comes_too_late_is_sampled_again(with_late_group):
     assert book.of(0) == ["queued", "started", "accepted", "requeued", "started", "accepted"]  # and consumed
     first, again = [version for n, version in workflow.started if n == 0]
     assert first == 0 and again >= 2  # 3 where the trainer is quicker than the episode's task
-    assert metrics_of([executor.tally.take()])["rollout/episodes_stale"] == 1
+    assert metrics_of([executor.metrics.take()])["rollout/episodes_stale"] == 1
 
 
 def test_prompt_with_long_replies_is_waited_for_the_second_time(make):
@@ -605,7 +605,7 @@ def test_tokens_that_are_too_old_can_be_masked_instead(with_late_group):
     assert batch["rewards"].tolist()[0] == 0, "the oldest comes first"
     assert batch["versions"][:3].tolist() == [-1, 0, 2]
     assert batch["loss_mask"][:3].tolist() == [False, False, True]
-    metrics = metrics_of([executor.tally.take()])
+    metrics = metrics_of([executor.metrics.take()])
     assert metrics["rollout/masked_tokens"] == 1 and metrics["rollout/episodes_stale"] == 0
     assert metrics["rollout/staleness_max"] <= 1
 
@@ -622,7 +622,7 @@ def test_groups_can_be_trained_however_old(with_late_group):
     executor, workflow, book, source = with_late_group("keep")
     batch = executor.prepare_batch(source, workflow, 2)
     assert batch["rewards"].tolist()[0] == 0 and batch["loss_mask"][:3].tolist() == [False, True, True]
-    assert metrics_of([executor.tally.take()])["rollout/staleness_max"] == 2
+    assert metrics_of([executor.metrics.take()])["rollout/staleness_max"] == 2
 
 
 def pair(*rewards):
@@ -638,7 +638,7 @@ def test_groups_without_variance_are_replaced(make):
     batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
     assert batch["input_ids"][::4].tolist() == [1, 4]
     assert ("rejected", 0, "all rewards are equal") in book.lines
-    assert metrics_of([executor.tally.take()])["rollout/episodes_uniform"] >= 2
+    assert metrics_of([executor.metrics.take()])["rollout/episodes_uniform"] >= 2
 
 
 def test_task_without_any_variance_does_not_spin_for_ever(make):
@@ -646,7 +646,7 @@ def test_task_without_any_variance_does_not_spin_for_ever(make):
     batch = executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
     assert len(batch) == 4, "the rest is trained as it is"
     assert len(workflow.attempts) == 2 + 3 * 2
-    assert metrics_of([executor.tally.take()])["rollout/episodes_uniform"] == 6
+    assert metrics_of([executor.metrics.take()])["rollout/episodes_uniform"] == 6
 
 
 def test_full_step_does_not_wait_for_the_slowest_but_the_next_one_does(make):
@@ -672,7 +672,7 @@ def test_evaluation_runs_beside_training_without_pausing_it(make):
     assert batch["rewards"].tolist() == [0, 1, 2, 3, 4]
     assert workflow.most_running >= 2 and scored.most_running >= 1
     time.sleep(0.1)
-    assert metrics_of([executor.tally.take()])["rollout/episodes_accepted"] == len(workflow.attempts), (
+    assert metrics_of([executor.metrics.take()])["rollout/episodes_accepted"] == len(workflow.attempts), (
         "evaluations do not count"
     )
 

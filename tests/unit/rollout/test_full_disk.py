@@ -18,7 +18,7 @@ from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import Tally
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.run_log import RunLog, Sample
 from megatron_rl.weights.hf_files import write_hf_folder
@@ -55,7 +55,7 @@ class Failing(RolloutWorkflow):
 
 def test_a_run_stops_where_its_journal_cannot_be_written_and_the_next_one_has_the_groups_before(tmp_path, thread):
     journal, prompts = start(tmp_path), [episode(index).data for index in range(4)]
-    executor = RolloutExecutor(Engine(), RolloutConfig(max_concurrent_episodes=1), Tally(), [journal])
+    executor = RolloutExecutor(Engine(), RolloutConfig(max_concurrent_episodes=1), RolloutMetrics(), [journal])
     for data in prompts[:2]:
         journal.accepted(episode(data["prompt_index"]), group(data["prompt_index"]))
     with disk_full_after(journal.path.stat().st_size + 200), pytest.raises(RuntimeError) as raised:
@@ -109,7 +109,7 @@ def test_a_config_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_run_stops_where_a_dead_letter_cannot_be_written(tmp_path, thread):
     events = [DeadLetters(tmp_path / "dead_letters.jsonl")]
-    executor = RolloutExecutor(Engine(), RolloutConfig(episode_attempts=1), Tally(), events)
+    executor = RolloutExecutor(Engine(), RolloutConfig(episode_attempts=1), RolloutMetrics(), events)
     with disk_full_after(20), pytest.raises(RuntimeError, match="dead letters .*dead_letters.jsonl: .*make room"):
         thread.run(executor.rollout_batch([episode(0).data], Failing()))
 

@@ -29,7 +29,7 @@ from megatron_rl.rollout.journal import (
     read_file,
 )
 from megatron_rl.rollout.ledger import PromptLedger
-from megatron_rl.rollout.rollout_metrics import Tally
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
 
@@ -62,9 +62,9 @@ def group(index, versions=(0,)):
     return TrajectoryBatch.from_trajectories([trajectories])
 
 
-def start(folder, *, life=1, first_step=0, version=0, fingerprint="f", head=0):
+def start(folder, *, life=1, first_step=0, version=0, fingerprint="f", rank=0):
     stamp = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
-    return RolloutJournal(folder, life=life, head=head, **stamp)
+    return RolloutJournal(folder, life=life, rank=rank, **stamp)
 
 
 def replay(folder, *, life=2, version=0, max_staleness=4, fingerprint="f"):
@@ -176,7 +176,7 @@ class Turns(RolloutWorkflow):
 
 def run_episode(engine, workflow, events=(), seconds=None, index=5):
     thread = EventLoopThread("test")
-    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=2), Tally(), events)
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=2), RolloutMetrics(), events)
     batch = thread.submit(executor.rollout_batch([episode(index).data], workflow))
     try:
         return batch.result(seconds)
@@ -300,7 +300,7 @@ def test_a_replayed_group_from_before_the_version_of_now_is_trained_and_not_samp
         EventLoopThread(""),
     )
     engine.version = 5
-    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=4), Tally())
+    executor = RolloutExecutor(engine, RolloutConfig(max_staleness=4), RolloutMetrics())
     batch = thread.run(executor.rollout_batch([episode(0).data], ReplayingWorkflow(workflow, found)))
     thread.stop()
     assert workflow.sampled == [] and batch["versions"].tolist() == [-1, 3, 3, -1, 4, 4]
@@ -342,7 +342,7 @@ def test_a_journal_that_cannot_be_written_stops_the_run_by_name(tmp_path, monkey
         journal.accepted(episode(0), group(0))
 
 
-def test_the_books_name_what_each_step_of_the_surviving_run_trained(tmp_path):
+def test_the_records_name_what_each_step_of_the_surviving_run_trained(tmp_path):
     first = start(tmp_path)
     for step in range(4):
         first.consumed([episode(step), episode(10 + step)], version=step)
@@ -361,31 +361,31 @@ def ledgers(count, size):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_number_of_heads_hands_out_every_prompt_once_over_any_resumptions(data):
+def test_any_number_of_ranks_hands_out_every_prompt_once_over_any_resumptions(data):
     count, done, handed = 7, [], set()
-    heads = ledgers(count, data.draw(st.integers(1, 3)))
+    ranks = ledgers(count, data.draw(st.integers(1, 3)))
     for _ in range(data.draw(st.integers(1, 4))):
         under_way = []
         for _ in range(data.draw(st.integers(0, 20))):
-            head = data.draw(st.sampled_from(heads))
+            rank = data.draw(st.sampled_from(ranks))
             if under_way and data.draw(st.booleans()):
                 owner, prompt = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
                 owner.consumed([episode(prompt["prompt_index"], prompt["epoch"])], version=0)
                 done.append((prompt["epoch"], prompt["prompt_index"]))
             else:
-                prompt = next(head)
+                prompt = next(rank)
                 handed.add((prompt["epoch"], prompt["prompt_index"]))
-                under_way.append((head, prompt))
-        states = [head.state_dict() for head in heads]
-        heads = ledgers(count, data.draw(st.integers(1, 3)))
-        for head in heads:
-            head.load_state_dicts(states)
+                under_way.append((rank, prompt))
+        states = [rank.state_dict() for rank in ranks]
+        ranks = ledgers(count, data.draw(st.integers(1, 3)))
+        for rank in ranks:
+            rank.load_state_dicts(states)
     assert len(set(done)) == len(done), "none is handed out again after it was trained"
     again = set()
     while not handed <= again | set(done):
-        for head in heads:
+        for rank in ranks:
             for _ in range(len(handed) + 3):
-                prompt = next(head)
+                prompt = next(rank)
                 place = prompt["epoch"], prompt["prompt_index"]
                 assert place not in again and place not in done
                 again.add(place)
@@ -410,26 +410,28 @@ class Sampling(RolloutWorkflow):
 PER_STEP = 6
 
 
-def live(folder, life, saved, workflow, steps, heads, chance):
+def live(folder, life, saved, workflow, steps, ranks, chance):
     """Run from the saved state until the end or a random kill; return the newest saved state and what was replayed."""
     prompts = PromptIterator([{"prompt": "p"}] * 11, seed=1)
-    ledgers = [PromptLedger(prompts, rank=rank, size=heads) for rank in range(heads)]
+    ledgers = [PromptLedger(prompts, rank=rank, size=ranks) for rank in range(ranks)]
     engine, thread = Engine(), EventLoopThread("test")
     for ledger in ledgers if saved["ledgers"] else []:
         ledger.load_state_dicts(saved["ledgers"])
     engine.version = saved["step"]
-    journals = [start(folder, life=life, head=n, first_step=saved["step"], version=saved["step"]) for n in range(heads)]
-    found = [replay(folder, life=life, version=saved["step"], max_staleness=2) for _ in range(heads)]
+    journals = [start(folder, life=life, rank=n, first_step=saved["step"], version=saved["step"]) for n in range(ranks)]
+    found = [replay(folder, life=life, version=saved["step"], max_staleness=2) for _ in range(ranks)]
     config = RolloutConfig(max_staleness=2, max_concurrent_episodes=6)
-    executors = [RolloutExecutor(engine, config, Tally(), books) for books in zip(ledgers, journals, strict=True)]
+    executors = [
+        RolloutExecutor(engine, config, RolloutMetrics(), records) for records in zip(ledgers, journals, strict=True)
+    ]
     dies_at = saved["step"] + chance.random() * 6
     for step in range(saved["step"], steps):
         batches = [
-            thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, of_head), PER_STEP // heads))
-            for executor, ledger, of_head in zip(executors, ledgers, found, strict=True)
+            thread.submit(executor.prepare_batch(ledger, ReplayingWorkflow(workflow, of_rank), PER_STEP // ranks))
+            for executor, ledger, of_rank in zip(executors, ledgers, found, strict=True)
         ]
         if step + 1 > dies_at:
-            with contextlib.suppress(TimeoutError):  # a kill while some heads have their batch and others have not
+            with contextlib.suppress(TimeoutError):  # a kill while some ranks have their batch and others have not
                 batches[0].result(timeout=(dies_at - step) * 0.004)
             break
         for batch in batches:
@@ -443,12 +445,12 @@ def live(folder, life, saved, workflow, steps, heads, chance):
     thread.stop()
     for journal in journals:
         journal.close()
-    return saved, sum(of_head.replayed for of_head in found)
+    return saved, sum(of_rank.replayed for of_rank in found)
 
 
-# Lives of one data head, as many heads as there are, and another number in every life.
-@pytest.mark.parametrize("heads", [(1,), (2,), (3, 1, 2)])
-def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(heads, tmp_path):
+# Lives of one rollout rank, as many ranks as there are, and another number in every life.
+@pytest.mark.parametrize("ranks", [(1,), (2,), (3, 1, 2)])
+def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(ranks, tmp_path):
     order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
     place = lambda number: (order.at(number)["epoch"], order.at(number)["prompt_index"])  # noqa: E731
     kills = replayed = 0
@@ -457,7 +459,7 @@ def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_
         workflow, steps = Sampling(chance), 14
         saved = {"step": 0, "ledgers": []}
         for life in itertools.count(1):
-            of_life = heads[life % len(heads)]
+            of_life = ranks[life % len(ranks)]
             saved, from_journals = live(folder, life, saved, workflow, steps, of_life, chance)
             replayed += from_journals
             if saved["step"] == steps:

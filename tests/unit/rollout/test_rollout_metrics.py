@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.rollout import rollout_metrics as tally_module
-from megatron_rl.rollout.rollout_metrics import Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 
 
 @pytest.fixture
@@ -20,34 +20,34 @@ def clock(monkeypatch):
 
 
 def test_servers_are_idle_while_no_request_is_under_way(clock):
-    tally = Tally()
+    metrics = RolloutMetrics()
     clock.now += 1  # nothing
-    tally.enter()
+    metrics.enter()
     clock.now += 2
-    tally.enter()  # two at once count once
+    metrics.enter()  # two at once count once
     clock.now += 3
-    tally.leave()
-    tally.leave()
+    metrics.leave()
+    metrics.leave()
     clock.now += 4
-    assert metrics_of([tally.take()])["rollout/servers_idle_share"] == pytest.approx(5 / 10)
-    tally.enter()
+    assert metrics_of([metrics.take()])["rollout/servers_idle_share"] == pytest.approx(5 / 10)
+    metrics.enter()
     clock.now += 5
-    assert metrics_of([tally.take()])["rollout/servers_idle_share"] == 0.0, "since the last look"
+    assert metrics_of([metrics.take()])["rollout/servers_idle_share"] == 0.0, "since the last look"
     clock.now += 1
-    tally.leave()
+    metrics.leave()
     clock.now += 3
-    assert metrics_of([tally.take()])["rollout/servers_idle_share"] == pytest.approx(3 / 4)
+    assert metrics_of([metrics.take()])["rollout/servers_idle_share"] == pytest.approx(3 / 4)
 
 
 def test_metrics_of_a_step_are_of_all_rollout_processes_and_a_mean_weighs_what_each_counted(clock):
-    first, second, idle = Tally(), Tally(), Tally()
-    for tally, replies, seconds in ((first, 3, 2.0), (second, 1, 4.0)):
-        tally.enter()
+    first, second, idle = RolloutMetrics(), RolloutMetrics(), RolloutMetrics()
+    for metrics, replies, seconds in ((first, 3, 2.0), (second, 1, 4.0)):
+        metrics.enter()
         clock.now += seconds
-        tally.leave()
-        tally.add(accepted=replies, failed=1, tokens=replies * 10.0, replies=replies, latency_s=replies * seconds)
-        tally.observe({"rollout/reward/exact": float(replies)})
-        tally.at_least(queue=replies)
+        metrics.leave()
+        metrics.add(accepted=replies, failed=1, tokens=replies * 10.0, replies=replies, latency_s=replies * seconds)
+        metrics.observe({"rollout/reward/exact": float(replies)})
+        metrics.at_least(queue=replies)
     first.observe({"rollout/reward/exact": 5.0})
     metrics = metrics_of([first.take(), second.take(), idle.take()])
     assert metrics["rollout/episodes_accepted"] == 4 and metrics["rollout/episodes_failed"] == 2

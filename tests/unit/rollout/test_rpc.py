@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.api import RequestRefused
 from megatron_rl.rollout.rollout_rank import ToTrainer
-from megatron_rl.rollout.rpc import Caller, Wire, serve
+from megatron_rl.rollout.rpc import RpcClient, RpcSocket, serve
 from tests.servers.tiny_model import make_tokenizer
 
 
@@ -64,7 +64,7 @@ def told():
 @pytest.fixture
 def caller(ends, servant, told):
     ours, theirs = ends
-    wire = Wire(theirs)
+    wire = RpcSocket(theirs)
 
     def answer(name, args, kwargs):
         return getattr(servant, name)(*args, **kwargs)
@@ -72,7 +72,7 @@ def caller(ends, servant, told):
     serving = threading.Thread(target=serve, args=(wire, answer))
     serving.start()
     on_end = lambda fault: fault or RuntimeError("it is gone")  # noqa: E731
-    caller = Caller(Wire(ours), on_told=lambda *call: told.append(call), on_end=on_end)
+    caller = RpcClient(RpcSocket(ours), on_told=lambda *call: told.append(call), on_end=on_end)
     caller.servant_wire = wire
     yield caller
     caller.close()
@@ -103,7 +103,7 @@ def test_tensors_arrive_bit_for_bit_and_belong_to_whoever_got_them(name, caller)
 def test_tensors_do_not_go_through_pickle():
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    Wire(ours).send(torch.zeros(10_000))
+    RpcSocket(ours).send(torch.zeros(10_000))
     count, head, content = (int.from_bytes(theirs.recv(size), "little") for size in (4, 8, 8))
     assert (count, content) == (2, 40_000) and head < 300
 
@@ -266,7 +266,7 @@ def test_a_log_record_crosses_without_what_users_put_into_it(caller, servant, to
 
 def test_a_forked_process_does_not_keep_the_connection_open(ends):
     ours, theirs = ends
-    wire, other = Wire(ours), Wire(theirs)
+    wire, other = RpcSocket(ours), RpcSocket(theirs)
     pid = os.fork()
     if pid == 0:
         time.sleep(30)

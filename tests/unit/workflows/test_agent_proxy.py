@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow, agent_threads
 from megatron_rl.workflows.agent_proxy import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_threads import AgentTimeout
@@ -365,12 +365,12 @@ def in_an_executor(workflow, engine, **config):
     """One episode as the executor runs it: what it gave and how many tries it took, or its error."""
 
     async def main():
-        tally = Tally()
-        executor = RolloutExecutor(engine, RolloutConfig(**config), tally)
+        metrics = RolloutMetrics()
+        executor = RolloutExecutor(engine, RolloutConfig(**config), metrics)
         try:
-            return await executor.rollout_batch([{"messages": QUESTION}], workflow), metrics_of([tally.take()])
+            return await executor.rollout_batch([{"messages": QUESTION}], workflow), metrics_of([metrics.take()])
         except RuntimeError as error:
-            return error.__cause__, metrics_of([tally.take()])
+            return error.__cause__, metrics_of([metrics.take()])
 
     return asyncio.run(main())
 
@@ -492,7 +492,7 @@ def test_agents_that_never_end_end_the_run_by_their_name(tokenizer, monkeypatch)
     workflow = workflow_of(stuck_for_ever, tokenizer, agent_timeout_s=0.02)
 
     async def main():
-        executor = RolloutExecutor(Counting(tokenizer), RolloutConfig(episode_attempts=1), Tally())
+        executor = RolloutExecutor(Counting(tokenizer), RolloutConfig(episode_attempts=1), RolloutMetrics())
         try:
             for _ in range(5):
                 with pytest.raises(RuntimeError):

@@ -13,7 +13,7 @@ from megatron_rl.api import RequestRefused, RolloutWorkflow, together
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import Tally, metrics_of
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import LLMRequest, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow
@@ -77,10 +77,10 @@ class Ends(RolloutEvents):
 
 def run(workflow, engine, *, prompts=1, events=(), spans=None, **config):
     """Run episodes to their ends in simulated time; what they leave behind is a failure."""
-    tally = Tally()
+    metrics = RolloutMetrics()
 
     async def main():
-        executor = RolloutExecutor(engine, RolloutConfig(**config), tally, events, spans)
+        executor = RolloutExecutor(engine, RolloutConfig(**config), metrics, events, spans)
         batch = None
         try:
             batch = await executor.rollout_batch([{"n": n, **WORDS} for n in range(prompts)], workflow)
@@ -91,7 +91,7 @@ def run(workflow, engine, *, prompts=1, events=(), spans=None, **config):
         assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
         return batch
 
-    return simulate(main()), metrics_of([tally.take()])
+    return simulate(main()), metrics_of([metrics.take()])
 
 
 WORDS = {"messages": [{"role": "user", "content": "12 + 30"}]}
@@ -235,7 +235,7 @@ def test_a_task_that_a_workflow_left_behind_is_refused_further_requests():
     engine, workflow = TimedEngine(length=lambda req: 2), Leaving()
 
     async def main():
-        executor = RolloutExecutor(engine, RolloutConfig(), Tally())
+        executor = RolloutExecutor(engine, RolloutConfig(), RolloutMetrics())
         await executor.rollout_batch([{}], workflow)
         await workflow.task
 
@@ -393,7 +393,7 @@ def test_whatever_fails_each_group_is_had_once_or_given_up_and_nothing_is_left_o
 
     async def main():
         config = RolloutConfig(episode_attempts=attempts, max_concurrent_episodes=2)
-        executor = RolloutExecutor(engine, config, Tally(), [ends], spans)
+        executor = RolloutExecutor(engine, config, RolloutMetrics(), [ends], spans)
         if ends_at is not None:
             asyncio.get_running_loop().call_later(ends_at, executor.fail, "the world ended")
         try:
@@ -421,7 +421,7 @@ def steps_with(engine, ledger, *, count=4, steps=8, **config):
     """Train steps of so many groups; returns their batches and how long they took."""
 
     async def main():
-        executor = RolloutExecutor(engine, RolloutConfig(**config), Tally(), [ledger])
+        executor = RolloutExecutor(engine, RolloutConfig(**config), RolloutMetrics(), [ledger])
         source, batches = ({"n": n} for n in itertools.count()), []
         workflow = Plain(Reward(at_once), 2)
         for _ in range(steps):
