@@ -65,7 +65,7 @@ test:
 	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
-	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py
+	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py tests/test_docs.py
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
@@ -87,6 +87,7 @@ lint: .venv/.installed
 format: .venv/.installed
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
+	@$(PYTHON) tests/test_docs.py --write
 
 clean:
 	rm -rf .venv .venv-trl models runs build megatron_rl/_C_* *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,8 +1,8 @@
-"""The README's tables of what is proven, made of the tests that passed.
+"""The tables of docs/correctness.md, made of the tests that passed.
 
 A test says what it proves with `@pytest.mark.proves(table, row, column)`, where "{name}" stands for its parameter of
-that name (of a list, for each entry). A cell is proven where all tests of the session that claim it passed. The README
-is compared once all of them have run, in however many processes; `make readme-tables` rewrites it.
+that name (of a list, for each entry). A cell is proven where all tests of the session that claim it passed. The page is
+compared once all of them have run, in however many processes, and `make readme-tables` rewrites it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "correctness.md"
 Cell = tuple[str, str, str]
 """(table, row, column)."""
 
@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""How the names of tiny.FAMILIES begin (the longest that fits counts), and what the README calls them."""
+"""How the names of tiny.FAMILIES begin (the longest that fits counts), and what the page calls them."""
 
 
 class Proofs:
@@ -66,14 +66,14 @@ class Proofs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
-        """Compare the README once every test has reported; the result counts as a test of its own."""
+        """Compare the page once every test has reported; the result counts as a test of its own."""
         result = yield
         config = session.config
         if not (hasattr(config, "workerinput") or config.option.collectonly or _left_out(config)):
             start = time.perf_counter()
             for name, proven in self.tables().items():
                 wrong = _compare(name, proven, write=config.getoption("--write-readme-tables"))
-                config.hook.pytest_runtest_logreport(report=_report(f"README.md::{name}", wrong, start))
+                config.hook.pytest_runtest_logreport(report=_report(f"docs/correctness.md::{name}", wrong, start))
         return result
 
 
@@ -88,25 +88,25 @@ def _left_out(config: pytest.Config) -> bool:
 
 
 def _compare(name: str, proven: str, *, write: bool) -> str:
-    """Return what is wrong with the README's table, '' where nothing is, after writing it if that was asked for."""
-    text = README.read_text(encoding="utf-8")
+    """Return what is wrong with the page's table, '' where nothing is, after writing it if that was asked for."""
+    text = PAGE.read_text(encoding="utf-8")
     if write:
         text = section(name).sub(lambda match: match[1] + proven, text)
-        README.write_text(text, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
     match = section(name).search(text)
     if match is None:
-        return f"README.md has no table {name!r}"
+        return f"docs/correctness.md has no table {name!r}"
     shown = match[0].removeprefix(match[1])
     if shown == proven:
         return ""
     difference = "\n".join(difflib.ndiff(shown.splitlines(), proven.splitlines()))
-    return f"README.md's table {name!r} (-) is not what the tests proved (+); `make readme-tables`:\n{difference}"
+    return f"docs/correctness.md's {name!r} (-) are not what the tests proved (+); `make readme-tables`:\n{difference}"
 
 
 def _report(nodeid: str, wrong: str, start: float) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=nodeid,
-        location=("README.md", None, nodeid),
+        location=("docs/correctness.md", None, nodeid),
         keywords={},
         outcome="failed" if wrong else "passed",
         longrepr=wrong or None,
@@ -175,7 +175,7 @@ def _by_axes(layouts: Iterable[str]) -> list[str]:
 
 def family_name(variant: str) -> str:
     fitting = [start for start in FAMILIES if variant.startswith(start)]
-    assert fitting, f"{variant}: say in FAMILIES what the README calls this family"
+    assert fitting, f"{variant}: say in FAMILIES what the page calls this family"
     return FAMILIES[max(fitting, key=len)]
 
 
@@ -194,7 +194,7 @@ def section(name: str) -> re.Pattern[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-readme-tables", action="store_true", help="write what the passed tests prove to README")
+    parser.addoption("--write-readme-tables", action="store_true", help="write docs/correctness.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The README's tables are made of claims; tests/proofs.py compares them with the README once all tests have run."""
+"""The tables of docs/correctness.md are made of claims, with which tests/proofs.py compares them after all tests."""
 
 import shutil
 import subprocess
@@ -18,10 +18,12 @@ def test_gradient(layout):
 SHOWN = "<!-- proven: layouts -->\n| layout | policy |\n|---|---|\n| 1 process, TP2 | yes |\n<!-- end -->\n"
 
 
-def test_session_fails_where_the_readme_shows_more_than_its_tests_proved(tmp_path):
+def test_session_fails_where_the_page_shows_more_than_its_tests_proved(tmp_path):
     (tmp_path / "tests").mkdir()
     shutil.copy(proofs.__file__, tmp_path / "tests" / "proofs.py")
-    (tmp_path / "README.md").write_text(SHOWN)
+    page = tmp_path / "docs" / "correctness.md"
+    page.parent.mkdir()
+    page.write_text(SHOWN)
 
     def outcome(proven: str, *options: str) -> str:
         (tmp_path / "tests" / "test_claims.py").write_text(f"PROVEN = {proven!r}{CLAIMING}")
@@ -30,11 +32,11 @@ def test_session_fails_where_the_readme_shows_more_than_its_tests_proved(tmp_pat
 
     assert "3 passed" in outcome("1 tp2", "-n", "2")
     failed = outcome("1", "-n", "2")
-    assert "2 failed, 1 passed" in failed and "FAILED README.md::layouts" in failed
+    assert "2 failed, 1 passed" in failed and "FAILED docs/correctness.md::layouts" in failed
     assert "- | 1 process, TP2 | yes |" in failed and "+ | TP2 |  |" in failed
     assert "1 passed, 1 deselected" in outcome("1", "-k", "not tp2"), "what was left out has not been disproved"
     assert "1 failed, 2 passed" in outcome("1", "--write-readme-tables")
-    assert "| 1 process | yes |\n| TP2 |  |\n<!-- end -->" in (tmp_path / "README.md").read_text()
+    assert "| 1 process | yes |\n| TP2 |  |\n<!-- end -->" in page.read_text()
 
 
 def test_cell_is_proven_where_all_tests_that_claim_it_passed():

@@ -1,4 +1,4 @@
-"""The benchmarks of README's table run: in their `--quick` form, on a tiny model, where all that they do is done."""
+"""The benchmarks of docs/benchmarks.md run in their `--quick` form, on a tiny model, where all that they do is done."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 BEGINNING = ".venv/bin/python benchmarks/"
-COMMANDS = [line.split("`")[0] for line in (ROOT / "README.md").read_text().split(BEGINNING)[1:]]
-"""What README writes behind that: a file and its arguments."""
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
+"""What the page writes behind that: a file and its arguments."""
 TOGETHER = [
     ("bench_delta", "rollout_server", "bench_publish"),
     ("bench_ops_cpu", "bench_recovery"),
@@ -22,6 +23,8 @@ TOGETHER = [
 """Run one after the other in a process, which imports once what takes longest."""
 STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor")
 """Take half a minute each for processes that only start; their arguments are checked, and `--quick` is for by hand."""
+WITHOUT_QUICK = ("bench_rewards", "bench_packing")
+"""Need no model, and have arguments for their size."""
 
 
 def run(script: str, *arguments: str) -> str:
@@ -39,12 +42,12 @@ def run(script: str, *arguments: str) -> str:
 
 def commands_of(names: tuple[str, ...]) -> list[str]:
     found = [command for command in COMMANDS if command.partition(".py")[0] in names]
-    assert len(found) == len(names), f"README has {found} of {names}"
+    assert len(found) == len(names), f"the page has {found} of {names}"
     return found
 
 
-def test_each_benchmark_of_the_readme_is_tried_here():
-    tried = [name for names in TOGETHER for name in names] + list(STARTS_TRAINING)
+def test_each_benchmark_of_the_page_is_tried_here():
+    tried = [name for names in TOGETHER for name in names] + [*STARTS_TRAINING, *WITHOUT_QUICK]
     assert sorted(command.partition(".py")[0] for command in COMMANDS) == sorted(tried)
 
 
@@ -60,7 +63,7 @@ def test_each_benchmark_of_the_readme_is_tried_here():
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_benchmark_of_the_readme_runs(names, shown):
+def test_a_benchmark_of_the_page_runs(names, shown):
     script = (
         "for command in sys.argv[1:]:\n"
         "    name, *arguments = shlex.split(command)\n"
@@ -70,7 +73,7 @@ def test_a_benchmark_of_the_readme_runs(names, shown):
     assert all(words in said for words in shown), said
 
 
-def test_the_other_benchmarks_take_the_arguments_that_readme_gives_them():
+def test_the_other_benchmarks_take_the_arguments_that_the_page_gives_them():
     script = (
         "for command in sys.argv[1:]:\n"
         "    name, *arguments = shlex.split(command)\n"
@@ -82,6 +85,6 @@ def test_the_other_benchmarks_take_the_arguments_that_readme_gives_them():
     )
     commands = commands_of(STARTS_TRAINING)
     further = shlex.join(["bench_async.py", "--etas", "8", "--decode-ms", "3.2"])
-    assert "--etas 8 --decode-ms 3.2" in (ROOT / "README.md").read_text()
+    assert "--etas 8 --decode-ms 3.2" in PAGE
     said = run(script, *commands, further, "bench_vs_trl.py")
     assert said.count("in seconds, on a tiny model:") == len(commands) + 2

@@ -221,7 +221,7 @@ def test_a_judge_without_a_verdict_is_a_failed_reward(scripted):
 
 
 def test_the_recipe_of_the_documentation_is_one():
-    (text,) = (block for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if "judge:Judge" in block)
+    (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "judge:Judge" in block)
     (judge,) = ingredients("rollout.recipe", yaml.safe_load(text)["rollout"]["recipe"], None)
     assert judge.is_awaited and judge.function._grading.best == 5
     (message,) = judge.function._grading.asked("", "41", {"answer": "42"})

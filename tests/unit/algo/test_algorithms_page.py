@@ -92,7 +92,10 @@ def test_every_key_on_the_page_is_one_of_the_config_and_every_key_is_on_the_page
 
 
 def test_the_pages_own_algorithms_run(tmp_path, monkeypatch):
-    (code,), (config,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "yaml"))
+    code, config = (
+        next(block for block in re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) if word in block)
+        for kind, word in (("python", "@estimator"), ("yaml", "mine:best_of_group"))
+    )
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -112,7 +115,7 @@ def test_the_pages_own_algorithms_run(tmp_path, monkeypatch):
 
 
 def test_the_example_of_a_recipe_rewards_the_format_beside_the_answer(tmp_path):
-    (text,) = [block for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if "rewards:matches" in block]
+    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "rewards:matches" in block]
     (tmp_path / "experiment.yaml").write_text(f"model: {{path: some}}\ndata: {{train: a.jsonl}}\n{text}")
     config = load_config(tmp_path / "experiment.yaml", ["generation.n_samples=2"])
     right, form, length = configured_rewards(config)

@@ -1,0 +1,337 @@
+"""README and docs: links, lines, config keys, code blocks and figures are true.
+
+    python tests/test_docs.py --write
+
+renews the line of each link to a name, and copies benchmarks/results into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+TRIED = {
+    "make demo": "trains SmolLM2-135M for minutes: tests/end_to_end/test_training.py trains a tiny model as it does",
+    "make demo-tiny": "trains for minutes: tests/end_to_end/test_training.py",
+    "make test": "is what runs this",
+    "make readme-tables": "tests/test_readme_tables.py",
+    "make soak": "takes twenty minutes: tests/end_to_end/kills.py is imported by tests of single kills",
+    "make bench-trl": "needs TRL, which is not installed: tests/end_to_end/test_benchmarks.py tries its arguments",
+    ".venv/bin/torchrun ": "tests/end_to_end/test_training.py starts ranks with torchrun's variables",
+    ".venv/bin/megatron-rl plan ": "tests/unit/tools/test_plan.py",
+    ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
+    "sbatch ": "tests/slurm",
+    ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
+    ".venv/bin/python tests/test_docs.py": "is this file",
+}
+"""How a command of the pages begins, and which test tries it, or why none does."""
+RUN_BY = {
+    "tutorial.md": "tests/test_tutorial.py",
+}
+"""Pages whose blocks a test of their own runs, in order."""
+TRIED_BY = {
+    ("algorithms.md", "@estimator"): "tests/unit/algo/test_algorithms_page.py",
+    ("algorithms.md", "MegatronEngine"): "tests/test_readme.py, in a process of its own",
+    ("workflows.md", "import openai"): "tests/unit/workflows/test_agent_proxy.py",
+    ("workflows.md", "ShortAnswers"): "tests/test_readme.py",
+    ("workflows.md", "class Guess"): "tests/unit/workflows/test_conversations.py",
+    ("README.md", "def brief"): "tests/test_readme.py",
+}
+"""Python blocks that another test runs, by a word of theirs."""
+MEASURED_AGAIN = {"66", "55", "1.01", "1.19"}
+"""Figures of benchmarks.md whose output is no results file, as the page says."""
+FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
+"""What follows the dot of a file's name, where a config's key would be."""
+PLAIN = ("README.md", "architecture.md", "asynchronous.md", "workflows.md", "benchmarks.md", "correctness.md")
+"""Pages for a first reader."""
+MOST_WORDS_ON_AVERAGE, MOST_WORDS, MOST_WORDS_OF_A_PARAGRAPH = 14, 30, 60
+
+LINE_LINK = re.compile(r"\[`([\w.]+?)(?:\(\))?`\]\(([\w./-]+\.py)#L(\d+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+RESULT = re.compile(r"(<!-- results: (\S+) -->\n```text\n)(.*?)(^```)", re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(text: str) -> str:
+    """Return a page without its code blocks, comments and tables."""
+    text = re.sub(r"<!--.*?-->", "", BLOCK.sub("", text), flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+
+
+def by_page(*pages: Path) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages or PAGES, ids=lambda page: page.name)
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that a Markdown page's headings have on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@by_page()
+def test_every_link_resolves(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text_of(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors_of(path), f"{page.name}: {target}"
+
+
+@functools.cache
+def names_of(path: Path) -> dict[str, int]:
+    """Return the line on which each function, class, method and constant of a file begins."""
+    return dict(_names(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+def _names(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, int]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name, node.lineno
+            if isinstance(node, ast.ClassDef):
+                yield from _names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((prefix + target.id, node.lineno) for target in targets if isinstance(target, ast.Name))
+
+
+@by_page()
+def test_every_link_to_a_line_finds_its_name_there(page):
+    for name, target, line in LINE_LINK.findall(text_of(page)):
+        found = names_of((page.parent / target).resolve()).get(name)
+        assert found == int(line), (
+            f"{page.name}: {name} stands on line {found} of {target}, not {line}; python tests/test_docs.py --write"
+        )
+    others = [link for link in re.findall(r"\]\((\S+#L\d+)\)", text_of(page))]
+    assert len(others) == len(LINE_LINK.findall(text_of(page))), "write [`name`](../file.py#L1), for --write to renew"
+
+
+# -- config keys ------------------------------------------------------------------------------------------------------
+
+
+@by_page()
+def test_every_config_key_in_code_is_one_of_the_config(page):
+    from megatron_rl.config import SECTIONS
+
+    for code in re.findall(r"`([^`\n]+)`", prose_of(text_of(page))):
+        for section, key in re.findall(r"(?<![\w./:-])(\w+)\.(\w+)\b(?![(/:])", code):
+            if section in SECTIONS and key not in FILES:
+                fields = {field.name for field in dataclasses.fields(SECTIONS[section])}
+                assert key in fields, f"{page.name}: `{code}`: {section} has no {key}"
+
+
+# -- code blocks ------------------------------------------------------------------------------------------------------
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the lines of shell blocks and the inline code that starts like a command."""
+    blocks = [line for language, body in BLOCK.findall(text_of(page)) if language == "bash" for line in _joined(body)]
+    inline = [it for it in re.findall(r"`([^`\n]+)`", text_of(page)) if it.startswith(("make ", "python ", ".venv/"))]
+    return [line.split(" #")[0].strip() for line in blocks + inline if line.split("#")[0].strip()]
+
+
+def _joined(body: str) -> list[str]:
+    return body.replace("\\\n", " ").splitlines()
+
+
+def test_every_command_is_tried_or_says_why_not():
+    commands = [(page, line) for page in PAGES if page.name not in RUN_BY for line in commands_of(page)]
+    for page, line in commands:
+        assert any(line.startswith(beginning) for beginning in TRIED), f"{page.name}: {line}: add it to TRIED"
+    for beginning, by in TRIED.items():
+        assert any(line.startswith(beginning) for _, line in commands), f"{beginning}: is in no page any more"
+        for path in re.findall(r"tests/[\w/.]+\w", by):
+            assert (ROOT / path).exists(), path
+
+
+@by_page()
+def test_overrides_in_commands_are_options(page):
+    from megatron_rl.config import load_config
+
+    for line in commands_of(page):
+        words = line.split()
+        config = [word for word in words if re.fullmatch(r"configs/\w+\.yaml", word)]
+        if config:
+            load_config(ROOT / config[0], [word for word in words if "=" in word and not word.startswith("-")])
+
+
+@by_page()
+def test_every_block_says_what_it_is_and_runs(page, tmp_path):
+    if page.name in RUN_BY:
+        assert (ROOT / RUN_BY[page.name]).is_file()
+        return
+    for language, body in BLOCK.findall(text_of(page)):
+        assert language in ("bash", "python", "yaml", "json", "text"), f"{page.name}: a block of {language!r}"
+        if language == "python" and not any(page.name == name and word in body for name, word in TRIED_BY):
+            exec(compile(body, page.name, "exec"), {"__name__": page.stem})
+        elif language == "json":
+            assert all(json.loads(line) for line in body.splitlines())
+        elif language == "yaml":
+            _load(body, tmp_path)
+
+
+def _load(body: str, folder: Path) -> None:
+    """Load a part of a config, with what every config needs."""
+    from megatron_rl.config import load_config
+
+    whole = {"model": {"path": "some"}, "data": {"train": "a.jsonl"}, "generation": {"n_samples": 2}}
+    for section, keys in yaml.safe_load(body).items():
+        whole[section] = whole.get(section, {}) | keys
+    (folder / "part.yaml").write_text(yaml.safe_dump(whole))
+    load_config(folder / "part.yaml", [])
+
+
+def test_blocks_that_others_run_are_there():
+    for (name, word), by in TRIED_BY.items():
+        (page,) = [page for page in PAGES if page.name == name]
+        assert any(word in body for language, body in BLOCK.findall(text_of(page)) if language == "python"), word
+        for path in re.findall(r"tests/[\w/.]+\w", by):
+            assert (ROOT / path).exists(), path
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w-])", text))
+
+
+@by_page(BENCHMARKS, ROOT / "docs" / "correctness.md")
+def test_outputs_on_the_page_are_those_of_the_results(page):
+    shown = RESULT.findall(text_of(page))
+    assert shown
+    for _, name, body, _ in shown:
+        assert body == (RESULTS / name).read_text(encoding="utf-8"), f"{name}: python tests/test_docs.py --write"
+
+
+def test_every_result_is_on_a_page():
+    shown = {name for page in PAGES for _, name, _, _ in RESULT.findall(text_of(page))}
+    assert shown == {path.name for path in RESULTS.glob("*.txt")}
+
+
+def test_figures_of_the_readme_stand_in_the_results():
+    rows = re.findall(r"^\| .* \| ([\d.,x ]+) \| \[\w+\]\((\S+\.txt)\) \|$", text_of(PAGES[0]), re.MULTILINE)
+    assert len(rows) == 5
+    for figures, path in rows:
+        missing = set(figures.split(", ")) - figures_in((ROOT / path).read_text(encoding="utf-8"))
+        assert not missing, f"{path} has no {sorted(missing)}"
+
+
+def test_figures_that_were_measured_again_are_the_only_ones_without_a_file():
+    text = text_of(BENCHMARKS)
+    (again,) = re.findall(r"^## Measured again\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    rows = [line.split("|") for line in again.splitlines() if line.startswith("|")][2:]
+    found = {number for _, what, _, number, _ in rows for number in [re.match(r" *([\d.]+)", number)[1]]}
+    assert found == MEASURED_AGAIN
+    known = figures_in("".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.txt")))
+    assert all(old.strip().rstrip("%") in known for _, _, old, _, _ in rows)
+
+
+def test_readme_counts_what_the_tables_of_correctness_show():
+    text = text_of(ROOT / "docs" / "correctness.md")
+    layouts, families = (re.findall(rf"<!-- proven: {name} -->\n(.*?)<!--", text, re.DOTALL)[0] for name in TABLES)
+    same = [row.split("|") for row in layouts.splitlines()[2:]]
+    count = sum(len(row[1].split(",")) for row in same if row[2].strip() == "yes")
+    assert f"in {count - 1} layouts" in text_of(PAGES[0]), "one process is what the others are compared with"
+    count = sum(len(row.split("|")[1].split(",")) for row in families.splitlines()[2:])
+    assert f"of {count} model families" in text_of(PAGES[0]).replace("\n", " ")
+
+
+TABLES = ("layouts", "families")
+
+
+# -- style ------------------------------------------------------------------------------------------------------------
+
+
+def paragraphs_of(text: str) -> list[str]:
+    """Return what stands between empty lines and bullets, as words."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", prose_of(text))
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text) if part.strip()]
+
+
+def sentences_of(text: str) -> list[str]:
+    return [it for part in paragraphs_of(text) for it in re.split(r"(?<=[.!?:])\s+(?=\S)", part.lstrip("-* ")) if it]
+
+
+def style_of(text: str) -> dict[str, float]:
+    """Return words a sentence, the longest sentence and paragraph, and semicolons per 1,000 words."""
+    words = [len(it.split()) for it in sentences_of(text)]
+    return {
+        "words a sentence": statistics.mean(words),
+        "longest sentence": max(words),
+        "longest paragraph": max(len(part.split()) for part in paragraphs_of(text)),
+        "semicolons per 1,000 words": 1000 * prose_of(text).count(";") / sum(words),
+    }
+
+
+@by_page(*(page for page in PAGES if page.name in PLAIN))
+def test_sentences_and_paragraphs_are_short(page):
+    style = style_of(text_of(page))
+    assert style["words a sentence"] <= MOST_WORDS_ON_AVERAGE, style
+    assert style["longest sentence"] <= MOST_WORDS, max(sentences_of(text_of(page)), key=lambda it: len(it.split()))
+    assert style["longest paragraph"] <= MOST_WORDS_OF_A_PARAGRAPH, style
+    assert style["semicolons per 1,000 words"] == 0, style
+
+
+@by_page()
+def test_every_page_opens_with_what_it_is_for(page):
+    title, opening = text_of(page).split("\n\n")[:2]
+    assert title.startswith("# ") and not opening.startswith(("#", "|", "`", "<")), opening
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write() -> None:
+    """Renew lines of links, where the name is in the file or in one other file alone, and outputs of benchmarks."""
+    package = {path: names_of(path) for path in (ROOT / "megatron_rl").rglob("*.py")}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+
+        def renewed(link: re.Match[str], page: Path = page) -> str:
+            name, target = link[1], link[2]
+            path = (page.parent / target).resolve()
+            if not path.is_file() or name not in names_of(path):
+                homes = [home for home, names in package.items() if name in names]
+                if len(homes) != 1:
+                    print(f"{page.name}: {name}: {len(homes)} files have it")
+                    return link[0]
+                path = homes[0]
+            line = names_of(path)[name]
+            target = f"{'../' if page.parent != ROOT else ''}{path.relative_to(ROOT)}"
+            return f"{link[0].partition('](')[0]}]({target}#L{line})"
+
+        text = LINE_LINK.sub(renewed, text)
+        text = RESULT.sub(lambda it: it[1] + (RESULTS / it[2]).read_text(encoding="utf-8") + it[4], text)
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/test_docs.py --write")
+    write()
