@@ -6,15 +6,25 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from megatron_rl.config.rules import check
+from megatron_rl.config.rules import Section, above, at_least, refuse, ruled, within
 
 MIXTURE = "mixture"
 BLOCK = 1000
 """Prompts over which a mixture has its shares."""
 
 
+def are_sets(sets: dict[str, Any]) -> bool:
+    """Return whether every further set of prompts is {source: ..., args: {...}} under a name of its own."""
+    return "held_out" not in sets and all(
+        isinstance(part, dict) and isinstance(part.get("source"), str) and set(part) <= {"source", "args"}
+        for part in sets.values()
+    )
+
+
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section, name="data"):
+    """The prompts of training, and held-out ones."""
+
     train: str = "???"
     """Prompts: a .jsonl or .parquet file, a folder that Hugging Face's `datasets` saved, hf:NAME[:CONFIG] of their hub,
     the import path of a function that returns a list of them, or `mixture`."""
@@ -25,36 +35,34 @@ class DataConfig:
     """Held-out prompts, named like `train`; empty evaluates nothing."""
     evaluation_args: dict[str, Any] = field(default_factory=dict)
     shuffle: bool = True
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: int = at_least(0, default=0, hint="0 leaves out none")
     """Leave out training prompts with more; 0 leaves out none, and one that does not fit the context is an error."""
-    max_tokens: int = 0
+    max_tokens: int = at_least(0, default=0, hint="0 leaves out none")
     """The same of a prompt with its answer, or with the longer reply of a pair."""
-    success_rates: str = ""
+    success_rates: str = ruled(
+        "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
+    )
     """An eval.jsonl that `megatron-rl eval` wrote with the training prompts in one of its sets: those in success_band
     are trained, and with `shuffle: false` in the order of falling success."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest mean reward."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         band = self.success_band
-        rule = "must be two numbers, the lower one first, with data.success_rates; e.g. [0.1, 0.9]"
-        is_band = len(band) == 2 and band[0] <= band[1] and (bool(self.success_rates) or band == [0.0, 1.0])
-        check("data", success_band=(band, is_band, rule))
-        is_file = not self.success_rates or self.success_rates.endswith(".jsonl")
-        check("data", success_rates=(self.success_rates, is_file, "must be an eval.jsonl, or empty"))
-        for key in ("max_prompt_tokens", "max_tokens"):
-            value = getattr(self, key)
-            check("data", **{key: (value, value >= 0, "must be at least 0; 0 leaves out none")})
+        if not (len(band) == 2 and band[0] <= band[1] and (self.success_rates or band == [0.0, 1.0])):
+            rule = "must be two numbers, the lower one first, with data.success_rates; e.g. [0.1, 0.9]"
+            self.refuse("success_band", rule)
         for name, part in self.train_args.items() if self.train == MIXTURE else ():
-            is_known = not isinstance(part, dict) or set(part) <= {"source", "args", "weight"}
-            check("data.train_args", **{name: (part, is_known, "must have source, and may have args and weight")})
+            if isinstance(part, dict) and not set(part) <= {"source", "args", "weight"}:
+                refuse(f"data.train_args.{name}", part, "must have source, and may have args and weight")
         for name, weight in self.weights.items():
-            is_share = isinstance(weight, int | float) and 0 < weight < inf
-            check(f"data.train_args.{name}", weight=(weight, is_share, "must be above 0; leave out what has no share"))
+            if not (isinstance(weight, int | float) and 0 < weight < inf):
+                refuse(f"data.train_args.{name}.weight", weight, "must be above 0; leave out what has no share")
         for name, weight in self.weights.items():
-            is_served = weight * BLOCK >= sum(self.weights.values())
-            rule = f"has none of every {BLOCK} prompts beside the others' weights; raise it, or leave the part out"
-            check(f"data.train_args.{name}", weight=(weight, is_served, rule))
+            if weight * BLOCK < sum(self.weights.values()):
+                rule = f"has none of every {BLOCK} prompts beside the others' weights; raise it, or leave the part out"
+                refuse(f"data.train_args.{name}.weight", weight, rule)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -66,63 +74,38 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Section, name="eval"):
     """How the policy is evaluated: on data.evaluation, called held_out, and on further sets, during training at the
     steps that run.evaluate_every_steps names, or by `megatron-rl eval`."""
 
-    sets: dict[str, Any] = field(default_factory=dict)
+    sets: dict[str, Any] = ruled("must map names to {source: ..., args: ...}", are_sets, default={})
     """Further prompts by name: {source: ..., args: {...}}, as data.train names them."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: int = at_least(1, default=1)
     """With 2 or more pass@k and a majority vote are reported."""
-    temperature: float = 0.0
+    temperature: float = at_least(0, default=0.0, hint="0 is greedy")
     """0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
 
     def __post_init__(self) -> None:
-        parts = {
-            name: isinstance(part, dict) and isinstance(part.get("source"), str) and set(part) <= {"source", "args"}
-            for name, part in self.sets.items()
-        }
-        check(
-            "eval",
-            sets=(
-                self.sets,
-                all(parts.values()) and "held_out" not in parts,
-                "must map names to {source: ..., args: ...}",
-            ),
-            samples_per_prompt=(
-                self.samples_per_prompt,
-                self.samples_per_prompt == 1 or (self.samples_per_prompt > 1 and self.temperature > 0),
-                "must be 1, or more with eval.temperature > 0: greedy replies are all the same",
-            ),
-            temperature=(self.temperature, self.temperature >= 0, "must be at least 0; 0 is greedy"),
-            top_p=(self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]; 1.0 keeps all tokens"),
-        )
+        super().__post_init__()
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            rule = "must be 1, or more with eval.temperature > 0: greedy replies are all the same"
+            self.refuse("samples_per_prompt", rule)
 
 
 @dataclass(kw_only=True)
-class WarmStartConfig:
+class WarmStartConfig(Section, name="warm_start"):
     """Supervised training on the prompts' own answers before RL begins."""
 
-    updates: int = 0
+    updates: int = at_least(0, default=0, hint="0 leaves the warm start out")
     """0 leaves it out."""
-    prompts_per_update: int = 128
-    lr: float = 2e-3
-    stop_at_reward: float = 1.0
+    prompts_per_update: int = at_least(1, default=128)
+    lr: float = above(0, default=2e-3)
+    stop_at_reward: float = within("(0, 1]", default=1.0)
     """End early once the mean reward of sampled replies to held-out prompts reaches this."""
-    check_every_updates: int = 20
+    check_every_updates: int = at_least(1, default=20)
     folder: str = ""
     """Keep the result here as a HF folder and start from it when the same warm start is asked for again.
 
     Empty repeats it.
     """
-
-    def __post_init__(self) -> None:
-        check(
-            "warm_start",
-            updates=(self.updates, self.updates >= 0, "must be at least 0; 0 leaves the warm start out"),
-            prompts_per_update=(self.prompts_per_update, self.prompts_per_update >= 1, "must be at least 1"),
-            lr=(self.lr, self.lr > 0, "must be above 0"),
-            stop_at_reward=(self.stop_at_reward, 0 < self.stop_at_reward <= 1, "must be in (0, 1]"),
-            check_every_updates=(self.check_every_updates, self.check_every_updates >= 1, "must be at least 1"),
-        )

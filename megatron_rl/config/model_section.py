@@ -4,60 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_rl.config.rules import check
+from megatron_rl.config.rules import Section, above, at_least, one_of, within
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section, name="model"):
+    """The policy's folder, and the layers and the dtype it computes with."""
+
     path: str = "???"
     """Hugging Face folder: config.json, safetensors (unless init is random) and the tokenizer."""
-    init: str = "hf"
+    init: str = one_of("hf", "random", default="hf")
     """`hf` loads the folder's safetensors; `random` draws weights from run.seed, the same in every layout."""
-    dtype: str = "float32"
+    dtype: str = one_of("float32", "bfloat16", default="float32")
     """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
-    transformer_impl: str = "auto"
+    transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
     """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
-
-    def __post_init__(self) -> None:
-        check(
-            "model",
-            init=(self.init, self.init in ("hf", "random"), "must be hf or random"),
-            dtype=(self.dtype, self.dtype in ("float32", "bfloat16"), "must be float32 or bfloat16"),
-            transformer_impl=(
-                self.transformer_impl,
-                self.transformer_impl in ("auto", "transformer_engine", "local"),
-                "must be auto, transformer_engine or local",
-            ),
-        )
 
 
 @dataclass(kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section, name="parallel"):
     """A model's layout. The data axis is what remains: world size / (tensor x pipeline x context)."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
+    tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
+    pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
+    virtual_pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Model chunks per pipeline stage (interleaved 1F1B): a smaller bubble for more communication."""
-    context: int = 1
+    context: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Ranks that share the rows of a microbatch: for sequences too long for one."""
-    expert: int = 1
+    expert: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Ranks that share a mixture's experts; they are taken from tensor x context x data."""
-    expert_tensor: int = 1
+    expert_tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
     """Split norms and dropout along the sequence over the tensor axis; None does it where tensor > 1."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
-            value = getattr(self, key)
-            check("parallel", **{key: (value, value >= 1, "must be at least 1; 1 leaves the axis out")})
-        chunks, rule = self.virtual_pipeline, "needs parallel.pipeline > 1; chunks take turns on pipeline stages"
-        check("parallel", virtual_pipeline=(chunks, chunks == 1 or self.pipeline > 1, rule))
-        check("parallel", sequence=(self.sequence, not self.sequence or self.tensor > 1, "needs parallel.tensor > 1"))
-        rule = "a mixture of experts under parallel.tensor > 1 needs sequence parallelism; leave the key out"
-        is_mixed = self.expert > 1 and self.tensor > 1
-        check("parallel", sequence=(self.sequence, not is_mixed or self.sequence_parallel, rule))
+        super().__post_init__()
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            self.refuse("virtual_pipeline", "needs parallel.pipeline > 1; chunks take turns on pipeline stages")
+        if self.sequence and self.tensor == 1:
+            self.refuse("sequence", "needs parallel.tensor > 1")
+        if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
+            mixture = "a mixture of experts under parallel.tensor > 1"
+            self.refuse("sequence", f"{mixture} needs sequence parallelism; leave the key out")
 
     @property
     def sequence_parallel(self) -> bool:
@@ -82,19 +71,19 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, name="optimizer"):
     """AdamW as Megatron-Core runs it."""
 
-    lr: float = 1e-6
+    lr: float = above(0, default=1e-6, hint="RL of a language model starts near 1e-6")
     min_lr: float = 0.0
-    schedule: str = "constant"
+    schedule: str = one_of("constant", "linear", "cosine", default="constant")
     """constant, linear or cosine, from `lr` to `min_lr` over all updates, after the warm-up."""
-    warmup_updates: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    warmup_updates: int = at_least(0, default=0)
+    weight_decay: float = at_least(0, default=0.0)
+    beta1: float = within("[0, 1)", default=0.9)
+    beta2: float = within("[0, 1)", default=0.95)
+    eps: float = above(0, default=1e-8)
+    clip_grad: float = at_least(0, default=1.0, hint="0 turns clipping off")
     """Largest global gradient norm; 0 leaves gradients alone."""
     distributed: bool = False
     """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
@@ -102,46 +91,29 @@ class OptimizerConfig:
     """Reduce gradients during the backward pass and gather updated weights during the next forward pass."""
 
     def __post_init__(self) -> None:
-        check(
-            "optimizer",
-            lr=(self.lr, self.lr > 0, "must be above 0; RL of a language model starts near 1e-6"),
-            min_lr=(self.min_lr, 0 <= self.min_lr <= self.lr, f"must be in [0, optimizer.lr = {self.lr}]"),
-            schedule=(
-                self.schedule,
-                self.schedule in ("constant", "linear", "cosine"),
-                "must be constant, linear or cosine",
-            ),
-            warmup_updates=(self.warmup_updates, self.warmup_updates >= 0, "must be at least 0"),
-            weight_decay=(self.weight_decay, self.weight_decay >= 0, "must be at least 0"),
-            beta1=(self.beta1, 0 <= self.beta1 < 1, "must be in [0, 1)"),
-            beta2=(self.beta2, 0 <= self.beta2 < 1, "must be in [0, 1)"),
-            eps=(self.eps, self.eps > 0, "must be above 0"),
-            clip_grad=(self.clip_grad, self.clip_grad >= 0, "must be at least 0; 0 turns clipping off"),
-            overlap=(
-                self.overlap,
-                self.distributed or not self.overlap,
-                "hides the distributed optimizer's communication; set optimizer.distributed=true too",
-            ),
-        )
+        super().__post_init__()
+        if not 0 <= self.min_lr <= self.lr:
+            self.refuse("min_lr", f"must be in [0, optimizer.lr = {self.lr}]")
+        if self.overlap and not self.distributed:
+            self.refuse(
+                "overlap", "hides the distributed optimizer's communication; set optimizer.distributed=true too"
+            )
 
 
 @dataclass(kw_only=True)
-class BatchConfig:
-    prompts_per_step: int = 64
+class BatchConfig(Section, name="batch"):
+    """The size of a step, and its split into updates and forward passes."""
+
+    prompts_per_step: int = at_least(1, default=64)
     """Prompts of one step, counted over all ranks. Trajectories per step: this times generation.n_samples."""
-    updates_per_step: int = 1
+    updates_per_step: int = at_least(1, default=1)
     """Optimizer steps that the trajectories of one step are split over."""
-    tokens_per_microbatch: int = 16_384
+    tokens_per_microbatch: int = at_least(1, default=16_384)
     """Most packed tokens in one forward pass of one data-parallel rank."""
     allow_longer_sequences: bool = True
     """Give a sequence above that budget a pass of its own; false stops the run there with an error."""
     share_prompts: bool = True
     """Compute the common beginning of a prompt's replies once; the update is the same, and shorter."""
-
-    def __post_init__(self) -> None:
-        for key in ("prompts_per_step", "updates_per_step", "tokens_per_microbatch"):
-            value = getattr(self, key)
-            check("batch", **{key: (value, value >= 1, "must be at least 1")})
 
 
 @dataclass(kw_only=True)

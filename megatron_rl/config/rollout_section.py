@@ -10,21 +10,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.given import path_of
-from megatron_rl.config.rules import check
+from megatron_rl.config.rules import (
+    Section,
+    above,
+    at_least,
+    import_path,
+    is_import_path,
+    one_of,
+    refuse,
+    ruled,
+    within,
+)
 
 
 @dataclass(kw_only=True)
-class GenerationConfig:
+class GenerationConfig(Section, name="generation"):
     """How a reply is sampled. Field names and meanings are SGLang's where it has the field."""
 
-    n_samples: int = 1
+    n_samples: int = at_least(1, default=1, hint="ask for one reply or more")
     """Replies a workflow asks for per prompt: the group size. Each is a request of its own."""
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
+    max_new_tokens: int = at_least(1, default=128, hint="set the longest reply")
+    min_new_tokens: int = at_least(0, default=0)
+    temperature: float = above(0, default=1.0, hint="for greedy decoding set greedy: true")
     """Above 0. Greedy decoding is `greedy`, not temperature 0."""
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
+    top_k: int = ruled(
+        "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
+    )
     """-1 keeps all tokens."""
     greedy: bool = False
     stop: list[str] = field(default_factory=list)
@@ -34,23 +46,9 @@ class GenerationConfig:
     """Seed of this request's sampling; None derives one per request where a run has a seed, else the server chooses."""
 
     def __post_init__(self) -> None:
-        check(
-            "generation",
-            n_samples=(self.n_samples, self.n_samples >= 1, "must be at least 1; ask for one reply or more"),
-            max_new_tokens=(self.max_new_tokens, self.max_new_tokens >= 1, "must be at least 1; set the longest reply"),
-            min_new_tokens=(
-                self.min_new_tokens,
-                0 <= self.min_new_tokens <= self.max_new_tokens,
-                f"must be in [0, max_new_tokens = {self.max_new_tokens}]; lower it",
-            ),
-            temperature=(
-                self.temperature,
-                self.temperature > 0,
-                "must be above 0; for greedy decoding set greedy: true",
-            ),
-            top_p=(self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]; 1.0 keeps all tokens"),
-            top_k=(self.top_k, self.top_k == -1 or self.top_k >= 1, "must be -1 or at least 1; -1 keeps all tokens"),
-        )
+        super().__post_init__()
+        if self.min_new_tokens > self.max_new_tokens:
+            self.refuse("min_new_tokens", f"must be in [0, max_new_tokens = {self.max_new_tokens}]; lower it")
 
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
@@ -64,12 +62,21 @@ def is_url(text: str) -> bool:
     return re.fullmatch(r"https?://[^/\s]\S*", text) is not None
 
 
+def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
+    weight = part.get("weight", 1.0)
+    is_number = isinstance(weight, int | float) and math.isfinite(weight)
+    is_known = set(part) <= {"reward", "weight", "args", "name"} and isinstance(part.get("args", {}), dict)
+    return is_known and is_number and is_import_path(str(part.get("reward", "")))
+
+
 @dataclass(kw_only=True)
-class RolloutConfig:
-    workflow: str = "megatron_rl.workflows:RLVRWorkflow"
+class RolloutConfig(Section, name="rollout"):
+    """Episodes: their workflow and rewards, the servers that reply, and how far sampling may run ahead."""
+
+    workflow: str = import_path(default="megatron_rl.workflows:RLVRWorkflow")
     """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
-    reward: str = "megatron_rl.rewards:exact_match"
+    reward: str = import_path(default="megatron_rl.rewards:exact_match")
     """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`; in Python also the
     function itself, of a module or of the program that runs."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
@@ -77,9 +84,9 @@ class RolloutConfig:
 
     Every part has its mean as the metric `rollout/reward/NAME`.
     """
-    reward_workers: int = 4
+    reward_workers: int = at_least(1, default=4)
     """Processes in which each head's rewards are computed, at most so many at a time."""
-    servers: list[str] = field(default_factory=list)
+    servers: list[str] = ruled(f"each {URL_RULE}", lambda urls: all(map(is_url, urls)), default=[])
     """URLs of running SGLang (or embedded) servers; empty starts `server_count` of `backend` on this host."""
     registry: str = ""
     """Folder, shared with the servers, in which those of this run register: they may come and go while it lasts.
@@ -87,14 +94,14 @@ class RolloutConfig:
     `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The run starts
     once `server_count` are there; none are started.
     """
-    router: str = ""
+    router: str = ruled(URL_RULE, lambda url: not url or is_url(url), default="")
     """URL of an SGLang router (sglang-router 0.3) that picks a server for each request; it is told which there are."""
-    backend: str = "auto"
+    backend: str = one_of("auto", "embedded", "sglang", default="auto")
     """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
-    server_count: int = 1
-    server_restarts: int = 3
+    server_count: int = at_least(1, default=1)
+    server_restarts: int = at_least(0, default=3, hint="0 restarts none")
     """Restarts of a started server that died or hangs, before it is given up. A server that lasts is forgiven them."""
-    health_timeout_s: float = 120.0
+    health_timeout_s: float = above(0, "seconds", default=120.0)
     """A server that gives no sign of life for so long hangs, and gets no more requests.
 
     One that this run started and that does not answer /health_generate for so long is killed and restarted.
@@ -115,39 +122,39 @@ class RolloutConfig:
     colocated: bool = False
     """Started servers and trainer take turns on the same devices: servers have no weights and no cache while the
     trainer works, and its models wait in host memory while they generate. Synchronous runs."""
-    max_concurrent_episodes: int = 256
-    max_staleness: int = 0
+    max_concurrent_episodes: int = at_least(1, default=256)
+    max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
     """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
     number of updates."""
-    stale: str = "drop"
+    stale: str = one_of("drop", "mask", "keep", default="drop")
     """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
     tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
-    max_uniform_resamples: int = 0
+    max_uniform_resamples: int = within("[0, 50]", default=0, hint="DAPO takes 10")
     """Dynamic sampling (DAPO): groups without variance of rewards are replaced by those of other prompts, at most so
     many times a step's groups; the rest is trained as it is. 0 replaces none."""
-    oversample: float = 1.0
+    oversample: float = within("[1, 2]", default=1.0)
     """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
     others' prompts are the first of the next step, which waits for them. With `stale` = mask or keep their replies go
     on where they were; with drop, which trains no token of an earlier version, they begin anew."""
-    interruption: str = "retract"
+    interruption: str = one_of("abort", "retract", "in_place", default="retract")
     """What new weights do to replies under way, which all go on with them afterwards.
 
     abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
     them with the keys of the old weights.
     """
-    max_cache_age: int = 0
+    max_cache_age: int = at_least(0, default=0)
     """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = above(0, "seconds", default=600.0)
     """For a reply of at most 6,000 tokens; one that may be longer has as much more time, so that 10 tokens a second do.
     Time without a server, or while servers are paused, does not count.
 
     A server that gives no reply at all for so long has to generate a token before it is asked for more.
     """
-    control_timeout_s: float = 60.0
+    control_timeout_s: float = above(0, "seconds", default=60.0)
     """For a command to a server: to pause, to go on, to flush its cache. One that hangs delays a publication by it."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = above(0, "seconds", default=300.0)
     """For a server to start, and for what loads or compares its weights, or a part of them."""
-    publication: str = "group"
+    publication: str = one_of("group", "ipc", "delta", "disk", default="group")
     """How new weights reach the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
     host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
     for slow links to embedded servers; or `disk`, a folder under run.folder.
@@ -155,7 +162,7 @@ class RolloutConfig:
     Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
     of the first rank.
     """
-    episode_attempts: int = 3
+    episode_attempts: int = at_least(1, default=3)
     """Tries of an episode before its prompt is given up and counted."""
     journal_replies: bool = False
     """Runs with checkpoints: a killed run keeps the finished replies of unfinished episodes too, not only whole groups.
@@ -166,111 +173,42 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         self.reward = path_of(self.reward, key="rollout.reward")
         for number, part in enumerate(self.recipe):
+            key = f"rollout.recipe[{number}]"
             if "reward" in part:
-                self.recipe[number] = {
-                    **part,
-                    "reward": path_of(part["reward"], key=f"rollout.recipe[{number}].reward"),
-                }
-        for key in ("workflow", "reward"):
-            value = getattr(self, key)
-            module, _, name = value.partition(":")
-            check("rollout", **{key: (value, bool(module and name), "must be an import path package.module:name")})
-        for number, part in enumerate(self.recipe):
-            module, _, name = str(part.get("reward", "")).partition(":")
-            weight = part.get("weight", 1.0)
-            check(
-                "rollout",
-                recipe=(
-                    f"[{number}] {part}",
-                    bool(module and name)
-                    and set(part) <= {"reward", "weight", "args", "name"}
-                    and isinstance(weight, int | float)
-                    and math.isfinite(weight)
-                    and isinstance(part.get("args", {}), dict),
-                    "must be {reward: package.module:name} with, if you like, weight: a number, args: {} and name",
-                ),
-            )
-        backends = ("auto", "embedded", "sglang")
-        check(
-            "rollout",
-            reward_workers=(self.reward_workers, self.reward_workers >= 1, "must be at least 1"),
-            backend=(self.backend, self.backend in backends, f"must be one of {', '.join(backends)}"),
-            servers=(self.servers, all(map(is_url, self.servers)), f"each {URL_RULE}"),
-            router=(self.router, not self.router or is_url(self.router), URL_RULE),
-            registry=(
-                self.registry,
-                not (self.registry and self.servers),
-                "must be empty where rollout.servers names them; give one of the two",
-            ),
-            server_count=(self.server_count, self.server_count >= 1, "must be at least 1"),
-            server_args=(
-                "..." if (names_key := any("api-key" in argument for argument in self.server_args)) else "",
-                not names_key,
-                "names a key, which every user of the host could see; put it into the file rollout.token_file",
-            ),
-            publication=(
-                self.publication,
-                self.publication in ("group", "ipc", "delta", "disk")
-                and not (self.publication == "delta" and self.backend == "sglang"),
-                "must be group, ipc, delta or disk; SGLang does not take deltas",
-            ),
-            server_restarts=(self.server_restarts, self.server_restarts >= 0, "must be at least 0; 0 restarts none"),
-            health_timeout_s=(self.health_timeout_s, self.health_timeout_s > 0, "must be above 0 seconds"),
-            interruption=(
-                self.interruption,
-                self.interruption in ("abort", "retract", "in_place"),
-                "must be abort, retract or in_place",
-            ),
-            max_cache_age=(
-                self.max_cache_age,
-                self.max_cache_age >= (self.interruption == "in_place"),
-                "must be at least 0; 1 with rollout.interruption = in_place, which keeps the cache",
-            ),
-            max_concurrent_episodes=(
-                self.max_concurrent_episodes,
-                self.max_concurrent_episodes >= 1,
-                "must be at least 1",
-            ),
-            max_staleness=(self.max_staleness, self.max_staleness >= 0, "must be at least 0; 0 is synchronous"),
-            max_uniform_resamples=(
-                self.max_uniform_resamples,
-                0 <= self.max_uniform_resamples <= 50,
-                "must be in [0, 50]; DAPO takes 10",
-            ),
-            oversample=(
-                self.oversample,
-                1 <= self.oversample <= 2 and (self.oversample == 1 or self.max_staleness == 0),
-                "must be in [1, 2], and 1 where max_staleness > 0, which runs ahead as it is",
-            ),
-            stale=(self.stale, self.stale in ("drop", "mask", "keep"), "must be drop, mask or keep"),
-            request_timeout_s=(self.request_timeout_s, self.request_timeout_s > 0, "must be above 0 seconds"),
-            control_timeout_s=(self.control_timeout_s, self.control_timeout_s > 0, "must be above 0 seconds"),
-            start_timeout_s=(self.start_timeout_s, self.start_timeout_s > 0, "must be above 0 seconds"),
-            episode_attempts=(self.episode_attempts, self.episode_attempts >= 1, "must be at least 1"),
-            colocated=(self.colocated, *self._may_be_colocated()),
-            devices=(
-                self.devices,
-                not self.devices or (self.starts_servers and len(self.devices) == self.server_gpus),
-                f"must name rollout.server_count({self.server_count}) x --tp({self.gpus_per_server}) GPUs for servers "
-                f"that this run starts; name as many, or leave the key out",
-            ),
-        )
+                self.recipe[number] = part = {**part, "reward": path_of(part["reward"], key=f"{key}.reward")}
+            if not is_part_of_a_recipe(part):
+                form = "{reward: package.module:name} with, if you like, weight: a number, args: {} and name"
+                refuse(key, part, f"must be {form}")
+        super().__post_init__()
+        if self.registry and self.servers:
+            self.refuse("registry", "must be empty where rollout.servers names them; give one of the two")
+        if any("api-key" in argument for argument in self.server_args):
+            rule = "names a key, which every user of the host could see; put it into the file rollout.token_file"
+            refuse("rollout.server_args", "...", rule)
+        if self.publication == "delta" and self.backend == "sglang":
+            self.refuse("publication", "SGLang does not take deltas; set it to group, ipc or disk")
+        if self.interruption == "in_place" and self.max_cache_age == 0:
+            rule = "must be at least 1 with rollout.interruption = in_place, which keeps the cache"
+            self.refuse("max_cache_age", rule)
+        if self.oversample > 1 and self.max_staleness > 0:
+            self.refuse("oversample", "must be 1 where max_staleness > 0, which runs ahead as it is")
+        if self.colocated:
+            self._refuse_colocation_that_cannot_be()
+        if self.devices and not (self.starts_servers and len(self.devices) == self.server_gpus):
+            servers = f"rollout.server_count({self.server_count}) x --tp({self.gpus_per_server}) GPUs for servers"
+            self.refuse("devices", f"must name {servers} that this run starts; name as many, or leave the key out")
 
-    def _may_be_colocated(self) -> tuple[bool, str]:
-        """Whether the servers can take turns with the trainer, or are not to; and if neither, why not."""
+    def _refuse_colocation_that_cannot_be(self) -> None:
         for key in ("servers", "registry", "router"):
             if value := getattr(self, key):
-                return (
-                    not self.colocated,
-                    f"needs servers that this run starts, and rollout.{key} = {value!r}; empty it",
-                )
+                rule = f"needs servers that this run starts, and rollout.{key} = {value!r}; empty it"
+                self.refuse("colocated", rule)
         if self.max_staleness > 0:
-            rule = f"trainer and servers take turns, and rollout.max_staleness = {self.max_staleness} has both work at"
-            return not self.colocated, f"{rule} once; set it to 0, or give servers devices of their own"
+            both = f"trainer and servers take turns, and rollout.max_staleness = {self.max_staleness} has both work at"
+            self.refuse("colocated", f"{both} once; set it to 0, or give servers devices of their own")
         if self.publication == "delta":
             rule = "servers keep no weights that rollout.publication = delta could change; set it to ipc"
-            return not self.colocated, rule
-        return True, ""
+            self.refuse("colocated", rule)
 
     def check_for_gpus(self) -> None:
         """Raise ValueError for what works without GPUs only."""

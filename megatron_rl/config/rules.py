@@ -39,8 +39,8 @@ class Section:
                 self.refuse(key, rule.text)
 
     def refuse(self, key: str, rule: str) -> NoReturn:
-        """Raise ValueError with the dotted key, the value found, and "rule; remedy"."""
-        raise ValueError(f"{self.section}.{key} = {getattr(self, key)!r}: {rule}.")
+        """Raise ValueError for a field of this section; `rule` says what holds and, after a semicolon, the remedy."""
+        refuse(f"{self.section}.{key}", getattr(self, key), rule)
 
 
 def rules_of(section: Any) -> dict[str, Rule]:
@@ -72,9 +72,8 @@ def within(interval: str, *, default: Any, hint: str = "") -> Any:
     low, high = map(float, interval[1:-1].split(","))
 
     def holds(value: float) -> bool:
-        is_outside = value < low or value > high
         is_open_end = (value == low and interval[0] == "(") or (value == high and interval[-1] == ")")
-        return not (is_outside or is_open_end)
+        return low <= value <= high and not is_open_end
 
     return ruled(f"must be in {interval}", holds, default=default, hint=hint)
 
@@ -103,11 +102,9 @@ def is_import_path(text: str) -> bool:
     return bool(module and name)
 
 
-def check(section: str, **rules: tuple[Any, bool, str]) -> None:
-    """Raise for the first `key=(value, holds, "rule; way out")` that does not hold."""
-    for key, (value, holds, rule) in rules.items():
-        if not holds:
-            raise ValueError(f"{section}.{key} = {value!r}: {rule}.")
+def refuse(key: str, value: object, rule: str) -> NoReturn:
+    """Raise ValueError with the dotted key, the value found, and "rule; remedy"."""
+    raise ValueError(f"{key} = {value!r}: {rule}.")
 
 
 @contextmanager
