@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.weights.publish import WeightPublisher
-from megatron_rl.weights.transports import make_publisher
 from megatron_rl.weights.update_group import TensorSpec
 
 
@@ -56,25 +52,20 @@ class FSDPEngine(ModelEngine):
         head: str = "policy",
     ) -> None:
         check_layout(config.parallel)
-        self.config, self.groups, self.trainable = config, groups, trainable
-        self.arch = read_architecture(config.model.path).with_head(head)
+        super().__init__(config, groups=groups, trainable=trainable, head=head)
         if self.arch.mixture is not None:
             raise ValueError(
                 f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
                 f"one; use MegatronEngine."
             )
         self.dtype = getattr(torch, config.model.dtype)
-        self.publisher: WeightPublisher | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group, shard the model over the data axis, load this rank's rows and make the optimizer."""
-        config = self.config
-        # Before any process group: a bad folder must not cost a start.
-        seed = config.seed if config.model.init == "random" else None
-        source = weight_source(config.model.path, self.arch, random_seed=seed)
-        self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
+        source = self.first_weights()  # before any process group: a bad folder must not cost a start
+        self.groups = self.groups or parallel.start(self.config.parallel, seed=self.config.seed)
         self.device = platform.device()
         self.model = self._sharded_model()
         self._read_weights(source)
@@ -116,9 +107,7 @@ class FSDPEngine(ModelEngine):
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
         """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
-        options = self.config.optimizer
-        if lr is not None:
-            options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
+        options = self.optimizer_options(lr)
         self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
         self.was_skipped = False
         # Megatron leaves norms and biases out of weight decay.
@@ -133,8 +122,7 @@ class FSDPEngine(ModelEngine):
         self.step_lr_scheduler()
 
     def destroy(self) -> None:
-        if self.publisher is not None:
-            self.publisher.close()
+        self.close_publisher()
         parallel.stop()
 
     def train(self, mode: bool = True) -> FSDPEngine:
@@ -144,10 +132,7 @@ class FSDPEngine(ModelEngine):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        if self.optimizer is None:
-            raise RuntimeError(
-                "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
-            )
+        self.check_trainable()
         self.optimizer.zero_grad()
         totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=True)
         for parameter in self.model.parameters():
@@ -247,16 +232,13 @@ class FSDPEngine(ModelEngine):
                 yield name, full.to(self.dtype)
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        if self.publisher is None:
-            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
         specs = [TensorSpec(name, self.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()]
-        self.publisher.publish(specs, self.hf_tensors(), version)
+        self.publish(receiver, specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("save", with_optimizer)
         if self.groups.is_main:
-            model = {"model_folder": self.config.model.path, "head": self.arch.head}
-            write_hf_folder(path, self.hf_tensors(), dtype=self.dtype, **model)
+            write_hf_folder(path, self.hf_tensors(), dtype=self.dtype, **self.saved_model)
         else:
             for _ in self.hf_tensors():
                 pass

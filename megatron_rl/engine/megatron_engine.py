@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,9 @@ from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
-from megatron_rl.weights.transports import make_publisher
 
 
 class MegatronEngine(ModelEngine):
@@ -64,10 +60,8 @@ class MegatronEngine(ModelEngine):
         megatron: dict[str, Any] | None = None,
         shared_device: SharedDevice | None = None,
     ) -> None:
-        self.config, self.groups, self.trainable = config, groups, trainable
+        super().__init__(config, groups=groups, trainable=trainable, head=head)
         self.passed_through = megatron or {}
-        self.arch = read_architecture(config.model.path).with_head(head)
-        self.publisher: WeightPublisher | None = None
         self._export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.shared_device, self.host_copy = shared_device, HostCopy()
@@ -77,9 +71,7 @@ class MegatronEngine(ModelEngine):
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group, build this rank's shard, load its slices and make the optimizer."""
         config = self.config
-        # Before any process group: a bad folder must not cost a start.
-        seed = config.seed if config.model.init == "random" else None
-        source = weight_source(config.model.path, self.arch, random_seed=seed)
+        source = self.first_weights()  # before any process group: a bad folder must not cost a start
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
@@ -122,9 +114,7 @@ class MegatronEngine(ModelEngine):
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
         """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
         self._activate()
-        options = self.config.optimizer
-        if lr is not None:
-            options = replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
+        options = self.optimizer_options(lr)
         self.was_skipped = False
         self.optimizer = build_optimizer(options, self.wrapped, self.dtype)
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
@@ -154,8 +144,7 @@ class MegatronEngine(ModelEngine):
             self.shared_device.take(self)
 
     def destroy(self) -> None:
-        if self.publisher is not None:
-            self.publisher.close()
+        self.close_publisher()
         self.finish_saves()
         parallel.stop()
 
@@ -168,10 +157,7 @@ class MegatronEngine(ModelEngine):
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
-        if self.optimizer is None:
-            raise RuntimeError(
-                "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
-            )
+        self.check_trainable()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -347,9 +333,7 @@ class MegatronEngine(ModelEngine):
             mine.copy_(theirs)
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        if self.publisher is None:
-            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
-        self.publisher.publish(self.export().specs, self.hf_tensors(), version)
+        self.publish(receiver, self.export().specs, self.hf_tensors(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()
@@ -360,9 +344,8 @@ class MegatronEngine(ModelEngine):
         tensors = self.hf_tensors()
 
         def write() -> None:
-            model = {"model_folder": self.config.model.path, "head": self.arch.head}
             try:
-                write_hf_folder(path, tensors, dtype=self.dtype, **model)
+                write_hf_folder(path, tensors, dtype=self.dtype, **self.saved_model)
             finally:
                 deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
 
@@ -388,8 +371,7 @@ class MegatronEngine(ModelEngine):
         state = checkpoint.training_state(self, is_loading=False)
         training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
         with left_out_of_forks(training):
-            model = {"model_folder": self.config.model.path, "head": self.arch.head}
-            self.checkpoints.start(path, state, training=training, in_background=in_background, **model)
+            self.checkpoints.start(path, state, training=training, in_background=in_background, **self.saved_model)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.

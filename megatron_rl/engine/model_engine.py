@@ -1,20 +1,29 @@
-"""Methods that engines share on either backend: the version, which head computes what, scores, statistics, and updates
-that are skipped."""
+"""Methods that engines share on either backend: sources of weights, the version, which head computes what, scores,
+statistics, publication, and updates that are skipped."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
+from megatron_rl import platform
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
+from megatron_rl.config import EngineConfig, OptimizerConfig
 from megatron_rl.engine import soundness
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
-from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.hf_files import WeightSource
+from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.publish import WeightPublisher
+from megatron_rl.weights.transports import make_publisher
+from megatron_rl.weights.update_group import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +31,55 @@ logger = logging.getLogger(__name__)
 class ModelEngine(TrainEngine):
     """An engine of the model `arch`, whose head says what it computes: a policy's log-probs, or values."""
 
-    arch: Architecture
-    groups: ParallelGroups | None
     version = 0
     was_skipped = False
     """True where the last update was skipped: the schedule does not count it."""
+    optimizer: Any
+    """None for a frozen model."""
+
+    def __init__(self, config: EngineConfig, *, groups: ParallelGroups | None, trainable: bool, head: str) -> None:
+        self.config, self.groups, self.trainable = config, groups, trainable
+        self.arch = read_architecture(config.model.path).with_head(head)
+        self.publisher: WeightPublisher | None = None
+
+    def first_weights(self) -> WeightSource:
+        """Return where the weights of the start are read: the model's folder, or numbers drawn from the seed."""
+        config = self.config
+        seed = config.seed if config.model.init == "random" else None
+        return weight_source(config.model.path, self.arch, random_seed=seed)
+
+    @property
+    def saved_model(self) -> dict[str, str]:
+        """The folder whose files go with saved weights, and the head, as writers of folders and checkpoints ask."""
+        return {"model_folder": self.config.model.path, "head": self.arch.head}
+
+    def optimizer_options(self, lr: float | None) -> OptimizerConfig:
+        """Return the optimizer's config; with `lr`, one of that rate at every update."""
+        options = self.config.optimizer
+        return options if lr is None else replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
+
+    def check_trainable(self) -> None:
+        """RuntimeError for an engine that has no optimizer."""
+        if self.optimizer is None:
+            raise RuntimeError(
+                "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
+            )
+
+    def publish(
+        self,
+        receiver: WeightReceiver | None,
+        specs: list[TensorSpec],
+        tensors: Iterator[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        """Send weights to the servers behind `receiver`, over what the first call has set up. All ranks call it."""
+        if self.publisher is None:
+            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
+        self.publisher.publish(specs, tensors, version)
+
+    def close_publisher(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
 
     def eval(self) -> Self:
         return self.train(False)
