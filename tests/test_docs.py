@@ -55,6 +55,7 @@ TRIED_BY = {
 """Python blocks that another test runs, by a word of theirs."""
 MEASURED_AGAIN = {"66", "55", "1.01", "1.19"}
 """Figures of benchmarks.md whose output is no results file, as the page says."""
+WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/")
 FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
 """What follows the dot of a file's name, where a config's key would be."""
 PLAIN = ("README.md", "architecture.md", "asynchronous.md", "workflows.md", "benchmarks.md", "correctness.md")
@@ -128,6 +129,46 @@ def test_every_link_to_a_line_finds_its_name_there(page):
         )
     others = [link for link in re.findall(r"\]\((\S+#L\d+)\)", text_of(page))]
     assert len(others) == len(LINE_LINK.findall(text_of(page))), "write [`name`](../file.py#L1), for --write to renew"
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def code_of(page: Path) -> list[str]:
+    """Return the inline code of a page, tables included, and the lines of its shell blocks."""
+    return re.findall(r"`([^`\n]+)`", BLOCK.sub("", text_of(page))) + commands_of(page)
+
+
+@by_page()
+def test_every_path_in_code_is_there(page):
+    named = {
+        it for code in code_of(page) for it in re.findall(r"(?<![\w./:*-])[\w.-]+/[\w./-]+\.(?:py|yaml|md|sh)\b", code)
+    }
+    missing = [it for it in named if not it.startswith(WRITTEN_BY_RUNS) and not (ROOT / it).exists()]
+    assert not missing, f"{page.name}: {missing}"
+
+
+@by_page()
+def test_every_name_of_the_package_in_code_is_there(page):
+    for name in {it for code in code_of(page) for it in re.findall(r"\bmegatron_rl(?:\.\w+)+(?::[a-z]\w+)?", code)}:
+        *parts, last = re.split(r"[.:]", name)
+        homes = [ROOT.joinpath(*parts).with_suffix(".py"), ROOT.joinpath(*parts, "__init__.py")]
+        is_module = ROOT.joinpath(*parts, last).is_dir() or ROOT.joinpath(*parts, f"{last}.py").is_file()
+        assert is_module or any(home.is_file() and _has(home, last) for home in homes), f"{page.name}: {name}"
+
+
+def _has(path: Path, name: str) -> bool:
+    return name in names_of(path) or re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) is not None
+
+
+def test_threads_of_the_architecture_are_started_by_these_names():
+    (table,) = re.findall(
+        r"^## Threads\n(.*?)^## ", text_of(ROOT / "docs" / "architecture.md"), re.MULTILINE | re.DOTALL
+    )
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "megatron_rl").rglob("*.py"))
+    for line in table.splitlines():
+        for name in re.findall(r"`([\w-]+)`", line.split("|")[2]) if line.startswith("|") else []:
+            assert re.search(rf"name=f?\"{name.replace('-N', '-{')}|EventLoopThread\(\"{name}", code), name
 
 
 # -- config keys ------------------------------------------------------------------------------------------------------
