@@ -372,6 +372,15 @@ def write() -> None:
         page.write_text(text, encoding="utf-8")
 
 
+def test_writing_finds_a_name_that_moved_to_another_line_or_file(tmp_path, monkeypatch):
+    there = LINE_LINK.search(text_of(ROOT / "docs" / "architecture.md"))
+    (tmp_path / "page.md").write_text(f"# A page\n\n[`{there[1]}`](../megatron_rl/train.py#L9999)\n")
+    monkeypatch.setattr(sys.modules[__name__], "PAGES", [tmp_path / "page.md"])
+    write()
+    found = names_of((ROOT / "docs" / there[2]).resolve())[there[1]]
+    assert (tmp_path / "page.md").read_text() == f"# A page\n\n[`{there[1]}`]({there[2]}#L{found})\n"
+
+
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/test_docs.py --write")

@@ -35,7 +35,7 @@ def test_comments_say_why_and_docstrings_are_whole_sentences(tree):
 
 def test_the_readme_is_short_and_has_no_half_stops(tree):
     lines, words_a_sentence, semicolons = tree.readme()
-    assert lines <= 200 and words_a_sentence <= 22 and semicolons <= 19
+    assert lines <= 140 and words_a_sentence <= 14 and semicolons == 0
 
 
 def test_a_way_that_the_code_does_not_go_is_refused_with_the_place_where_it_breaks_off(tree):
