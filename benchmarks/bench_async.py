@@ -30,9 +30,8 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-import quick
+import frame
 from modelled_server import PREFILL_SPEEDUP
-from rollout_server import commit, cpu_name
 
 from megatron_rl.tools.plan.simulation import Outcome, Workload, simulate
 
@@ -208,11 +207,11 @@ def main() -> None:
     parser.add_argument("--etas", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--decode-ms", type=float, help="of a full decode step; measured if left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = quick.arguments(parser, steps=2, etas=[1], decode_ms=0.1)
+    args = frame.arguments(parser, steps=2, etas=[1], decode_ms=0.1)
     if args.child:
         return train_and_measure(json.loads(args.child))
 
-    load, rows = os.getloadavg()[0], []
+    machine, rows = frame.Machine(), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, args.steps)
@@ -238,7 +237,7 @@ def main() -> None:
     print(
         f"{PROMPTS} prompts x {SAMPLES} samples a step, {args.steps} steps, reply lengths log-normal (median "
         f"{MEDIAN_TOKENS}, sigma 1, at most {LONGEST}), {SERVERS} servers of {PROMPTS * SAMPLES // SERVERS} slots, "
-        f"{args.decode_ms:.1f} ms a full decode step; {cpu_name()}, commit {commit()}, load before {load:.1f}"
+        f"{args.decode_ms:.1f} ms a full decode step; {machine}"
     )
     print(f"{'':<20}{'samples/s':>10}{'ratio':>7}{'trainer idle':>14}{'slots idle':>12}{'servers idle':>14}", end="")
     print(f"{'dropped':>9}  staleness of trained tokens")

@@ -12,13 +12,11 @@ is sent anywhere.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from pathlib import Path
 
-import quick
+import frame
 import torch
-from rollout_server import commit, cpu_name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,14 +88,14 @@ def measure(lr: float, before: Weights, after: Weights, dtype: torch.dtype) -> s
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("bench_delta", description="Changes of weights beside whole weights.")
     parser.add_argument("--updates", type=int, default=8, help="updates from the pretrained weights (default 8)")
-    args = quick.arguments(parser, argv, updates=2)
-    with quick.tiny_model() if args.quick else contextlib.nullcontext(MODEL) as model:
+    args = frame.arguments(parser, argv, updates=2)
+    with frame.model_of(args, MODEL) as model:
         compare(model, args.updates)
 
 
 def compare(model: Path, updates: int) -> None:
     torch.set_num_threads(1)
-    print(f"{model.name}, update {updates} of AdamW on {TOKENS} tokens each; {cpu_name()}; commit {commit()}\n")
+    print(f"{model.name}, update {updates} of AdamW on {TOKENS} tokens each; {frame.Machine()}\n")
     print("| learning rate | dtype | numbers changed | all, MB | changes, MB | times fewer | coded, s | applied, s |")
     print("|---|---|---|---|---|---|---|---|")
     for lr in LEARNING_RATES:

@@ -23,11 +23,10 @@ import threading
 import time
 from pathlib import Path
 
+import frame
 import orjson
 import psutil
-import quick
 import uvloop
-from rollout_server import commit, cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs/models/count_tiny"
@@ -186,11 +185,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0], help="requests/s beside the step")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = quick.arguments(parser, rounds=1, pairs=1)
+    args = frame.arguments(parser, rounds=1, pairs=1)
     requests, trained_tokens, watched_s = (64, 256, 0.2) if args.quick else (4096, 16_384, 5.0)
     if args.serve:
         return uvloop.run(serve())
-    load, (own_core, other_core) = os.getloadavg()[0], sorted(os.sched_getaffinity(0))[:2]
+    machine, (own_core, other_core) = frame.Machine(), sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, {own_core})
     os.environ["OMP_NUM_THREADS"] = "1"
     server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE)
@@ -199,7 +198,7 @@ def main() -> None:
         rollout = Rollout(int(server.stdout.readline()), Path(folder), other_core)
         try:
             per_s, per_cpu_s = throughput(rollout, args.rounds, requests)
-            print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {load:.1f}")
+            print(machine)
             print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
             print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
             os.sched_setaffinity(server.pid, {other_core})

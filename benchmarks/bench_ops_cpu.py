@@ -12,8 +12,8 @@ import statistics
 import threading
 import time
 
+import frame
 import psutil
-import quick
 import torch
 
 from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_gae, packed_logprobs, ppo_loss, reference
@@ -167,7 +167,7 @@ def main(argv=None):
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = quick.arguments(parser, argv, rows=[16], vocab=[64], repeats=1)
+    arguments = frame.arguments(parser, argv, rows=[16], vocab=[64], repeats=1)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}\n")
     logprob_table(arguments)
     head_table(arguments)

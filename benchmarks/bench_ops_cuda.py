@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from device_clock import DeviceClock
+from frame import commit
 from logits_tables import HEADS, LOGPROBS, head_cases, head_table, logits_cases, logprob_table, shard_cases, shard_table
 from operator_peers import ENTROPY, LOGP_BACKWARD, Peers, find_peers
-from rollout_server import commit
 from suite_report import Budget, Report, shown
 from token_tables import GAE, LOSSES, OUR_LOSS, gae_table, loss_table, token_cases
 

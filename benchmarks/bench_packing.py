@@ -16,13 +16,12 @@ Packed rows are not padded to the longest sequence, so "padding" can mean two th
 import argparse
 import heapq
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 
+import frame
 import torch
-from rollout_server import commit, cpu_name
 
 from megatron_rl.batch import packing
 
@@ -131,7 +130,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     args = parser.parse_args()
 
-    load = os.getloadavg()[0]
+    machine = frame.Machine()
     print(
         f"log-normal lengths, mean {args.mean:.0f}, sigma {args.sigma:g}, at most {args.longest}; {args.ranks} ranks, "
         f"{args.budget} tokens per microbatch, {args.batches} batches: mean (worst)"
@@ -155,10 +154,7 @@ def main() -> None:
                 f"{mean['steps']:>8.2%} ({worst['steps']:>5.2%}){statistics.median(times):>8.0f} ({max(times):>5.0f})",
                 flush=True,
             )
-    print(
-        f"{cpu_name()}, torch {torch.__version__}, commit {commit()}, load before {load:.1f}, "
-        f"{torch.get_num_threads()} thread(s)"
-    )
+    print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ what the trainer allocates beyond what it had, in a round of its own.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import functools
 import logging
@@ -31,10 +30,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import quick
+import frame
 import torch
 import torch.distributed as dist
-from rollout_server import commit, cpu_name
 
 from megatron_rl.config import EngineConfig, ModelConfig, RolloutConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -232,21 +230,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=11, help="rounds")
     parser.add_argument("--bucket-mib", type=int, default=EngineConfig.bucket_bytes // 2**20)
-    args = quick.arguments(parser, argv, servers=[1], repeats=1, bucket_mib=1)
-    with quick.tiny_model() if args.quick else contextlib.nullcontext(MODEL) as model:
+    args = frame.arguments(parser, argv, servers=[1], repeats=1, bucket_mib=1)
+    with frame.model_of(args, MODEL) as model:
         compare(model, args)
 
 
 def compare(model: Path, args: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
+    machine = frame.Machine()
     engine = MegatronEngine(EngineConfig(model=ModelConfig(path=str(model))), trainable=False)
     engine.initialize()
-    print(
-        f"{model.name} float32, {os.cpu_count()} cores of {cpu_name()}, torch {torch.__version__}, gloo over the "
-        f"loopback, commit {commit()}, load before {load:.1f}"
-    )
+    print(f"{model.name} float32, {machine.cores}, torch {torch.__version__}, gloo over the loopback, {machine.state}")
     with tempfile.TemporaryDirectory() as folder:
         for count in args.servers:
             measure(engine, model, count, args.repeats, args.bucket_mib * 2**20, Path(folder))

@@ -25,10 +25,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import quick
+import frame
 import torch
 from bench_train_step import SHAPES, WORKLOADS, make_batch, write_model_folder
-from rollout_server import commit, cpu_name
 
 from megatron_rl import platform
 from megatron_rl.algo.loss import PolicyLoss
@@ -119,11 +118,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3, help="of the demo, fresh and resumed; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the file system to measure is")
-    args = quick.arguments(parser, argv, shape="tiny", threads=1, steps=1, starts=0)
+    args = frame.arguments(parser, argv, shape="tiny", threads=1, steps=1, starts=0)
     from megatron_rl.engine.megatron_engine import MegatronEngine
 
     torch.set_num_threads(args.threads)
-    load = os.getloadavg()[0]
+    machine = frame.Machine()
     with tempfile.TemporaryDirectory(prefix=".bench-recovery-", dir=args.folder) as name:
         folder, path = Path(name), Path(name) / "checkpoint"
         starts = measure_starts(folder.resolve(), args.starts) if args.starts else ""
@@ -147,10 +146,9 @@ def main(argv: list[str] | None = None) -> None:
             seconds(lambda is_checked=is_checked: engine.load(path, with_optimizer=True, is_checked=is_checked))
             for is_checked in (False, True)
         )
-    device = torch.cuda.get_device_name() if on_gpu else f"{args.threads} of {os.cpu_count()} cores of {cpu_name()}"
+    device = torch.cuda.get_device_name() if on_gpu else f"{args.threads} of {machine.cores}"
     print(
-        f"{args.shape}, {size / 1e6:,.0f} MB, {device}, torch {torch.__version__}, commit {commit()}, "
-        f"load before {load:.1f}\n\n"
+        f"{args.shape}, {size / 1e6:,.0f} MB, {device}, torch {torch.__version__}, {machine.state}\n\n"
         f"{'checkpoint':<28}{'standstill s':>14}{'step s':>9}{'beside alone':>14}{'there after s':>15}"
     )
     print(f"{'none':<28}{'':>14}{alone:>9.2f}{1.0:>14.2f}")

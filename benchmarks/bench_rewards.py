@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import frame
 import uvloop
-from rollout_server import commit, cpu_name
 
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.reward_service import RewardService
@@ -68,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
-    print(f"{cpu_name()}, {os.cpu_count()} cores, commit {commit()}, load before {os.getloadavg()[0]:.1f}")
+    print(frame.Machine())
     print(f"{'':<32} {'':<22} {'rewards/s':>10} {'own CPU us':>12}")
     for case, path, data in CASES:
         function = resolve(path, key="reward", import_from=None)

@@ -24,9 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import quick
+import frame
 import torch
-from rollout_server import commit, cpu_name
 
 from megatron_rl import platform
 from megatron_rl.algo.loss import PolicyLoss
@@ -267,14 +266,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # what a child process is to measure
     parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
-    args = quick.arguments(parser, argv, shape="tiny", tokens_per_microbatch=64, steps=1, rounds=1, threads=1)
+    args = frame.arguments(parser, argv, shape="tiny", tokens_per_microbatch=64, steps=1, rounds=1, threads=1)
     if args.side is not None:
         print(json.dumps(measure_side(args)))
         return
     args.workloads = ["quick"] if args.quick else args.workloads
 
-    load = os.getloadavg()[0]
-    where = torch.cuda.get_device_name() if has_cuda else f"{args.threads} threads of {cpu_name()}"
+    machine = frame.Machine()
+    where = torch.cuda.get_device_name() if has_cuda else f"{args.threads} threads of {machine.cores}"
     rows = []
     for workload in args.workloads:
         results: dict[str, list[dict]] = {side: [] for side in SIDES}
@@ -295,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     dtype = "bfloat16" if has_cuda else "float32"
     print(
         f"{args.shape}, {dtype}, {where}, torch {torch.__version__}, {args.tokens_per_microbatch} tokens a pass, "
-        f"median of {args.steps * args.rounds} steps, commit {commit()}, load before {load:.1f}\n"
+        f"median of {args.steps * args.rounds} steps, {machine.state}\n"
     )
     print("| workload | tokens | side | s/step (range) | tokens/s | ratio | peak GiB | ratio | TFLOP/s | of matmul |")
     print("|---|---|---|---|---|---|---|---|---|---|")

@@ -21,8 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import quick
-from rollout_server import commit, cpu_name
+import frame
 
 from megatron_rl.data.tasks import addition
 
@@ -124,11 +123,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each side, in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    args = quick.arguments(parser, argv, shapes=["demo"], steps=1, rounds=1)
+    args = frame.arguments(parser, argv, shapes=["demo"], steps=1, rounds=1)
     if not args.trl_python.exists():
         parser.error(f"--trl-python {args.trl_python}: is not there; `make bench-trl` installs it")
 
-    load, rows = os.getloadavg()[0], []
+    machine, rows = frame.Machine(), []
     for shape in args.shapes:
         steps: dict[str, list[dict[str, float]]] = {"TRL": [], "megatron_rl": []}
         with tempfile.TemporaryDirectory() as folder:
@@ -144,8 +143,8 @@ def main(argv: list[str] | None = None) -> None:
         rows.append((shape, summary(steps["TRL"]), summary(steps["megatron_rl"])))
 
     print(
-        f"SmolLM2-135M, {PROMPTS} prompts x {SAMPLES} samples, float32, {args.threads} threads of {cpu_name()}, median "
-        f"of {args.steps * args.rounds} steps, commit {commit()}, load before {load:.1f}"
+        f"SmolLM2-135M, {PROMPTS} prompts x {SAMPLES} samples, float32, {args.threads} threads of {machine.cores}, "
+        f"median of {args.steps * args.rounds} steps, {machine.state}"
     )
     print(f"{'':<12}{'tokens':>7}{'TRL s/step':>12}{'generation':>12}{'ours s/step':>13}{'generation':>12}", end="")
     print(f"{'update':>9}{'publish':>9}{'TRL / ours':>12}")

@@ -23,8 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import quick
-from rollout_server import commit, cpu_name
+import frame
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["run.steps=1", "generation.n_samples=2", "batch.prompts_per_step=2", "run.threads_per_rank=1"]
@@ -65,14 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both configs, e.g. run.steps=3")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    args = quick.arguments(parser, seeds=[1])
-    with quick.tiny_model() if args.quick else contextlib.nullcontext() as model:
+    args = frame.arguments(parser, seeds=[1])
+    with frame.tiny_model() if args.quick else contextlib.nullcontext() as model:
         args.overrides = [*QUICK, f"model.path={model}", *args.overrides] if args.quick else args.overrides
         compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
-    load = os.getloadavg()[0]
+    machine = frame.Machine()
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGS}
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
@@ -81,7 +80,7 @@ def compare(args: argparse.Namespace) -> None:
                 print(f"{name}, seed {seed}: {runs[name][-1]}", file=sys.stderr, flush=True)
 
     settings = f" {' '.join(args.overrides)};" if args.overrides else ""
-    print(f"SmolLM2-135M, single-digit addition;{settings} {cpu_name()}, commit {commit()}, load before {load:.1f}")
+    print(f"SmolLM2-135M, single-digit addition;{settings} {machine}")
     seeds = "".join(f"{f'seed {seed}':>8}" for seed in args.seeds)
     print(
         f"{'':<14}{'before':>8}{seeds}{'mean':>8}{'spread':>8}{'error':>8}{'seconds':>9}{'samples/s':>11}{'ratio':>7}"

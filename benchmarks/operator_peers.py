@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rollout_server import commit
+from frame import commit
 from torch import Tensor
 
 from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_logprobs, ppo_loss, reference

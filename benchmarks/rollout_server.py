@@ -10,20 +10,17 @@ servers are reached over HTTP. The prompts of one wave start together; a row is 
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
-import quick
+import frame
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
@@ -102,18 +99,6 @@ def measure_transformers(args: argparse.Namespace) -> dict[int, float]:
     return measure(args, generate)
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def commit() -> str:
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "uncommitted"
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder in Hugging Face format; with --quick a tiny one replaces it")
@@ -126,15 +111,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--skip-transformers", action="store_true")
     settings = {"concurrency": [1, 4], "prompt_tokens": 4, "new_tokens": 4, "waves": 1, "skip_sglang": True}
-    args = quick.arguments(parser, argv, **settings)
-    with quick.tiny_model() if args.quick else contextlib.nullcontext(args.model) as args.model:
+    args = frame.arguments(parser, argv, **settings)
+    with frame.model_of(args, args.model) as args.model:
         # Below every vocabulary in question.
         args.vocab_size = min(32_000, json.loads((args.model / "config.json").read_text())["vocab_size"])
         compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
-    begin_load = os.getloadavg()[0]
+    machine = frame.Machine()
     rows = {"embedded server": measure_started(args, "embedded")}
     if not args.skip_transformers:
         rows["transformers generate"] = measure_transformers(args)
@@ -144,8 +129,8 @@ def compare(args: argparse.Namespace) -> None:
     elif not args.skip_sglang and (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         rows["SGLang on CPU"] = measure_started(args, "sglang")
     print(
-        f"{args.model.name}, float32, {os.cpu_count()} cores of {cpu_name()}, {args.prompt_tokens} prompt + "
-        f"{args.new_tokens} new tokens, median of {args.waves} waves, commit {commit()}, load before {begin_load:.1f}"
+        f"{args.model.name}, float32, {machine.cores}, {args.prompt_tokens} prompt + "
+        f"{args.new_tokens} new tokens, median of {args.waves} waves, {machine.state}"
     )
     print(f"{'tokens/s at concurrency':<24}" + "".join(f"{count:>8}" for count in args.concurrency))
     for name, rates in rows.items():

@@ -1,4 +1,4 @@
-"""Which tests come first, and which stay in one worker, where several run at a time.
+"""The order of the tests, the files that stay in one worker, and at the end the files that took longest.
 
 The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session: it takes
 half a minute to start. What waits for others most of the time comes first, so that the rest can use the cores
@@ -7,6 +7,7 @@ meanwhile; the many small files at the end even out what the workers have left t
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 FOLDERS = ("slurm", "end_to_end", "servers", "megatron")
 TESTS = Path(__file__).parent
 SHARED = ("real_sglang", "real_supervisor")
+SLOWEST = 10
 
 
 def place_of(path: Path) -> int:
@@ -43,3 +45,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(config.rootpath / super()._split_scope(nodeid))
 
     return ByUnit(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the files that took longest, if more than these were run; they take turns on the cores with all others."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and getattr(report, "when", ""):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > SLOWEST:
+        terminalreporter.section(f"slowest {SLOWEST} of {len(seconds)} files")
+        for path, took in seconds.most_common(SLOWEST):
+            terminalreporter.line(f"{took:8.1f} s  {path}")
+        terminalreporter.line(f"{seconds.total():8.1f} s  all files, one after the other")

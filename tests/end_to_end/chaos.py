@@ -282,13 +282,13 @@ def row(result: Survival) -> str:
 
 
 def main() -> None:
-    from rollout_server import commit, cpu_name
+    from frame import Machine
 
     parser = argparse.ArgumentParser(description="Train among kills, freezes, lies and restarts, and count the losses.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(f"12 steps a run, two servers, 1 of {1 / FAULT_SHARE:.0f} replies spoilt; {cpu_name()}, commit {commit()}\n")
+    print(f"12 steps a run, two servers, 1 of {1 / FAULT_SHARE:.0f} replies spoilt; {Machine()}\n")
     print(f"{'run':14} lives  troubles   spoilt  lost  twice   tokens  wrong  same loss")
     results: list[Survival] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, contextlib.suppress(KeyboardInterrupt):

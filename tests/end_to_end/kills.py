@@ -278,13 +278,13 @@ def row(trial: Trial) -> str:
 
 
 def main() -> None:
-    from rollout_server import commit, cpu_name
+    from frame import Machine
 
     parser = argparse.ArgumentParser(description="Kill, resume, and count what was lost.")
     parser.add_argument("--points", type=int, default=50, help="kills in all, as many of every kind of run")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(f"{STEPS} steps, a checkpoint every 2; {cpu_name()}, commit {commit()}\n")
+    print(f"{STEPS} steps, a checkpoint every 2; {Machine()}\n")
     print(f"{'run':14}{'kills':>6}{'lost':>6}{'twice':>7}  {'same loss':10}  killed (-> step that it resumed after)")
     results: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, contextlib.suppress(KeyboardInterrupt):

@@ -9,9 +9,10 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from tests.servers.tiny_model import save_tiny_qwen
 
 SPECIAL = ["<pad>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 CALLS = [
@@ -31,27 +32,8 @@ def make_talkative_model(folder: Path, words: Sequence[str] = (*CALLS, *GRADES))
     words: texts that it has one token each for, beside the characters.
     """
     tokenizer = talkative_tokenizer(words)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.05,  # nearly uniform: every token is sampled now and then
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    # Nearly uniform: every token is sampled now and then.
+    return save_tiny_qwen(folder, tokenizer, vocab_size=len(tokenizer), spread=0.05)
 
 
 def talkative_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -39,13 +39,13 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def four_ranks(folder, warm):
-    layout = ("parallel.tensor=2", "parallel.pipeline=2", "run.steps=60")
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "run.steps=45")
     return train(COUNT, *warm, *layout, f"run.folder={folder}/four", ranks=4, timeout_s=280)
 
 
 def test_count_task_is_learned_on_four_ranks_with_two_servers(four_ranks, folder):
     rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
-    assert len(rewards) == 60
+    assert len(rewards) == 45
     assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25
     scores = [line["accuracy"] for line in evaluations_of(folder / "four")]
     assert scores[-1] >= scores[0] and "held-out accuracy" in four_ranks

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ranks import run_ranks
 
+from megatron_rl.config import load_config
 from megatron_rl.train import main
+from megatron_rl.train import train as train_config
 
 ROOT = Path(__file__).parents[2]
 COUNT = "configs/count_grpo.yaml"
@@ -37,6 +40,25 @@ def train(*arguments: str, ranks: int = 0, timeout_s: float = 240.0) -> str:
 def train_forked(*arguments: str, ranks: int = 1, timeout_s: float = 240.0) -> None:
     """Run to the end in processes that need not import anything: seconds less for each than those of a command line."""
     run_ranks(ranks, main, list(arguments), timeout_s=timeout_s)
+
+
+def train_until(shows: Callable[[list[dict]], bool], *arguments: str, ranks: int = 1, timeout_s: float = 240.0) -> None:
+    """The same, but the run ends behind the first step whose lines of metrics so far show what is wanted."""
+    run_ranks(ranks, _train_until, shows, arguments, timeout_s=timeout_s)
+
+
+def _train_until(shows: Callable[[list[dict]], bool], arguments: tuple[str, ...]) -> None:
+    from megatron_rl.run.rl_run import RLRun
+
+    checkpoint = RLRun.checkpoint
+
+    def ends(self: RLRun, *, step: int) -> bool:
+        is_over = checkpoint(self, step=step)
+        return self.groups.any(self.groups.is_main and shows(steps_of(self.folder))) or is_over
+
+    RLRun.checkpoint = ends
+    config, *overrides = arguments
+    train_config(load_config(config, overrides))
 
 
 def steps_of(folder: Path) -> list[dict]:

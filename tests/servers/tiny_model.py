@@ -21,9 +21,25 @@ CHAT_TEMPLATE = (
 
 def make_tiny_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
     """Write config.json, model.safetensors and the tokenizer into `folder`; the same bytes for the same seed."""
-    tokenizer = make_tokenizer()
+    return save_tiny_qwen(folder, make_tokenizer(), vocab_size=VOCAB_SIZE, seed=seed, dtype=dtype, tied=tied)
+
+
+def save_tiny_qwen(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    vocab_size: int,
+    spread: float = 0.2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+) -> Path:
+    """Write a random Qwen3 of two layers and its tokenizer in Hugging Face form; return the folder.
+
+    spread: standard deviation of its weights. The larger, the surer the model is of its tokens.
+    """
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -35,7 +51,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,
+        initializer_range=spread,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

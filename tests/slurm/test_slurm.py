@@ -69,7 +69,7 @@ def resumed_after(cluster: Cluster, name: str) -> list[int]:
 def trained(cluster, tmp_path_factory):
     """The folder of a run that `sbatch --wait` has seen to its end, and the servers that were killed meanwhile."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
-    settings = (f"run.folder={folder}", f"warm_start.folder={folder}-warm", "run.steps=60")
+    settings = (f"run.folder={folder}", f"warm_start.folder={folder}-warm", "batch.prompts_per_step=16", "run.steps=45")
     command = ["sbatch", "--wait", "--parsable", "--nodes", "2", f"--output={cluster.log('trained')}", GRPO, COUNT]
     run = subprocess.Popen([*command, *settings], cwd=ROOT, env=cluster.environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -89,7 +89,7 @@ def test_sbatch_on_two_nodes_trains_into_the_band(cluster, trained):
     job, folder, _ = trained
     assert cluster.state(job) == "COMPLETED"
     rewards = [line["reward/mean"] for line in lines(folder) if line["kind"] == "step"]
-    assert len(rewards) == 60
+    assert len(rewards) == 45
     first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
     assert last >= first + 0.25 and last >= 0.6, (first, last)
 
@@ -100,7 +100,7 @@ def test_killed_servers_come_back_and_training_goes_on_with_them(trained):
     assert len(killed) == len(logs) == 2
     for log in logs:
         assert "was killed by SIGKILL; restart 1 of 3" in log.read_text()
-    assert steps(folder) == list(range(60)), "no step was lost or repeated"
+    assert steps(folder) == list(range(45)), "no step was lost or repeated"
 
 
 def test_the_first_node_serves_and_each_rank_and_server_has_its_log(cluster, trained):
@@ -108,7 +108,7 @@ def test_the_first_node_serves_and_each_rank_and_server_has_its_log(cluster, tra
     assert {log.parent.name for log in folder.glob("servers/*/server-0.log")} == {"n1-0", "n1-1"}
     said = cluster.told("trained")
     assert "--nodelist=n2 " in next(line for line in said.splitlines() if "megatron_rl.train " in line)
-    assert "step 60/60" in said, "the job's log has what the first rank says"
+    assert "step 45/45" in said, "the job's log has what the first rank says"
     assert (folder / "ranks" / "rank-0.log").stat().st_size > 0
     assert cluster.accounted_state(job) == "COMPLETED"
 
