@@ -7,12 +7,14 @@ The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a
 fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, and taking checksums
 of weights waits for the device (up to 0.5.22). Each hook runs just before the module that needs it is imported.
 
-Its imports make millions of objects that stay, in each of its three processes or more, and Python's collector would
-spend a third of their time on looking through these: here it looks less often.
+Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
+through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
+SGLang spawns them for CUDA's sake: here they are forked from the first, which has imported all that they need.
 """
 
 import gc
 import importlib.abc
+import multiprocessing
 import sys
 from collections.abc import Callable
 
@@ -65,12 +67,23 @@ def replace_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
+def fork_processes() -> None:
+    set_start_method = multiprocessing.set_start_method
+
+    def set_fork(method, force=False):
+        gc.freeze()  # so that a collection in a forked process copies no page of what was imported
+        set_start_method("fork", force)
+
+    multiprocessing.set_start_method = set_fork
+
+
 gc.set_threshold(100_000, 10, 10)
 sys.meta_path.insert(
     0,
     BeforeImport(
         {
             "torchvision": define_torchvision_operators,
+            "sglang.srt.entrypoints.engine": fork_processes,
             "sglang.srt.mem_cache.pool_host.common": replace_cudart,
             "sglang.srt.utils.weight_checker": replace_synchronize,
         }
