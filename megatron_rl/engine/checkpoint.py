@@ -75,7 +75,7 @@ class CheckpointWriter:
         self.groups = groups
         self.calls = AsyncCallsQueue(persistent=False)
         self.path: Path | None = None
-        """What is being written."""
+        """The folder of the checkpoint in work, None where there is none."""
         self.copies = SharedCopies()
 
     def start(
@@ -183,7 +183,7 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Upstream's name for a writer that has left no result says nothing of what became of it."""
+    """Return an error's words; a writer that left no result was ended, which upstream's name for it does not say."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
@@ -225,12 +225,12 @@ def _fail_with_children(results: Any) -> None:
 
 
 def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
-    """The sharded weights, named by their global layer: the number of chunks may differ between saving and loading."""
+    """Return the sharded weights by their global layer: the number of chunks may differ between saving and loading."""
     return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
 
 
 def training_state(engine: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
-    """The sharded weights and optimizer, the schedule, the version and each rank's random states."""
+    """Return the sharded weights and optimizer, the schedule, the version and each rank's random states."""
     _start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
     optimizer = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata(engine.groups))
@@ -279,7 +279,7 @@ def _keep_step_count(state: dict[Any, Any]) -> None:
 
 
 def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
-    """Each rank's own state in the layout that was saved; in another one all ranks ask for the first rank's."""
+    """Ask for each rank's own state in the layout that was saved; in another one all ranks get the first rank's."""
     is_same = saved_layout == _layout(groups)
     return ShardedObject(
         f"random_state_{groups.rank if is_same else 0}",
@@ -365,7 +365,7 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _common_state(path: Path) -> dict[str, Any]:
-    """The unsharded state, as data: versions of megatron.core differ in what they would let a pickle do here."""
+    """Read the unsharded state as data: versions of megatron.core differ in what they would let a pickle do here."""
     if (path / COMMON).is_file():  # newer ones have it among the sharded objects, which are checked as they are read
         check_objects(path / COMMON)
     return dist_checkpointing.load_common_state_dict(str(path))

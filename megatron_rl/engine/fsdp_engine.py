@@ -37,6 +37,11 @@ from megatron_rl.weights.update_group import TensorSpec
 class FSDPEngine(ModelEngine):
     """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model).
 
+        engine = FSDPEngine(config.actor)  # the layout has no axis but data
+        engine.initialize(None, FinetuneSpec(total_updates=100))
+        stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
+        engine.step_lr_scheduler()
+
     Parameters, gradients and AdamW's state are sharded.
 
     groups: the world, where one exists already (a second engine shares the first one's).
@@ -205,7 +210,7 @@ class FSDPEngine(ModelEngine):
         return rows, output.logits[0].float()
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """What each of T rows sees, `[1, 1, T, T]` bool; by transformers' names where layers have different windows."""
+        """Return the mask of T rows, `[1, 1, T, T]` bool; by transformers' names where layers' windows differ."""
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
         distance = row[:, None] - row[None, :]
         visible = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
@@ -257,7 +262,7 @@ class ValueModel(nn.Module):
         self.model, self.score = trunk, ValueHead(hidden, torch.float32)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """One packed sequence of `[1, T]` tokens -> `[T]` float32 values."""
+        """Return `[T]` float32 values of one packed sequence of `[1, T]` tokens."""
         values = self.score(self.model(**inputs).last_hidden_state[0])
         return values.clone()  # an operation in place on a view would lose FSDP2's hook, of which it warns
 
@@ -281,7 +286,7 @@ def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
 
 
 def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) -> float:
-    """The rate after `updates` steps of the schedule: `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
+    """Return the rate after `updates` steps of the schedule: `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
     warmup, last = options.warmup_updates, max(total_updates, options.warmup_updates + 1)
     if warmup and updates <= warmup:
         return options.lr * updates / warmup
@@ -293,7 +298,7 @@ def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) ->
 
 
 def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p(label) and entropy, both `[T]`, 0 where the label is negative: plain autograd, not the kernels of ops."""
+    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative: plain autograd, no kernel of ops."""
     trained = (labels >= 0).nonzero()[:, 0]
     log_p = (logits[trained] / temperature).log_softmax(-1)
     chosen = log_p.gather(-1, labels[trained, None])[:, 0]

@@ -49,7 +49,7 @@ class SharedCopies:
 
 @contextlib.contextmanager
 def left_out_of_forks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Processes forked meanwhile do not have the large ones of these host tensors, and must not touch them."""
+    """Keep the large ones of these host tensors out of processes forked meanwhile, which must not touch them."""
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     spans = []

@@ -1,4 +1,4 @@
-"""What a family's layers are made of: upstream's layer specs with our norm and attention in their slots."""
+"""The parts of each family's layers: upstream's layer specs with our norm and attention in their slots."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class LatentAttention(MLASelfAttention):
 
 
 def config_class(arch: Architecture) -> type[TransformerConfig]:
-    """Upstream's class of options for the family."""
+    """Return upstream's class of options for the family."""
     return TransformerConfig if arch.latent is None else MLATransformerConfig
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """The fields of TransformerConfig that dense Llama-like decoders leave alone."""
+    """Return the fields of TransformerConfig that dense Llama-like decoders leave alone."""
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.family == "gemma3":
         options |= dict(activation_func=functools.partial(F.gelu, approximate="tanh"), softmax_scale=arch.softmax_scale)
@@ -188,14 +188,14 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 
 
 def has_transformer_engine_layers(arch: Architecture) -> bool:
-    """Whether the family can be built of Transformer Engine's modules."""
+    """Return True if the family can be built of Transformer Engine's modules."""
     return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
 
 
 def layer_spec(
     arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
 ) -> ModuleSpec:
-    """The spec of one layer: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+    """Return one layer's spec: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
     if tf_config.moe_grouped_gemm and not use_transformer_engine:
         raise ValueError(
             "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
@@ -237,7 +237,7 @@ def block_spec(
     vp_stage: int | None = None,
     use_transformer_engine: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's model chunk and the norm after the last."""
+    """Return the layers of this rank's model chunk and the norm after the last."""
     specs = {
         kind: layer_spec(arch, tf_config, is_mixture=kind, use_transformer_engine=use_transformer_engine)
         for kind in {arch.has_mixture(number) for number in range(arch.layers)}

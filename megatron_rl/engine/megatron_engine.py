@@ -45,6 +45,13 @@ from megatron_rl.weights.reshard import HFExport, load_shards
 class MegatronEngine(ModelEngine):
     """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model) on Megatron-Core.
 
+        engine = MegatronEngine(config.actor)
+        engine.initialize(None, FinetuneSpec(total_updates=100))
+        logprobs = engine.forward(batch)  # [N], log p of each token of this rank's trajectories
+        stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
+        engine.step_lr_scheduler()
+        engine.save("runs/mine/final")
+
     groups: the layout, where one exists already (a second engine shares the first one's).
     head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
     shared_device: given where the device has not room for all engines at once, or rollout servers use it too.
@@ -158,6 +165,7 @@ class MegatronEngine(ModelEngine):
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
         self.check_trainable()
+        # The gradient buffers are DDP's, and the optimizer's own gradients, of its float32 weights, are beside them.
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -187,6 +195,7 @@ class MegatronEngine(ModelEngine):
                 values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]
             else:
                 values = post_hook(head.logits(hidden, packed), rows)
+            # The schedule wants a loss and a weight of every microbatch; the values are what is kept.
             return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()
 
         with torch.no_grad():
@@ -263,7 +272,7 @@ class MegatronEngine(ModelEngine):
         )
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """`[T]` results of each microbatch on the last stage -> `[N]` float32 by token on all stages."""
+        """Bring `[T]` results of each microbatch on the last stage to `[N]` float32 by token on all stages."""
         result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
         if self.groups.is_last_stage:
             result = packing.scatter_rows(microbatches, rows, len(result)).to(self.device)
@@ -290,7 +299,7 @@ class MegatronEngine(ModelEngine):
 
     @property
     def _gathers_late(self) -> bool:
-        """Whether an update leaves other ranks' parts of the weights stale until the next forward pass."""
+        """True where an update leaves other ranks' parts of the weights stale until the next forward pass."""
         return self.optimizer is not None and self.config.optimizer.overlap
 
     def _output_weight(self) -> Tensor:
@@ -317,7 +326,7 @@ class MegatronEngine(ModelEngine):
         return export.stream()
 
     def export(self) -> HFExport:
-        """The plan of `hf_tensors`, made by the first call. All ranks call it."""
+        """Return the plan of `hf_tensors`, made by the first call. All ranks call it."""
         self._activate()
         if self._export is None:
             self._export = HFExport(self.chunks, self.arch, self.groups)

@@ -1,4 +1,4 @@
-"""What the `megatron:` section may say: fields of TransformerConfig that no other key and no part of ours decides.
+"""The rules of the `megatron:` section: fields of TransformerConfig that no other key and no part of ours decides.
 
 A field that contradicts the layout, the model or our attention and head would be ignored or compute something else
 without a word; it is refused here, before any process group, with the way out.

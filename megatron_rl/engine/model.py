@@ -51,7 +51,7 @@ class PolicyModel(GPTModel):
         return copy_to_tensor_model_parallel_region(hidden_states, group=group)
 
     def output_weight(self) -> Tensor:
-        """The `[V_local, H]` weight of the output layer, padded columns included."""
+        """Return the `[V_local, H]` weight of the output layer, padded columns included."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -77,12 +77,12 @@ class ValueModel(PolicyModel):
 
 
 def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
-    """The vocabulary rounded up to a multiple of the tensor axis."""
+    """Return the vocabulary rounded up to a multiple of the tensor axis."""
     return -(-arch.vocab // groups.tensor.size) * groups.tensor.size
 
 
 def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
-    """The real columns of this tensor rank; padding is left out and so never takes probability mass."""
+    """Return the real columns of this tensor rank; padding is left out and so never takes probability mass."""
     rows = padded_vocab(arch, groups) // groups.tensor.size
     start = groups.tensor.rank * rows
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)

@@ -140,11 +140,11 @@ class ModelEngine(TrainEngine):
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """The usual loss weight: the number of trained rows of a microbatch."""
+    """Return the usual loss weight: the number of trained rows of a microbatch."""
     return (rows["labels"] >= 0).sum()
 
 
 def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
-    """totals: the global sums of loss, weight and statistics, by name."""
+    """Make a step's statistics of `totals`, the global sums of loss, weight and statistics by name."""
     loss, weight = totals.pop("loss"), totals.pop("weight")
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)

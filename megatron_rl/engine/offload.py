@@ -36,7 +36,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self.hosts: dict[int, Tensor] = {}
-        """What each storage held, by its address as an object."""
+        """The content of each storage, by its address as an object."""
         self.kept: list[UntypedStorage] = []
         self.dropped: list[tuple[UntypedStorage, int]] = []
 

@@ -1,4 +1,4 @@
-"""What a pipeline's last stage makes of its hidden states: logits, log-probs, a loss, or values.
+"""The head, which makes logits, log-probs, a loss or values of the last stage's hidden states.
 
 Every context rank gets the results of all rows, though it computes its own only. `R` counts the hidden states of this
 context rank, `T` the rows of the microbatch that the loss looks at.
@@ -27,13 +27,13 @@ class Head:
         self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
 
     def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """`[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
+        """Return `[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
         weight = self.weight()
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
 
     def logprobs(self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
-        """log p(label) and entropy, both `[T]` float32."""
+        """Return log p(label) and entropy, both `[T]` float32."""
         parts = lm_head_logprobs(hidden, self.weight(), labels, **self._rows(packed, temperature))
         logprobs, entropy = sum_for_all(torch.stack(parts), self.context)
         return logprobs, entropy
@@ -63,7 +63,7 @@ class Head:
         return parts[0].to(loss_sum.dtype), whole, sum_for_all(found, self.context)
 
     def values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
-        """`[T]` float32 values, 0 in rows that are not trained."""
+        """Return `[T]` float32 values, 0 in rows that are not trained."""
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:

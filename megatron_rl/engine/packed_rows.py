@@ -35,7 +35,7 @@ class Alike:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What upstream hands to every layer. R rows of this rank, S pieces of attention.
+    """The bounds and positions that upstream hands to every layer. R rows of this rank, S pieces of attention.
 
     Upstream's own fields describe one sequence of R rows: positions are ours to apply.
     """
@@ -71,7 +71,10 @@ class PackedRows(PackedSeqParams):
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """What the number of rows must divide by: two chunks per context rank, rows that tensor ranks share evenly."""
+    """Return the number that rows come in multiples of.
+
+    There are two chunks for each context rank, and tensor ranks share the rows evenly.
+    """
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
@@ -129,7 +132,7 @@ def own_rows(
 
 
 def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
-    """The ranges of rows that this context rank has."""
+    """Return the ranges of rows that this context rank has."""
     if context.size == 1:
         return [(0, total)]
     chunk = total // (2 * context.size)
@@ -178,7 +181,7 @@ def _alike(query_cu: Tensor, key_cu: Tensor, key_rows: Tensor | None) -> tuple[l
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
+    """Return [starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))
 

@@ -65,7 +65,7 @@ def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[
 
 
 def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, Tensor]:
-    """`[N]` floats by name: the model's results, and what the batch says of tokens and their sequences."""
+    """Return `[N]` floats by name: the model's results, and what the batch says of tokens and their sequences."""
     columns = {name: results.cpu()} | {key: column.cpu() for key, column in batch.tokens.items()}
     columns |= {key: batch.spread(column.cpu()) for key, column in batch.sequences.items()}
     return {key: column for key, column in columns.items() if column.is_floating_point()}
