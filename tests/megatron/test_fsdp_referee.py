@@ -30,6 +30,10 @@ from tests.servers.in_process import done
 
 # Adam divides by |gradient| + eps: with eps near the gradients' rounding error (1e-8 here), the few gradients that are
 # as small would turn rounding into steps. 1e-5 is 1e-2 of a typical gradient and leaves the other steps as they are.
+FAMILIES = [
+    "llama_tied",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_half_windowed", "qwen3", "mistral_windowed")),
+]
 OPTIONS = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
 
@@ -91,7 +95,7 @@ def log_probs_and_updates(backend, folder, batch):
     return logprobs, results
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "qwen2_half_windowed", "qwen3", "mistral_windowed"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     make_model(request.param, path)

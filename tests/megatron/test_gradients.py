@@ -14,6 +14,8 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine import schedule
 from megatron_rl.ops import gather_logprobs
 
+EIGHT_RANKS = pytest.param("cp2_tp2_pp2", marks=pytest.mark.slow)
+
 
 def user_loss(logits, data):
     """A mean over trained rows from logits, with the guide's rolled labels."""
@@ -90,7 +92,7 @@ BUDGETS = (16, 200)
 
 
 @pytest.mark.parametrize("tokens", BUDGETS)
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", "cp2_tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", EIGHT_RANKS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_folder):
     plain, all_rows = all_shared_prompts(model_folder, "1")[kind, 200, False]
@@ -108,7 +110,7 @@ def logprobs_of_an_update(folder, layout, by_row):
     return before, engine.train().train_batch(share, loss).logprobs
 
 
-@pytest.mark.parametrize("layout", ["1", "cp2_tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", EIGHT_RANKS])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_an_update_tells_the_logprobs_it_was_computed_from(layout, by_row, model_folder):
     for before, found in run_ranks(LAYOUTS[layout][0], logprobs_of_an_update, model_folder, layout, by_row):

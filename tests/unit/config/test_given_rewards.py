@@ -39,11 +39,13 @@ def run(folder, end, name="my_program.py"):
     return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_program_itself_is_a_reward(tmp_path):
     done = run(tmp_path, GUARD)
     assert done.stdout == "my_program:mine ['my_program'] 0.5\n" * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_a_guard_ends_at_once_with_the_remedy(tmp_path):
     begin = time.monotonic()
     done = run(tmp_path, NO_GUARD)
@@ -62,6 +64,7 @@ def test_a_run_does_not_start_while_its_reward_is_looked_for(tmp_path, monkeypat
         resolve("unguarded:f", key="rollout.reward", kind="reward", import_from=["unguarded"])
 
 
+@pytest.mark.slow
 def test_a_program_that_no_other_process_can_import_is_told_what_to_do(tmp_path):
     done = run(tmp_path, GUARD, "my-program.py")
     *_, last = done.stderr.splitlines()
