@@ -18,7 +18,7 @@ import megatron_rl
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_rl"
-EVERYTHING = {p.stem if p.suffix else p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or p.is_dir()}
+EVERYTHING = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
