@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron_rl.engine  # noqa: F401  makes megatron.core ready for this machine, so it comes first
+
+# isort: split
+
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
