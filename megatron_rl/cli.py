@@ -1,6 +1,6 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | eval | serve | convert | report | compare | algorithms
+launch | sft | preferences | plan | eval | serve | convert | report | compare | algorithms | options
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ def run(argv: list[str] | None = None) -> None:
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
     commands.add_parser("algorithms", help="advantage estimators and losses, their formulas and sources")
+    options = commands.add_parser("options", help="every key of a config, with its default, its text and its rule")
+    options.add_argument("section", nargs="?", default="", help="such as algo, or one key; default: all of them")
+    options.add_argument("--write", type=Path, metavar="PAGE", help="put all of them into a page, docs/options.md")
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -135,6 +138,10 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl.algo.catalogue import table
 
                 print(table())
+            elif args.command == "options":
+                from megatron_rl.tools.option_pages import options_text, rewrite
+
+                print(rewrite(args.write) if args.write else options_text(args.section))
             elif args.command == "compare":
                 from rich import print as show
 

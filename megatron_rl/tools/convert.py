@@ -73,6 +73,10 @@ def convert_folder(
             f"source = {str(source)!r}: neither a Hugging Face folder (no config.json) nor a checkpoint (no "
             f"manifest.json); give one of the two, or a .gguf file."
         )
+    if is_to_hf and not (source / HF_FILES).is_dir():
+        raise ValueError(
+            f"source = {str(source)!r}: is a run's checkpoint, which may hold several models; give {source / 'policy'}."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with _layout_of_one() as groups, torch.no_grad():
         if is_to_hf:

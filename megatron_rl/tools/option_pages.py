@@ -1,0 +1,86 @@
+"""Every option as a page: `megatron-rl options [SECTION]` prints it, and docs/options.md keeps it.
+
+Names, types, defaults, rules and texts are those of megatron_rl.config, so nothing about an option is written twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+from megatron_rl.config import SECTIONS, DescribedOption, described_options
+
+BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
+WIDTH = 120
+
+
+def options_text(name: str = "") -> str:
+    """Return the options of a section, the one of a dotted key, or all of them. ValueError where there is none."""
+    options = described_options()
+    chosen = [option for option in options if name in ("", option.section, dotted(option))]
+    if not chosen:
+        sections = list(dict.fromkeys(option.section or option.key for option in options))
+        near = difflib.get_close_matches(name, [*sections, *map(dotted, options)], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}."
+        raise ValueError(f"options {name}: no such section or key; {hint}")
+    if name == dotted(chosen[0]):
+        return entry(chosen[0])
+    return "\n\n".join(
+        "\n".join([heading(section), *about(section), *(entry(option) for option in members)])
+        for section, members in by_section(chosen)
+    )
+
+
+def options_markdown() -> str:
+    """Return the generated part of docs/options.md."""
+    parts = []
+    for section, members in by_section(described_options()):
+        lines = [f"## {heading(section)}", ""]
+        for line in about(section):
+            lines += [line, ""]
+        parts.append("\n".join([*lines, *(entry(option, quote="`", bullet="- ") for option in members)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def rewrite(page: Path) -> Path:
+    """Put the options as they are now between a page's two marks. ValueError for a page without marks."""
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page}: has no lines {BEGIN.strip()} and {END.strip()}, where the options go; add them.")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{options_markdown()}\n{END}{after}", encoding="utf-8")
+    return page
+
+
+def by_section(options: Iterable[DescribedOption]) -> list[tuple[str, list[DescribedOption]]]:
+    return [(section, list(members)) for section, members in groupby(options, key=lambda option: option.section)]
+
+
+def dotted(option: DescribedOption) -> str:
+    return f"{option.section}.{option.key}".lstrip(".")
+
+
+def heading(section: str) -> str:
+    return section or "without a section"
+
+
+def about(section: str) -> list[str]:
+    """Return what the section's own docstring says, as lines."""
+    kind = SECTIONS.get(section)
+    text = "" if kind is None or not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}(") else kind.__doc__
+    return textwrap.wrap(" ".join(text.split()), WIDTH)
+
+
+def entry(option: DescribedOption, *, quote: str = "", bullet: str = "") -> str:
+    """Return one option: its key, type and default in the first line, then its text and its rule."""
+    default = f" = {option.default}" if option.default else ""
+    lines = [f"{bullet}{quote}{dotted(option)}{default}{quote} ({option.type})"]
+    said = " ".join([option.doc, f"Rule: {option.rule}." if option.rule else ""]).strip()
+    indent = " " * 2
+    lines += textwrap.wrap(
+        said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
