@@ -38,12 +38,15 @@ TRIED = {
     "sbatch ": "tests/slurm",
     ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
     ".venv/bin/python tests/test_docs.py": "is this file",
+    "python csrc/build.py": "tests/conftest.py builds the operators for every session",
 }
 """How a command of the pages begins, and which test tries it, or why none does."""
 RUN_BY = {
     "tutorial.md": "tests/test_tutorial.py",
+    "gpu.md": "tests/test_gpu_and_cluster_pages.py",
+    "cluster.md": "tests/test_gpu_and_cluster_pages.py",
 }
-"""Pages whose blocks a test of their own runs, in order."""
+"""Pages whose blocks a test of their own runs, or holds to what commands and configs take."""
 TRIED_BY = {
     ("algorithms.md", "@estimator"): "tests/unit/algo/test_algorithms_page.py",
     ("algorithms.md", "MegatronEngine"): "tests/test_readme.py, in a process of its own",

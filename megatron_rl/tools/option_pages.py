@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from megatron_rl.config import SECTIONS, DescribedOption, described_options
+from megatron_rl.config import SECTIONS
+from megatron_rl.config.described_options import DescribedOption, described_options
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
 WIDTH = 120

@@ -169,6 +169,10 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path, monkey
     assert "no such folder" in refusal(tmp_path / "none", tmp_path / "target")
     assert "neither a Hugging Face folder" in refusal(tmp_path / "other", tmp_path / "target")
     assert "exists already; remove it" in refusal(tmp_path / "model", tmp_path / "other")
+    (tmp_path / "other" / "manifest.json").write_text("{}")
+    assert f"is a run's checkpoint, which may hold several models; give {tmp_path}/other/policy" in refusal(
+        tmp_path / "other", tmp_path / "target"
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     message = run_ranks(1, refusal, tmp_path / "model", tmp_path / "target")[0]
     assert "1.1 MB are needed" in message and "1.0 MB are free" in message
