@@ -98,14 +98,14 @@ def run(argv: list[str] | None = None) -> None:
         launch(rest)
         return
     if args.command == "sft":
-        from megatron_rl.run.sft import main as train_on_answers
+        from megatron_rl.train import main as train
 
-        train_on_answers(rest)
+        train(rest, kind="supervised")
         return
     if args.command == "preferences":
-        from megatron_rl.run.preferences import main as train_on_pairs
+        from megatron_rl.train import main as train
 
-        train_on_pairs(rest)
+        train(rest, kind="preference")
         return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):

@@ -23,7 +23,7 @@ from megatron_rl.config import ParallelConfig, TrainConfig, load_config
 from megatron_rl.launch.last_words import one_line
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.process_exit import exit_with
-from megatron_rl.launch.rank import module_of, resume_command
+from megatron_rl.launch.rank import PROGRAM, resume_command
 from megatron_rl.launch.signs_of_life import SignsOfLife, StoppedProcesses
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
     if args.exit_with:
         exit_with(args.exit_with)
-    code = run(places, [module_of(config), str(args.config), *rest])
+    code = run(places, [PROGRAM, str(args.config), *rest])
     if code == EXIT_INTERRUPTED and config.run.checkpoint_every_steps > 0:
         command = resume_command(["megatron-rl", "launch"], sys.argv[1:] if argv is None else argv)
         print(f"To continue: {command}", file=sys.stderr)

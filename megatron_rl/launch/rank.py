@@ -14,20 +14,15 @@ from megatron_rl.launch import last_words, open_files, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
+PROGRAM = "megatron_rl.train"
+"""The module that every rank runs, whatever it trains."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""train(config, resume=...): False if a notice stopped the run."""
-
-
-def module_of(config: TrainConfig) -> str:
-    """The module that a rank of this experiment runs."""
-    if config.supervised.answer:
-        return "megatron_rl.run.sft"
-    return "megatron_rl.run.preferences" if config.preference.loss else "megatron_rl.train"
+"""train(config, resume=...): False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
-    """The command that continues what `program` was told by these words."""
+    """Return the command that continues what `program` was told by these words."""
     kept = [word for word in words if not word.startswith("--resume=")]
     while "--resume" in kept:
         place = kept.index("--resume")
@@ -35,12 +30,12 @@ def resume_command(program: list[str], words: list[str]) -> str:
     return shlex.join([*program, *kept, "--resume", "auto"])
 
 
-def main(program: str, description: str, load: Callable[[], tuple[Check, Train]], argv: list[str] | None) -> None:
+def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], argv: list[str] | None) -> None:
     """Check and train what the arguments name, and end with an exit code that says how it went.
 
-    load: imports what checks and trains, which takes seconds.
+    load: imports what checks and trains such a config, which takes seconds.
     """
-    parser = argparse.ArgumentParser(program, description=description)
+    parser = argparse.ArgumentParser(PROGRAM, description=description)
     parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument(
@@ -60,7 +55,7 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
     folder: list[Path] = []
-    with last_words.one_line(program, folder=lambda: folder[0] if folder else None):
+    with last_words.one_line(PROGRAM, folder=lambda: folder[0] if folder else None):
         try:
             config = load_config(args.config, args.overrides)
             folder.append(Path(config.run.folder))
@@ -68,7 +63,7 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
             if args.exit_with:
                 process_exit.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
             with start_up.importing():
-                check, train = load()
+                check, train = load(config)
             if args.dry_run:
                 found = check(config)
                 print(config.to_yaml())
@@ -77,9 +72,9 @@ def main(program: str, description: str, load: Callable[[], tuple[Check, Train]]
                 sys.exit(EXIT_STOPPED)
         except KeyboardInterrupt as stop:
             if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
-                print(f"{program}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
+                print(f"{PROGRAM}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
                 if config.run.checkpoint_every_steps > 0:
-                    print(f"To continue: {resume_command(['python', '-m', program], words)}", file=sys.stderr)
+                    print(f"To continue: {resume_command(['python', '-m', PROGRAM], words)}", file=sys.stderr)
             sys.exit(EXIT_INTERRUPTED)
         except RuntimeError as error:
             if not process_exit.is_lost_peer(error):

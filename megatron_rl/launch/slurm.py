@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch.container import RUNTIMES, Container
 from megatron_rl.launch.placement import Nodes, Placement, ServerPlace, nodes_of_job, place
-from megatron_rl.launch.rank import module_of
+from megatron_rl.launch.rank import PROGRAM
 from megatron_rl.launch.stop_signal import EXIT_STOPPED
 
 FIRST_PORT, PORTS = 20_000, 12_000
@@ -39,6 +38,41 @@ Not at once (--kill-on-bad-exit), as those that save on a notice end one after t
 """
 FIRST_RESTART_S = 2.0
 TAIL_LINES = 5
+RUNTIMES = ("pyxis", "apptainer")
+"""Of containers: pyxis, a plugin of srun, or apptainer."""
+PYTHON = "python3"
+"""In a container's image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """An image and what starts it. The working folder and `mounts` are the same inside as outside."""
+
+    image: str
+    runtime: str
+    mounts: Sequence[str] = ()
+
+    @property
+    def _folders(self) -> list[str]:
+        return list(dict.fromkeys([str(Path.cwd()), *self.mounts]))
+
+    def srun_options(self) -> list[str]:
+        if self.runtime != "pyxis":
+            return []
+        mounts = ",".join(f"{folder}:{folder}" for folder in self._folders)
+        return [
+            f"--container-image={self.image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+
+    def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
+        """The command that runs the image's Python on these arguments."""
+        python = [PYTHON, *arguments]
+        if self.runtime == "pyxis":
+            return python
+        binds = [word for folder in self._folders for word in ("--bind", folder)]
+        return ["apptainer", "exec", *(["--nv"] * has_gpus), *binds, "--pwd", str(Path.cwd()), self.image, *python]
 
 
 @dataclass(kw_only=True)
@@ -150,7 +184,7 @@ class Job:
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
         ranks = self.placement.ranks
-        train = ["-m", module_of(self.config), *self.train_arguments]
+        train = ["-m", PROGRAM, *self.train_arguments]
         if self.config.run.checkpoint_every_steps:
             train += ["--resume", "auto"]
         if not (self.config.rollout.servers or self.config.learns_from_data):

@@ -16,7 +16,7 @@ from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.data.sft_rows import AnswerRows
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.run.supervised_training import answer_training
+from megatron_rl.run.row_training import answer_training
 from megatron_rl.types import StepStats
 
 SETTINGS = "warm_start.json"

@@ -10,7 +10,6 @@ from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_rl.data.tasks import count_ones
-from megatron_rl.run import preferences, sft
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import main
 
@@ -32,7 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def supervised(folder):
     """A short run on answers."""
-    run(sft.main, "configs/count_sft.yaml", "batch.prompts_per_step=128", "run.steps=30", f"run.folder={folder}/sft")
+    run(main, "configs/count_sft.yaml", "batch.prompts_per_step=128", "run.steps=30", f"run.folder={folder}/sft")
     return folder / "sft"
 
 
@@ -45,7 +44,7 @@ def warm(supervised):
 @pytest.fixture(scope="module")
 def reward_model(folder):
     settings = ("run.steps=120", f"run.folder={folder}/judge")
-    run(preferences.main, "configs/count_reward_model.yaml", *settings)
+    run(main, "configs/count_reward_model.yaml", *settings)
     return folder / "judge"
 
 
@@ -129,7 +128,7 @@ def test_remax_compares_with_what_the_reward_model_makes_of_the_greedy_reply(rew
 
 def test_dpo_makes_the_preferred_replies_likelier(warm, folder):
     settings = (f"model.path={warm}", "run.steps=40", f"run.folder={folder}/dpo")
-    run(preferences.main, "configs/count_dpo.yaml", *settings)
+    run(main, "configs/count_dpo.yaml", *settings)
     steps, evaluations = steps_of(folder / "dpo"), evaluations_of(folder / "dpo")
     assert steps[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5), "it starts at its reference"
     assert evaluations[-1]["accuracy"] >= 0.8 and evaluations[-1]["margin"] > 0.5

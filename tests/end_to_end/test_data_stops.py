@@ -9,8 +9,9 @@ from kills import exit_codes, has_ended, logged, newest_checkpoint, start_ranks
 from training_runs import ROOT, steps_of
 
 from megatron_rl.launch.stop_signal import EXIT_STOPPED
-from megatron_rl.run import preferences, sft
-from megatron_rl.run.data_run import DataRun
+from megatron_rl.run.preference_run import PreferenceRun
+from megatron_rl.run.supervised_run import SupervisedRun
+from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
 
@@ -25,12 +26,12 @@ SMALL = (
 
 def pairs(overrides):
     os.chdir(ROOT)
-    preferences.main(["configs/count_dpo.yaml", *overrides, "--resume", "auto"])
+    main(["configs/count_dpo.yaml", *overrides, "--resume", "auto"])
 
 
 def answers(overrides):
     os.chdir(ROOT)
-    sft.main(["configs/count_sft.yaml", *overrides, "--resume", "auto"])
+    main(["configs/count_sft.yaml", *overrides, "--resume", "auto"])
 
 
 def start(folder, run, *more, ranks=2):
@@ -44,14 +45,15 @@ def weights(folder):
 
 def before_each_update(run, act):
     """The run, whose ranks call `act` with it and the step."""
-    update = DataRun.update
+    kind = SupervisedRun if run is answers else PreferenceRun
+    update = kind.update
 
     def patched(self, step):
         act(self, step)
         update(self, step)
 
     def patched_run(overrides):
-        DataRun.update = patched
+        kind.update = patched
         run(overrides)
 
     return patched_run

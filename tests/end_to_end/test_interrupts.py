@@ -14,7 +14,7 @@ from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.launch.rank import resume_command
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED
-from megatron_rl.run import sft
+from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ CONFIG = "configs/count_sft.yaml"
 
 def fresh_answers(overrides):
     os.chdir(ROOT)
-    sft.main([CONFIG, *overrides])
+    main([CONFIG, *overrides])
 
 
 def start(folder, run, *more, ranks=1):
@@ -47,7 +47,7 @@ def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_wh
     stopped = "stopped after step 9 on another rank's stop signal; --resume auto continues the run"
     assert stopped in " ".join(text.split())
     command = shlex.split(text.partition("To continue: ")[2].splitlines()[0])
-    assert command[:4] == ["python", "-m", "megatron_rl.run.sft", CONFIG] and command[-2:] == ["--resume", "auto"]
+    assert command[:4] == ["python", "-m", "megatron_rl.train", CONFIG] and command[-2:] == ["--resume", "auto"]
     assert f"run.folder={folder}" in command and command.count("--resume") == 1 and "Traceback" not in text
     assert exit_codes(start(folder, answers, ranks=2)) == [0, 0] and len(steps_of(folder)) == STEPS
 

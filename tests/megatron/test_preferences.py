@@ -20,9 +20,9 @@ from megatron_rl.algo.catalogue import find_pair_loss
 from megatron_rl.config import load_config
 from megatron_rl.data.sft_rows import join_pairs
 from megatron_rl.run.checks import check
-from megatron_rl.run.preference_training import PairRun, PairTraining, Reference, asked_together, check_pair_training
-from megatron_rl.run.preferences import train
+from megatron_rl.run.preference_run import PairTraining, PreferenceRun, Reference, asked_together, check_preference
 from megatron_rl.telemetry.run_log import read_run
+from megatron_rl.train import train
 
 TOLERANCE = 1e-5
 CASES = {
@@ -251,7 +251,7 @@ def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
 def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(settings, message):
     model = (f"model.path={ROOT}/configs/models/count_tiny", "model.init=random")
     with pytest.raises(ValueError, match=message):
-        check_pair_training(load_config(ROOT / "configs" / "count_dpo.yaml", [*model, *settings]))
+        check_preference(load_config(ROOT / "configs" / "count_dpo.yaml", [*model, *settings]))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def told_before_it_begins(folder):
     """Whether the run begins, and how many phases it went through."""
     random = (f"model.path={ROOT}/configs/models/count_tiny", "model.init=random", "run.checkpoint_every_steps=1")
     config = load_config(ROOT / "configs" / "count_dpo.yaml", [*random, *SMALL, f"run.folder={folder}"])
-    with PairRun(config) as run:
+    with PreferenceRun(config) as run:
         os.kill(os.getpid(), signal.SIGTERM)
         assert run.stop_signal.came(within_s=10)
         return run.begin(), run.timers.snapshot()

@@ -15,9 +15,9 @@ from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig, load_config
 from megatron_rl.engine.fsdp_engine import FSDPEngine
-from megatron_rl.run import sft
-from megatron_rl.run.data_run import DataTraining
+from megatron_rl.run.row_training import RowTraining
 from megatron_rl.telemetry.run_log import read_run
+from megatron_rl.train import train as train_run
 
 POLICY_LOSS = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=True)
 SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "lr": 1e-3}
@@ -212,7 +212,7 @@ ROOT = Path(__file__).parents[2]
 
 def answers_run(folder, bad_steps, *settings):
     """Train on answers, with a loss that is no number in some steps; return what was logged."""
-    update = DataTraining.update
+    update = RowTraining.update
 
     def sometimes_bad(self, batch, step):
         plain = self.loss
@@ -222,10 +222,10 @@ def answers_run(folder, bad_steps, *settings):
         self.loss = plain
         return stats
 
-    DataTraining.update = sometimes_bad
+    RowTraining.update = sometimes_bad
     model = (f"model.path={ROOT}/configs/models/count_tiny", "model.init=random")
     small = ("batch.prompts_per_step=6", "run.evaluate_every_steps=0", "run.steps=5", f"run.folder={folder}")
-    sft.train(load_config(ROOT / "configs" / "count_sft.yaml", [*model, *small, "run.save_at_end=false", *settings]))
+    train_run(load_config(ROOT / "configs" / "count_sft.yaml", [*model, *small, "run.save_at_end=false", *settings]))
     return read_run(folder)
 
 

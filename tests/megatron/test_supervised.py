@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import load_config
 from megatron_rl.data.sft_rows import join_replies
-from megatron_rl.run.sft import train
-from megatron_rl.run.supervised_training import answer_training, check_supervised_training
+from megatron_rl.run.row_training import answer_training
+from megatron_rl.run.supervised_run import check_supervised
 from megatron_rl.telemetry.run_log import read_run
+from megatron_rl.train import train
 
 TOLERANCE = 1e-5
 # Every answer in a microbatch of its own, of which two replicas have three and two; some together; all in one.
@@ -169,4 +170,4 @@ def test_run_says_how_many_rows_it_leaves_out(tmp_path, capfd):
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(settings, message):
     with pytest.raises(ValueError, match=message):
-        check_supervised_training(load_config(ROOT / "configs" / "count_sft.yaml", [*MODEL, *settings]))
+        check_supervised(load_config(ROOT / "configs" / "count_sft.yaml", [*MODEL, *settings]))

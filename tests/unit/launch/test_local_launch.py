@@ -40,7 +40,7 @@ def test_ranks_get_the_gpus_that_servers_leave():
     assert places(2, "rollout.servers=[http://elsewhere:1]") == Places(ranks=2, rank_gpus=["0", "1"])
 
 
-def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_their_module(monkeypatch):
+def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_by_the_one_entry(monkeypatch):
     for config in (PAIRS, ANSWERS):
         assert places(0, config=config) == Places(ranks=1)
         assert places(4, "parallel.tensor=2", config=config) == Places(ranks=4, rank_gpus=list("0123"))
@@ -51,8 +51,7 @@ def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_their_module(mo
     for config in (PAIRS, ANSWERS, COUNT):
         with pytest.raises(SystemExit):
             main(["launch", "--ranks", "1", config, "run.steps=3"])
-    modules = ("megatron_rl.run.preferences", PAIRS), ("megatron_rl.run.sft", ANSWERS), ("megatron_rl.train", COUNT)
-    assert started == [[*module, "run.steps=3"] for module in modules]
+    assert started == [["megatron_rl.train", config, "run.steps=3"] for config in (PAIRS, ANSWERS, COUNT)]
 
 
 def test_by_turns_both_get_all():

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.launch.container import Container
 from megatron_rl.launch.placement import Nodes, ServerPlace, counts, nodes_of_job, place, ranks_of_step
-from megatron_rl.launch.slurm import job_of, overrides_of_task, parser, port_of, srun
+from megatron_rl.launch.slurm import Container, job_of, overrides_of_task, parser, port_of, srun
 
 COUNT = Path("configs/count_grpo.yaml")
 

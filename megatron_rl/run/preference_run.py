@@ -1,8 +1,9 @@
-"""Training on pairs of replies: what is checked before it, and what a step of its loop (data_run.py) does."""
+"""Training on pairs of replies, one of which was preferred: a policy, or a reward model, on the same engine as RL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,16 @@ from megatron_rl.algo.preference import PreferenceLoss, pairs_of, preference_met
 from megatron_rl.api import TrainEngine
 from megatron_rl.batch import exchange
 from megatron_rl.config import TrainConfig
-from megatron_rl.run.data_run import Data, DataRun, DataTraining, check_data_run
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.run.row_training import RowData, RowSteps, RowTraining, check_rows, start_engine
+from megatron_rl.run.run import Run
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
-def check_pair_training(config: TrainConfig) -> tuple[PreferenceLoss, Data]:
-    """Check everything that can be checked before a process group is started: ValueError names key, value and way out.
+def check_preference(config: TrainConfig) -> tuple[PreferenceLoss, RowData]:
+    """Check everything that can be checked before a process group is started: ValueError names key, value and remedy.
 
-    Returns the loss; and the order of the training pairs, these pairs, and the held-out pairs of each set.
+    Returns the loss and the pairs.
     """
     options = config.preference
     if not options.loss:
@@ -29,10 +32,10 @@ def check_pair_training(config: TrainConfig) -> tuple[PreferenceLoss, Data]:
             "reward model. RL is started by megatron-rl launch."
         )
     loss = find_pair_loss(options.loss, options.loss_args, import_from=config.run.import_from)
-    return loss, check_data_run(config, head=loss.entry.head)
+    return loss, check_rows(config, head=loss.entry.head)
 
 
-class PairTraining(DataTraining):
+class PairTraining(RowTraining):
     """Trains an engine on pairs, whose prompt is computed once where `share_prompts` says so."""
 
     def __init__(
@@ -56,7 +59,7 @@ class PairTraining(DataTraining):
 
 
 class Reference:
-    """What the model of the run's start makes of the pairs that are still to be trained, by their number.
+    """The log-probabilities that the model of the run's start gives the pairs still to be trained, by their number.
 
     The engine computes it before its first update, which needs no second model. Every rank holds 4 bytes for each token
     of these pairs' replies, and nothing of their prompts.
@@ -81,7 +84,7 @@ class Reference:
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
     """Yield the pairs that the steps from `first_step` on train, parted by the step of the run in which they are new.
 
-    numbers_of: the pairs of a step. A pair has the same company whichever step a life of the run begins with, so a
+    numbers_of: the pairs of a step. A pair has the same company whichever step the run was resumed at, so a
     resumed run finds the same bits.
     """
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}
@@ -93,41 +96,80 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
             yield new
 
 
-class PairRun(DataRun):
-    """All parts of one run on pairs on this rank."""
+class PreferenceRun(Run):
+    """All parts of one run on pairs on this rank.
 
-    SECTION, WEIGHT = "preference", "pairs"
-    training: PairTraining
+    with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
+        if run.begin():
+            run.update(0)  # logs preference/loss, preference/accuracy, ...
+        run.finish()
+    """
 
-    def _check(self) -> Data:
-        self.loss, data = check_pair_training(self.config)
-        self.head, self.reference = self.loss.entry.head, Reference()
-        return data
+    def _start(self) -> None:
+        self.loss, self.data = check_preference(self.config)
+        self.reference = Reference()
+        self._join()
+        self._open()
+        self.engine = start_engine(self.config, self.groups, head=self.loss.entry.head)
+        shared = self.config.batch.share_prompts
+        self.training = PairTraining(self.engine, self.groups, self.loss, share_prompts=shared)
+        self.steps = RowSteps(
+            self.config,
+            self.data,
+            self.training,
+            section="preference",
+            weight="pairs",
+            metrics_of=means_over_pairs,
+            check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
+            log_file=self.log_file,
+            timers=self.timers,
+        )
+        self.steps.continue_from(self.resumed)
 
-    def _make_training(self) -> PairTraining:
-        return PairTraining(self.engine, self.groups, self.loss, share_prompts=self.config.batch.share_prompts)
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        return {"model": self.engine}
 
-    def _metrics_of(self, stats: StepStats) -> dict[str, float]:
-        """Means over pairs; `accuracy` is the share of pairs whose chosen reply is the better one by the model."""
-        return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))
+    def _state(self) -> dict[str, Any]:
+        return self.steps.state_dict()
 
-    def _prepare(self) -> bool:
-        """Compute what the loss needs of the reference, which is the model as it is now."""
-        if not self.loss.entry.needs_reference:
-            return True
-        for pairs in self.held_out.values():
+    def begin(self) -> bool:
+        """Bring model and reference to where the first step starts. False if a stop signal came before that."""
+        if self.loss.entry.needs_reference and not self._ask_reference():
+            self.stop_after(self.first_step)
+            return False
+        if self.resumed:  # after the reference, which is the model of the run's start
+            self.load_checkpoint()
+        else:
+            self.evaluate(step=0)
+        return True
+
+    def _ask_reference(self) -> bool:
+        """Compute what the loss needs of the reference, which is the model as it is now; False if told to stop."""
+        for pairs in self.data.held_out.values():
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
-        for numbers in asked_together(self._numbers, self.config.run.steps, self.first_step):
+        for numbers in asked_together(self.data.numbers, self.config.run.steps, self.first_step):
             if self.stop_is_near():
                 return False
             with self.timers("reference"):
-                pairs = self.rows.batch(numbers)
+                pairs = self.data.rows.batch(numbers)
                 self.reference.keep(numbers, pairs, self.training.ref_logprobs(pairs))
         return True
 
-    def _batch(self, step: int) -> TrajectoryBatch:
-        pairs = super()._batch(step)
+    def update(self, step: int) -> None:
+        self.steps.update(step, self._pairs)
+
+    def _pairs(self, numbers: list[int]) -> TrajectoryBatch:
+        pairs = self.data.rows.batch(numbers)
         if self.loss.entry.needs_reference:
-            self.reference.add_to(pairs, self._numbers(step))
+            self.reference.add_to(pairs, numbers)
         return pairs
+
+    def evaluate(self, *, step: int) -> None:
+        self.steps.evaluate(step=step)
+
+
+def means_over_pairs(stats: StepStats) -> dict[str, float]:
+    """Return means over pairs; `accuracy` is the share of pairs whose chosen reply is the better one by the model."""
+    return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))

@@ -1,0 +1,176 @@
+"""Training on rows of data, which needs no rollouts: the checks, the updates and the steps of supervised and preference
+runs. A warm start makes its updates here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl import parallel
+from megatron_rl.algo.loss import supervised
+from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
+from megatron_rl.batch import exchange
+from megatron_rl.config import TrainConfig
+from megatron_rl.data.prompts import PromptIterator
+from megatron_rl.data.sft_rows import ReplyRows, load_replies
+from megatron_rl.data.tokens import load_tokenizer
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.engine.model import transformer_config
+from megatron_rl.telemetry.run_log import RunLog
+from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.mapping import weight_source
+
+if TYPE_CHECKING:
+    from megatron_rl.api import LossWeightFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowData:
+    """The rows of one run."""
+
+    order: PromptIterator
+    """Of the training rows."""
+    rows: ReplyRows
+    held_out: dict[str, TrajectoryBatch]
+    """Of each set, a batch of all its rows."""
+    rows_per_step: int
+
+    def numbers(self, step: int) -> list[int]:
+        """Return which rows of data.train a step takes."""
+        count = self.rows_per_step
+        return [self.order.at(place)["prompt_index"] for place in range(step * count, (step + 1) * count)]
+
+
+def check_rows(config: TrainConfig, *, head: str) -> RowData:
+    """Check everything that runs on rows have in common, before a process group is started. ValueError."""
+    setting = config.chosen_data.partition(" ")[0]
+    if config.batch.updates_per_step != 1:
+        raise ValueError(
+            f"batch.updates_per_step = {config.batch.updates_per_step}: must be 1 with {setting}; set "
+            f"batch.prompts_per_step to the rows of one update, and run.steps to the updates."
+        )
+    if config.warm_start.updates > 0:
+        raise ValueError(
+            f"warm_start.updates = {config.warm_start.updates}: must be 0 with {setting}; run megatron-rl sft before, "
+            f"and name what it writes as model.path."
+        )
+    arch = read_architecture(config.model.path).with_head(head)
+    if config.model.init == "hf":
+        weight_source(config.model.path, arch)
+    transformer_config(arch, config.actor, config.megatron)
+    rows, held_out = load_replies(config, load_tokenizer(config.model.path), context=arch.max_positions)
+    data, seed = config.data, config.run.seed
+    order = PromptIterator(rows.rows, seed=seed, shuffle=data.shuffle, weights=data.weights)
+    return RowData(order=order, rows=rows, held_out=held_out, rows_per_step=config.batch.prompts_per_step)
+
+
+def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: str) -> MegatronEngine:
+    """Return the engine that such a run trains, with its weights loaded. Collective: every rank calls it."""
+    engine = MegatronEngine(config.actor, groups=groups, head=head, megatron=config.megatron)
+    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))
+    return engine
+
+
+class RowTraining:
+    """Trains an engine by a loss of rows. Collective: every rank calls every method, with the same whole batches.
+
+    training = RowTraining(engine, groups, LogprobLoss(supervised, by_row=True))
+    for step, batch in enumerate(batches):
+        print(training.update(batch, step).loss)
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        groups: parallel.ParallelGroups,
+        loss: LogprobLoss | ValueLoss,
+        weigh: LossWeightFn | None = None,
+        *,
+        share_prompts: bool = False,
+    ) -> None:
+        """weigh: counts what the loss is a mean over; trained tokens unless it is given. share_prompts: compute the
+        common prompt of a row's replies once."""
+        self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
+        self.loss, self.weigh = loss, weigh
+
+    def update(self, batch: TrajectoryBatch, step: int) -> StepStats:
+        self.engine.train()
+        stats = self.engine.train_batch(self._share(batch, step), self.loss, self.weigh)
+        self.engine.step_lr_scheduler()
+        return stats
+
+    def evaluate(self, batch: TrajectoryBatch) -> StepStats:
+        self.engine.eval()
+        return self.engine.eval_batch(self._share(batch, 0), self.loss, self.weigh)
+
+    def _share(self, batch: TrajectoryBatch, seed: int) -> TrajectoryBatch:
+        return exchange.update_shares(batch, 1, self.groups, seed=seed, share_prompts=self.share_prompts)[0]
+
+
+def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> RowTraining:
+    """Return what trains a policy on answers: the loss is the mean of -log p over the answers' tokens."""
+    return RowTraining(engine, groups, LogprobLoss(supervised, by_row=True))
+
+
+class RowSteps:
+    """The steps and evaluations of a run on rows, and the metrics that they log.
+
+    section: of the config, by which the metrics are called. weight: what the loss is a mean over. metrics_of: what a
+    step and an evaluation say of their rows. check: is given the statistics of each update, and the rows' numbers in
+    words. Collective: every rank calls every method.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: RowData,
+        training: RowTraining,
+        *,
+        section: str,
+        weight: str,
+        metrics_of: Callable[[StepStats], dict[str, float]],
+        check: Callable[[StepStats, str], None],
+        log_file: RunLog,
+        timers: PhaseTimers,
+    ) -> None:
+        self.config, self.data, self.training = config.run, data, training
+        self.section, self.weight, self._metrics_of, self._check = section, weight, metrics_of, check
+        self.log_file, self.timers = log_file, timers
+
+    def continue_from(self, state: dict[str, Any] | None) -> None:
+        """Go on in the order of the rows where a checkpoint has it; None or empty begins it."""
+        if self.data.rows.left_out:
+            left_out, left = self.data.rows.left_out, len(self.data.order)
+            self.log_file.say(f"data.train: {left_out} rows are too long and left out, {left} are left")
+        if state:
+            self.data.order.load_state_dict(state["prompts"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.data.order.state_dict()}
+
+    def update(self, step: int, batch_of: Callable[[list[int]], TrajectoryBatch]) -> None:
+        """Train on the step's rows, which batch_of makes from their numbers, and log what came out.
+
+        RuntimeError where too many updates in a row were skipped.
+        """
+        numbers = self.data.numbers(step)
+        with self.timers("update"):
+            stats = self.training.update(batch_of(numbers), step)
+        found = self._metrics_of(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
+        found["skipped_updates"] = int(not stats.applied)
+        metrics = {f"{self.section}/{name}": value for name, value in found.items()}
+        self.log_file.log_step(step, metrics | self.timers.snapshot())
+        self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")
+
+    def evaluate(self, *, step: int) -> None:
+        """Measure the held-out rows where it is time to."""
+        every = self.config.evaluate_every_steps
+        if step in (0, self.config.steps) or (every > 0 and step % every == 0):
+            for name, batch in self.data.held_out.items():
+                with self.timers("evaluate"):
+                    stats = self.training.evaluate(batch)
+                self.log_file.log_evaluation(step, name, self._metrics_of(stats) | {self.weight: int(stats.weight)})

@@ -1,0 +1,79 @@
+"""Training on the answers that rows bring, with the same engine as RL: its check, and its run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.run.row_training import RowData, RowSteps, answer_training, check_rows, start_engine
+from megatron_rl.run.run import Run
+from megatron_rl.types import StepStats
+
+
+def check_supervised(config: TrainConfig) -> RowData:
+    """Check everything that can be checked before a process group is started: ValueError names key, value and remedy.
+
+    Returns the rows.
+    """
+    if not config.supervised.answer:
+        raise ValueError(
+            "supervised.answer = '': names no column of the rows; set the one with the answer's text, or messages. RL "
+            "is started by megatron-rl launch."
+        )
+    return check_rows(config, head="policy")
+
+
+class SupervisedRun(Run):
+    """All parts of one run on answers on this rank.
+
+    with SupervisedRun(load_config("configs/count_sft.yaml", [])) as run:
+        run.begin()
+        run.update(0)  # logs supervised/loss
+        run.finish()
+    """
+
+    def _start(self) -> None:
+        self.data = check_supervised(self.config)
+        self._join()
+        self._open()
+        self.engine = start_engine(self.config, self.groups, head="policy")
+        self.steps = RowSteps(
+            self.config,
+            self.data,
+            answer_training(self.engine, self.groups),
+            section="supervised",
+            weight="tokens",
+            metrics_of=loss_and_perplexity,
+            check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
+            log_file=self.log_file,
+            timers=self.timers,
+        )
+        self.steps.continue_from(self.resumed)
+
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        return {"model": self.engine}
+
+    def _state(self) -> dict[str, Any]:
+        return self.steps.state_dict()
+
+    def begin(self) -> bool:
+        """Bring the model to where the first step starts; True, as nothing in it takes long enough to be stopped."""
+        if self.resumed:
+            self.load_checkpoint()
+        else:
+            self.evaluate(step=0)
+        return True
+
+    def update(self, step: int) -> None:
+        self.steps.update(step, self.data.rows.batch)
+
+    def evaluate(self, *, step: int) -> None:
+        self.steps.evaluate(step=step)
+
+
+def loss_and_perplexity(stats: StepStats) -> dict[str, float]:
+    return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
