@@ -44,22 +44,22 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process: its GPU under torchrun or srun, else the CPU."""
+    """Return the device of this process: its GPU under torchrun or srun, else the CPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_cuda() else torch.device("cpu")
 
 
 def backend() -> str:
-    """The torch.distributed backend of the trainer's ranks."""
+    """Return the torch.distributed backend of the trainer's ranks."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def has_gradient_accumulation_kernel() -> bool:
-    """Whether megatron.core's linear layers can add weight gradients in one kernel, which is apex's."""
+    """Can megatron.core's linear layers add weight gradients in one kernel, which is apex's?"""
     return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def uses_transformer_engine(transformer_impl: str) -> bool:
-    """Whether layers are Transformer Engine's under `model.transformer_impl`. Looks for it without importing it.
+    """Are layers Transformer Engine's under `model.transformer_impl`? Looks for it without importing it.
 
     ValueError where it is demanded and cannot be had.
     """

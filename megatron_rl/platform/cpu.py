@@ -1,4 +1,4 @@
-"""What megatron.core finds in place of CUDA on a machine without it: constants in its code and a few torch functions.
+"""Stand-ins that megatron.core finds for CUDA on a machine without it: constants in its code and a few torch functions.
 
 Streams and events become no-ops, the CUDA random generator becomes the CPU one. Checked by tests/megatron, which train
 on the real Megatron-Core over gloo.

@@ -30,7 +30,7 @@ FAULTS = (
     *(AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RecursionError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""What reading a broken pickle may end in."""
+"""Errors that reading a broken pickle may end in."""
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
     *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # numpy's random state

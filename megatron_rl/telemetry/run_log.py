@@ -44,7 +44,7 @@ COLUMNS = (
     ("servers", "rollout/servers_idle_share", ".0%"),
     ("step time", "time/step", ".1f"),
 )
-"""What the console shows of a step; a metric that the step lacks is left blank."""
+"""The console's line of a step: heading, metric and format. A metric that the step lacks is left blank."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -69,12 +69,16 @@ class Sample:
 
     @property
     def said(self) -> str:
-        """All that the policy wrote."""
+        """The text that the policy wrote, in all its turns."""
         return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
 
 
 class RunLog:
-    """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
+    """The log of a run: writes its folder and shows its progress. Use as a context manager, or call `close`.
+
+        with RunLog("runs/mine", total_steps=100) as log:
+            log.log_step(0, {"reward/mean": 0.5}, samples=[])
+            log.log_evaluation(1, "held_out", {"accuracy": 0.25})
 
     `first_step` > 0 continues the folder's log and forgets what it says about later steps, which will run again. At 0
     an earlier run's files are renamed to `previous-*`.
@@ -93,7 +97,7 @@ class RunLog:
         self._rewards: list[float] = []
         self._progress: Progress | None = None
         self.sinks: Sinks | None = None
-        """Where the numbers go besides the files."""
+        """The loggers that get the numbers besides the files."""
         if not is_main:
             return
         try:

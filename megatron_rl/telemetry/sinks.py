@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its own folder: TensorBoard, Weights & Biases, trackio, a Prometheus endpoint.
+"""Loggers that get a run's numbers besides its folder: TensorBoard, Weights & Biases, trackio, a Prometheus endpoint.
 
 metrics.jsonl is the record; these are views of it. One that cannot be opened stops the run before it starts; one that
 fails later is left out with a warning, since training is worth more than a dashboard.
@@ -140,7 +140,7 @@ class Prometheus(Sink):
 
 
 class Sinks:
-    """All that a run's config names. ValueError, naming the key, for one that cannot be opened."""
+    """The loggers that a run's config names. ValueError, naming the key, for one that cannot be opened."""
 
     def __init__(self, config: TelemetryConfig, folder: Path, first_step: int, settings: dict[str, Any]) -> None:
         self._open: list[Sink] = []

@@ -1,4 +1,4 @@
-"""What a process is doing, and for how long: spans, of which those under way are always known.
+"""Spans: the work that a process is doing, and for how long, of which those under way are always known.
 
 A hang report lists the oldest of them. Those that have ended are forgotten, all but the last few, unless `record` was
 called: then a trace of them can be written (trace.py). Times are seconds of CLOCK_MONOTONIC, which all processes of a
@@ -27,7 +27,7 @@ class Span:
     """Something that took time. A child lies within its parent's time."""
 
     row: str
-    """What it is one of: episodes, replies, rewards, phases, ..."""
+    """Its kind: episodes, replies, rewards, phases, ..."""
     name: str
     begin_s: float
     end_s: float | None = None
@@ -50,7 +50,13 @@ _inside: ContextVar[tuple[Spans, Span] | None] = ContextVar("inside", default=No
 
 
 class Spans:
-    """The spans of one process, from any thread."""
+    """The spans of one process, from any thread.
+
+    spans = Spans()
+    with spans("episodes", "prompt 7"):
+        with spans("rewards", "last_number"):  # within the episode
+            ...
+    """
 
     def __init__(self, most: int = SPANS_RECORDED, on_end: Callable[[Span], None] = lambda span: None) -> None:
         """on_end is told each span that ends, in the thread and the context that it was in."""

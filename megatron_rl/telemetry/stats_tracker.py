@@ -1,4 +1,4 @@
-"""What a loop of your own measures, collected from wherever it stands, and exported once a step.
+"""Statistics of a training loop of your own, collected anywhere in it and exported once a step.
 
     from megatron_rl import stats_tracker
 

@@ -10,7 +10,12 @@ from megatron_rl.telemetry.spans import Span
 
 
 class PhaseTimers:
-    """Adds up wall-clock seconds by phase; for one thread.
+    """The wall-clock seconds of each phase, for one thread.
+
+        timers = PhaseTimers()
+        with timers("rollout"):
+            ...
+        timers.snapshot()  # {"time/rollout": 1.2, "time/step": 1.3}
 
     A phase inside another one pauses the outer one, so that the phases of a step never add up to more than the step.
     With a GPU the seconds are the host's: a phase ends when its work is queued unless it waits for a result.

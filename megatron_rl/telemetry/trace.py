@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Recording:
-    """What one rollout process did."""
+    """The spans of one rollout process."""
 
     pid: int
     wall_minus_monotonic_s: float
@@ -43,7 +43,7 @@ class Recording:
 
 @dataclass(kw_only=True)
 class RankTrace:
-    """What one trainer rank and its rollout process, if it has one, did in a step."""
+    """The spans of one trainer rank, and of its rollout process if it has one, in a step."""
 
     rank: int
     host: str

@@ -1,1 +1,1 @@
-"""What training does not need: the embedded rollout server, the planner, reports, and conversions of models."""
+"""Tools beside training: the embedded rollout server, the planner, reports, and conversions of models."""

@@ -2,6 +2,8 @@
 
 Weights are dequantised; llama.cpp's interleaved q and k rows go back to the halves that Hugging Face's rotary embedding
 expects. A folder appears complete or not at all. Needs `gguf` and `tokenizers`, neither llama.cpp nor transformers.
+The `gguf_file=` of transformers 5.12 reads the same weights of SmolLM2, but gives it a tokenizer that splits spaces and
+digits otherwise and ends replies with `<|im_start|>`; it needs accelerate too.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
 
 
 def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
-    """True where `target` holds the finished conversion; ValueError where it holds something else."""
+    """Return True if `target` holds the finished conversion; ValueError where it holds something else."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     if all((target / name).is_file() for name in FILES):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_rl.tools.embedded_server import sampling
-from megatron_rl.tools.embedded_server.kv_rows import RowTable
+from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
@@ -74,7 +74,7 @@ class Batcher:
     ):
         self.model = model
         self.cache = KVCache(model.config, model.dtype, model.device)
-        self.rows = RowTable(
+        self.kv_rows = KVRows(
             self.cache,
             max_rows=max_running_requests,
             context_length=context_length,
@@ -87,7 +87,7 @@ class Batcher:
         self.prefill_tokens_per_turn = prefill_tokens_per_turn
         self.stats = Stats()
         self.failure: str | None = None
-        """Why the batcher can run nothing more; set once, after a forward pass raised or its thread died."""
+        """The reason why the batcher can run no more; set once, after a forward pass raised or its thread died."""
         self.has_died = False
         """The thread has ended though nobody stopped it: this server must be started again."""
         self.paused = False
@@ -195,7 +195,7 @@ class Batcher:
         """Forget all keys and values; False, and nothing done, while requests hold or await them."""
         if not self.can_flush():
             return False
-        self.rows.forget_prefixes()
+        self.kv_rows.forget_prefixes()
         return True
 
     def can_flush(self) -> bool:
@@ -214,7 +214,7 @@ class Batcher:
                 self.model.free()
                 self.weights_changed(RELEASED)
             else:
-                self.rows.free()
+                self.kv_rows.free()
 
     def regain(self, tags: Iterable[str]) -> None:
         """Undo `release`, but for what was in the memory."""
@@ -225,7 +225,7 @@ class Batcher:
 
     def weights_changed(self, version: str | None) -> None:
         """Keys of the old weights are never reused for new requests; running requests close a span."""
-        self.rows.epoch += 1
+        self.kv_rows.epoch += 1
         self.set_version(version)
 
     def set_version(self, version: str | None) -> None:
@@ -236,7 +236,7 @@ class Batcher:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run until `stop`. Whatever else ends the thread is logged, and leaves nobody waiting for an answer."""
+        """Run until `stop`. Whatever else ends the thread is logged, and leaves nobody waiting for a response."""
         try:
             self._run()
         # Nobody else would hear of it: the thread's end is all that is left of a bug, and /health must say so.
@@ -265,7 +265,7 @@ class Batcher:
                 continue
             try:
                 self._turn()
-            # Whatever a forward pass may raise, clients must get an answer and /health must turn to 503.
+            # Whatever a forward pass may raise, clients must get a response and /health must turn to 503.
             except Exception as error:
                 logger.exception("the batcher failed; %d requests end with status 500", len(self._accepted))
                 self._fail(f"{type(error).__name__}: {error}")
@@ -324,18 +324,18 @@ class Batcher:
         if not self._waiting:
             return
         running = len(self._running)
-        self._fit(min(running + len(self._waiting), self.rows.max_rows), self._longest(), least_rows=max(running, 1))
+        self._fit(min(running + len(self._waiting), self.kv_rows.max_rows), self._longest(), least_rows=max(running, 1))
         deferred: list[Request] = []
-        while self._waiting and len(self._running) < self.rows.max_rows:
+        while self._waiting and len(self._running) < self.kv_rows.max_rows:
             request, running = self._waiting.popleft(), len(self._running)
             if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
                 self._waiting.appendleft(request)
                 break
-            prefix = self.rows.find_prefix(request)
+            prefix = self.kv_rows.find_prefix(request)
             if prefix.more_is_coming:
                 deferred.append(request)
                 continue
-            self.rows.admit(request, prefix)
+            self.kv_rows.admit(request, prefix)
             self._running.append(request)
             if not request.started:
                 request.started, request.cached_tokens = True, prefix.length
@@ -343,7 +343,7 @@ class Batcher:
                 self.stats.prompt_tokens += len(request.prompt)
                 self.stats.cached_tokens += prefix.length
         self._waiting.extendleft(reversed(deferred))
-        self.rows.copy_prefixes()
+        self.kv_rows.copy_prefixes()
 
     def _longest(self) -> int:
         return max((len(request.tokens) for request in self._running), default=0)
@@ -354,20 +354,20 @@ class Batcher:
         False, and nothing changed, if that would be fewer than `least_rows`. The youngest requests are retracted when
         fewer rows than run fit.
         """
-        if rows <= len(self.rows) and tokens <= self.cache.capacity:
+        if rows <= len(self.kv_rows) and tokens <= self.cache.capacity:
             return True
-        wanted, capacity = self.rows.size_for(rows, tokens, self._longest())
+        wanted, capacity = self.kv_rows.size_for(rows, tokens, self._longest())
         if wanted < least_rows:
             return False
         while len(self._running) > wanted:
             self._retract(self._running[-1])
-        if (wanted, capacity) != (len(self.rows), self.cache.capacity):
-            self.rows.resize(wanted, capacity)
+        if (wanted, capacity) != (len(self.kv_rows), self.cache.capacity):
+            self.kv_rows.resize(wanted, capacity)
         return True
 
     def _retract(self, request: Request) -> None:
         self._running.remove(request)
-        self.rows.release(request, keep=False)
+        self.kv_rows.release(request, keep=False)
         request.filled = 0
         request.retractions += 1
         self._waiting.appendleft(request)
@@ -392,7 +392,7 @@ class Batcher:
             if request.next_score is not None:
                 self._score(request, hidden[begin : begin + span.count], span)
             begin += span.count
-            self.rows.advance(request, span.count)
+            self.kv_rows.advance(request, span.count)
         return len(tokens)
 
     def _score(self, request: Request, hidden: torch.Tensor, span: Span) -> None:
@@ -437,10 +437,10 @@ class Batcher:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         request.first_token_s = request.first_token_s or time.monotonic()
-        self.rows.advance(request, 1)
+        self.kv_rows.advance(request, 1)
         reason: dict[str, Any] | None = None
         if math.isnan(logprob):
-            self.rows.wipe(request)
+            self.kv_rows.wipe(request)
             reason = {"type": "stop", "matched": "NaN happened"}
             request.logprobs[-1] = 0.0
         elif request.room == 0:
@@ -465,7 +465,7 @@ class Batcher:
     def _finish(self, request: Request, reason: dict[str, Any]) -> None:
         if request.row is not None:
             self._running.remove(request)
-            self.rows.release(request, keep=self.rows[request.row].epoch == self.rows.epoch)
+            self.kv_rows.release(request, keep=self.kv_rows[request.row].epoch == self.kv_rows.epoch)
         self._accepted.discard(request)
         request.end_span(self.weight_version)
         request.weight_version = self.weight_version
@@ -483,7 +483,7 @@ class Batcher:
             self._finish(request, {"type": "abort", "message": FAILED + cause, "status_code": 500, "err_type": None})
         self._waiting.clear()
         self._running.clear()
-        self.rows.reset()
+        self.kv_rows.reset()
 
     def _abort(
         self, chosen: Callable[[Request], bool], *, message: str | None = None, status: int | None = None

@@ -99,7 +99,7 @@ class Bodies:
             raise RequestFailed(too_large, 413)
         if http.version >= HttpVersion11 and http.headers.get("Expect", "").lower() == "100-continue":
             await http.writer.write(CONTINUE)
-            http.writer.output_size = 0  # the answer has not begun
+            http.writer.output_size = 0  # the response has not begun
         pieces, allowed_s = [], FIRST_S + (most if announced is None else announced) / SLOWEST_BYTES_PER_S
         held = _Held(asyncio.timeout(allowed_s))
         self._held.add(held)

@@ -1,9 +1,9 @@
-"""Who is connected to the embedded server, so that nobody can keep the others out.
+"""The connections of the embedded server, kept so that nobody can shut the others out.
 
 A connection is a stranger's until a whole request came on it that the guard let in. There may be so many strangers and
 so many connections; whoever comes then takes the place of the oldest stranger of the peer that has most of them, or of
-a client between two requests. A stranger has HEADERS_S to ask for something, and whoever does not read an answer is cut
-off. So the run's own clients, which ask at once and have the token, always get in.
+a client between two requests. A stranger has HEADERS_S to ask for something, and whoever does not read a response is
+cut off. So the run's own clients, which ask at once and have the token, always get in.
 
 asyncio's own accept loop tries a thousand times at once where the process has no file left, and logs each.
 """
@@ -33,9 +33,9 @@ HEADERS_S = 10.0
 PROMPT_S = 1.0
 """Whoever came within it may only not have been heard yet."""
 LOOK_EVERY_S = 1.0
-FIRST_ANSWER_S = 30.0
+FIRST_RESPONSE_S = 30.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""An answer has to be taken within FIRST_ANSWER_S and what it takes at this rate."""
+"""A response has to be taken within FIRST_RESPONSE_S and what it takes at this rate."""
 NO_FILE_LEFT_S = 0.2
 
 
@@ -44,13 +44,13 @@ class _Connection:
     peer: str
     transport: asyncio.Transport
     since_s: float
-    """When it was accepted, or last began or ended a request."""
+    """The time at which it was accepted, or last began or ended a request."""
     is_known: bool = False
     requests: int = 0
     """Under way: 1 or 0."""
     is_heard: bool = False
     """The request that is under way needs no body and is being answered."""
-    answer_until_s: float | None = None
+    response_until_s: float | None = None
 
 
 class Connections:
@@ -91,11 +91,11 @@ class Connections:
             for connection in self._living():
                 pending = connection.transport.get_write_buffer_size()
                 if not pending or connection.requests:  # a stream has a deadline for each piece
-                    connection.answer_until_s = None
-                elif connection.answer_until_s is None:
-                    connection.answer_until_s = now + FIRST_ANSWER_S + pending / SLOWEST_BYTES_PER_S
+                    connection.response_until_s = None
+                elif connection.response_until_s is None:
+                    connection.response_until_s = now + FIRST_RESPONSE_S + pending / SLOWEST_BYTES_PER_S
                 is_silent = not (connection.is_known or connection.requests) and now - connection.since_s > HEADERS_S
-                if is_silent or now > (connection.answer_until_s or now):
+                if is_silent or now > (connection.response_until_s or now):
                     connection.transport.abort()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Who may ask the embedded server for what, judged by the head of a request, before its body is read.
+"""The guard of the embedded server: judges by the head of a request who may ask for what, before its body is read.
 
 With a token, clients must send it, but for OPEN_PATHS. Without one, which only a server on this host's own address may
 be, everybody on the host may generate and nobody may change anything; a web page may not even ask: what a browser sends
@@ -19,7 +19,7 @@ from megatron_rl.tools.embedded_server.batcher import Stopped
 from megatron_rl.tools.embedded_server.bodies import RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
 from megatron_rl.tools.embedded_server.fields import shown
-from megatron_rl.tools.embedded_server.responses import Handler, error_answer, json_answer
+from megatron_rl.tools.embedded_server.responses import Handler, error_response, json_response
 from megatron_rl.tools.embedded_server.run_arguments import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ GENERATION_PATHS = (
 
 
 def guard(token: str | None, host: str, connections: Connections) -> Callable:
-    """Refuse what may not be asked, and answer what handlers raise."""
+    """Refuse what may not be asked, and turn what handlers raise into responses."""
 
     @web.middleware
     async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
@@ -43,31 +43,31 @@ def guard(token: str | None, host: str, connections: Connections) -> Callable:
                 if token is None:
                     _refuse_pages(http, host)
                 if http.path not in OPEN_PATHS and (refusal := _refusal(http, token)) is not None:
-                    answer: web.StreamResponse = refusal
+                    response: web.StreamResponse = refusal
                 else:
                     _refuse_head(http, token)
                     if http.path not in OPEN_PATHS if token is not None else not http.can_read_body:
                         connections.welcome(http)
-                    answer = await handler(http)
+                    response = await handler(http)
             except ValueError as error:
-                answer = error_answer(str(error), 400)
+                response = error_response(str(error), 400)
             except RecursionError:
-                answer = error_answer("the body is nested too deeply", 400)
+                response = error_response("the body is nested too deeply", 400)
             except RequestFailed as error:
-                answer = error_answer(str(error), error.status)
+                response = error_response(str(error), error.status)
             except Stopped as error:
-                answer = error_answer(str(error), 503)
+                response = error_response(str(error), 503)
             except web.HTTPException as error:
-                answer = error_answer(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+                response = error_response(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
                 if "Allow" in error.headers:
-                    answer.headers["Allow"] = error.headers["Allow"]
-            # A bug of ours: the client gets an answer, the log the traceback, and the server lives on.
+                    response.headers["Allow"] = error.headers["Allow"]
+            # A bug of ours: the client gets a response, the log the traceback, and the server lives on.
             except Exception as error:
                 logger.exception("%s %s failed", http.method, http.path[:200])
-                answer = error_answer(f"internal error: {type(error).__name__}: {str(error)[:500]}", 500)
-            if not http.content.at_eof() and not answer.prepared:
-                answer.force_close()  # nobody will read the rest
-            return answer
+                response = error_response(f"internal error: {type(error).__name__}: {str(error)[:500]}", 500)
+            if not http.content.at_eof() and not response.prepared:
+                response.force_close()  # nobody will read the rest
+            return response
 
     return check
 
@@ -80,9 +80,9 @@ def _refusal(http: web.Request, token: str | None) -> web.Response | None:
     if token is not None:
         sent = http.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
-            return json_answer({"error": "Unauthorized"}, 401)
+            return json_response({"error": "Unauthorized"}, 401)
     elif http.match_info.http_exception is None and http.path not in GENERATION_PATHS:
-        return error_answer(
+        return error_response(
             f"{http.method} {http.path}: this server has no token and lets nobody change it; start it with "
             f"--token-file FILE, and name the file in the trainer's rollout.token_file",
             403,

@@ -29,15 +29,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a new request may reuse: `length` tokens of row `row`, or more once a running prefill is done."""
+    """The start that a new request may reuse: `length` tokens of row `row`, or more once a running prefill is done."""
 
     row: int | None
     length: int
     more_is_coming: bool
 
 
-class RowTable:
-    """Used by the batcher's thread alone."""
+class KVRows:
+    """The table of the cache's rows. Used by the batcher's thread alone."""
 
     def __init__(
         self, cache: KVCache, *, max_rows: int, context_length: int, max_total_tokens: int, reuse_prefixes: bool

@@ -1,4 +1,4 @@
-"""What a server gives back while others use its device, by SGLang's tags: weights, kv_cache.
+"""Memory that a server lends to others on its device, by SGLang's tags: weights, kv_cache.
 
 Released weights are gone: once they are resumed the memory holds anything, until new ones are published.
 """
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.fields import shown
-from megatron_rl.tools.embedded_server.responses import json_answer, read_object, wait
+from megatron_rl.tools.embedded_server.responses import json_response, read_object, wait
 
 WITHOUT_MEMORY = "cuda_graph"
 """A tag of SGLang's for what this server does not have."""
@@ -41,12 +41,12 @@ class MemoryEndpoints:
                 return_freed_memory()
 
         await wait(self.batcher.call(release))
-        return json_answer(None)
+        return json_response(None)
 
     async def resume(self, http: web.Request) -> web.Response:
         tags = _tags(await read_object(http))
         await wait(self.batcher.call(lambda: self.batcher.regain(tags)))
-        return json_answer(None)
+        return json_response(None)
 
 
 def return_freed_memory() -> None:

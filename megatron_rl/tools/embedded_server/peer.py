@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.responses import read_object, wait
-from megatron_rl.tools.embedded_server.weight_endpoints import answer_refusals, weight_answer
+from megatron_rl.tools.embedded_server.weight_endpoints import refusals_as_responses, weight_response
 
 HEADER_BYTES = 64 * 1024
 """More than an error or the head of a safetensors file of one tensor takes."""
 PEER_TIMEOUT_S = 60.0
-"""How long a peer may take over one tensor."""
+"""Longest that a peer may take over one tensor."""
 
 
 class PeerEndpoints:
@@ -34,8 +34,8 @@ class PeerEndpoints:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/peer_tensor", answer_refusals(self.give)),
-            web.post("/update_weights_from_peer", answer_refusals(self.take)),
+            web.post("/peer_tensor", refusals_as_responses(self.give)),
+            web.post("/update_weights_from_peer", refusals_as_responses(self.take)),
         ]
 
     async def give(self, http: web.Request) -> web.Response:
@@ -79,18 +79,18 @@ class PeerEndpoints:
                 being_written = self._write(name, tensor, own_version)
                 count += 1
         await wait(being_written)
-        return weight_answer(True, f"Took {count} tensors of {url}.")
+        return weight_response(True, f"Took {count} tensors of {url}.")
 
     async def _fetch(self, session: aiohttp.ClientSession, url: str, body: dict[str, str], most: int) -> Tensor:
         """Ask for a tensor that takes `most` bytes at most."""
         try:
-            async with session.post(f"{url}/peer_tensor", json=body, allow_redirects=False) as answer:
-                if answer.content_length is None or answer.content_length > most:
-                    raise ValueError(f"peer_url = {url}: answered {answer.content_length} bytes, not {most} at most")
-                content = await answer.read()
-                if answer.status != 200:
+            async with session.post(f"{url}/peer_tensor", json=body, allow_redirects=False) as response:
+                if response.content_length is None or response.content_length > most:
+                    raise ValueError(f"peer_url = {url}: answered {response.content_length} bytes, not {most} at most")
+                content = await response.read()
+                if response.status != 200:
                     raise ValueError(
-                        f"peer_url = {url}: HTTP {answer.status}: {content[:300].decode(errors='replace')}"
+                        f"peer_url = {url}: HTTP {response.status}: {content[:300].decode(errors='replace')}"
                     )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ValueError(f"peer_url = {url}: {type(error).__name__}: {error}; is that server up?") from error

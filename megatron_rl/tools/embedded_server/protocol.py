@@ -13,7 +13,7 @@ from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams, derive_seed
 
-# Fields of SGLang's GenerateReqInput that would change the answer, with the values that do not.
+# Fields of SGLang's GenerateReqInput that would change the response, with the values that do not.
 _UNSUPPORTED = {
     "input_embeds": (None,),
     "image_data": (None, []),
@@ -78,7 +78,7 @@ class GenerateCall:
 
     requests: list[Request]
     single: bool
-    """Answer with an object instead of a list."""
+    """The response is an object instead of a list."""
     stream: bool
     return_logprob: bool
     return_text_in_logprobs: bool
@@ -154,30 +154,30 @@ def make_requests(
     return requests
 
 
-def generate_answer(
+def generate_response(
     request: Request, call: GenerateCall, version: str, text: Text | None, tokens: int | None = None
 ) -> dict[str, Any]:
-    """SGLang's answer to one request; `tokens` cuts it to the first so many, for a stream chunk."""
+    """Return SGLang's response to one request; `tokens` cuts it to the first so many, for a stream chunk."""
     output = request.output[:tokens]
     finished = tokens is None
-    answer = {
+    response = {
         "text": reply_text(request, output, finished, text),
         "output_ids": output,
         "meta_info": meta_info(request, output, finished, version),
     }
     if call.return_prompt_token_ids:
-        answer["prompt_token_ids"] = request.prompt
+        response["prompt_token_ids"] = request.prompt
     if call.return_logprob:
         named = text if call.return_text_in_logprobs else None
         start = len(request.prompt) if request.logprob_start is None else request.logprob_start
         # The first scored token has no prediction before it.
         scores = [None, *request.input_logprobs][: len(request.prompt) - start]
-        answer["meta_info"] |= {
+        response["meta_info"] |= {
             "input_token_logprobs": _triples(scores, request.prompt[start : start + len(scores)], named),
             "output_token_logprobs": _triples(request.logprobs[: len(output)], output, named),
             "output_token_logprobs_length": len(output),
         }
-    return answer
+    return response
 
 
 def meta_info(request: Request, output: list[int], finished: bool, version: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
 
 
 def timing(request: Request) -> dict[str, float]:
-    """When a finished request came, in wall-clock seconds, and how long it took: what SGLang gives with metrics on."""
+    """Return when a finished request came, in wall-clock seconds, and how long it took, as SGLang with metrics on."""
     times = {
         "request_received_ts": time.time() - (time.monotonic() - request.created_s),
         "queue_time": (request.started_s or request.finished_s) - request.created_s,
@@ -276,7 +276,7 @@ def chat_requests(call: ChatCall, limits: Limits, text: Text | None) -> list[Req
     return make_requests(prompt, call.params, call.rid, limits, text, -1)
 
 
-def chat_answer(
+def chat_response(
     requests: list[Request], call: ChatCall, version: str, model_name: str, now_s: int, text: Text | None
 ) -> dict[str, Any]:
     choices = []
@@ -376,7 +376,7 @@ def _check_messages(messages: Any, limits: Limits) -> None:
 
 
 def _letters(value: Any, name: str, depth: int) -> int:
-    """How much there is to render, every value counted as a letter at least."""
+    """Count the letters to render, every value as at least one."""
     if isinstance(value, str):
         return len(value) + 1
     if not isinstance(value, dict | list):

@@ -22,7 +22,7 @@ TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError),
     *(RecursionError, MemoryError),
 )
-"""What the model's template may raise over messages that it was not written for."""
+"""Errors that the model's template may raise over messages that it was not written for."""
 
 
 class Text:
@@ -80,6 +80,6 @@ class Text:
 
     @cached_property
     def _taken_names(self) -> set[str]:
-        """What transformers itself gives a template, or takes as an argument."""
+        """Names that transformers itself gives a template, or takes as an argument."""
         arguments = set(inspect.signature(self._hf.apply_chat_template).parameters) - COMMON_OPTIONS
         return {*arguments, *self._hf.special_tokens_map, "messages", "raise_exception", "strftime_now"}

@@ -43,7 +43,7 @@ class Request:
     """The version when it finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """When it was first in a row; 0 before. So for the next two."""
+    """The time at which it was first in a row; 0 before. So for the next two."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

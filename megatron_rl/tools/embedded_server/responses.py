@@ -1,4 +1,4 @@
-"""What all endpoints share: SGLang's answer shapes and errors as JSON."""
+"""The responses of all endpoints: SGLang's shapes, and errors as JSON."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def read_object(http: web.Request) -> dict[str, Any]:
-    """The JSON object of the body; an empty one where there is none."""
+    """Return the JSON object of the body; an empty one where there is none."""
     return await http.app[BODIES].object(http)
 
 
@@ -25,7 +25,7 @@ async def wait(future: Future) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def json_answer(value: Any, status: int = 200) -> web.Response:
+def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
@@ -35,5 +35,5 @@ def raise_failed(request: Request) -> None:
         raise RequestFailed(reason["message"], reason["status_code"])
 
 
-def error_answer(message: str, status: int) -> web.Response:
-    return json_answer({"error": {"message": message[:MOST_MESSAGE_LETTERS]}}, status)
+def error_response(message: str, status: int) -> web.Response:
+    return json_response({"error": {"message": message[:MOST_MESSAGE_LETTERS]}}, status)

@@ -19,7 +19,7 @@ GREEDY_BELOW = 1e-6
 """Temperatures; SGLang's bound. Dividing by less would overflow."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
-"""What is looked at again for every token must not be long."""
+"""A limit on texts that are looked at again for every token."""
 NOT_SUPPORTED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width"}
 
 

@@ -38,7 +38,7 @@ from megatron_rl.tools.embedded_server.log_rate import LogRate
 from megatron_rl.tools.embedded_server.peer import PeerEndpoints
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
-from megatron_rl.tools.embedded_server.responses import json_answer, raise_failed, read_object, wait
+from megatron_rl.tools.embedded_server.responses import json_response, raise_failed, read_object, wait
 from megatron_rl.tools.embedded_server.run_arguments import (
     add_run_arguments,
     check_run_arguments,
@@ -58,9 +58,9 @@ CPU_CONTEXT_LENGTH = 4096
 HEALTH_TIMEOUT_S = 20.0
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
-"""How long the rest of a refused body is read, so that its sender reads the refusal."""
+"""Longest that the rest of a refused body is read, so that its sender reads the refusal."""
 CHUNK_S = 30.0
-"""How long a client may take to read a piece of a streamed answer."""
+"""Longest that a client may take to read a piece of a streamed response."""
 MOST_LIVE_REQUESTS = 65_536
 MOST_LIVE_TOKENS = 2**25
 """Of all requests that run or wait, prompts and what they may generate not counted."""
@@ -69,14 +69,20 @@ CACHE_SHARE = 0.3
 
 
 class RolloutServer:
-    """The HTTP handlers and the state between them. Lives in the event loop's thread."""
+    """The HTTP handlers and the state between them. Lives in the event loop's thread.
+
+        server = RolloutServer(batcher, text, model_path="/models/qwen3", options={})
+        runner = web.AppRunner(server.app(token, host, connections))
+
+    The batcher runs in a thread of its own; `main` below puts the two together.
+    """
 
     def __init__(self, batcher: Batcher, text: Text | None, *, model_path: str, options: dict[str, Any]):
         self.batcher = batcher
         self.text = text
         self.weights = WeightEndpoints(batcher, model_path)
         self.options = options
-        self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.rows.context_length)
+        self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.kv_rows.context_length)
         self.live: dict[str, Request] = {}
         self.live_tokens = 0
         """Of the prompts of those."""
@@ -133,8 +139,8 @@ class RolloutServer:
         version = self.batcher.weight_version
 
         def write() -> bytes:
-            answers = [orjson.dumps(protocol.generate_answer(r, call, version, self.text)) for r in requests]
-            return answers[0] if call.single else b"[" + b",".join(answers) + b"]"
+            responses = [orjson.dumps(protocol.generate_response(r, call, version, self.text)) for r in requests]
+            return responses[0] if call.single else b"[" + b",".join(responses) + b"]"
 
         return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
 
@@ -150,7 +156,7 @@ class RolloutServer:
         known = self.batcher.weight_version, self.model_name, int(time.time())
 
         def write() -> bytes:
-            return orjson.dumps(protocol.chat_answer(requests, call, *known, self.text))
+            return orjson.dumps(protocol.chat_response(requests, call, *known, self.text))
 
         return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
 
@@ -201,9 +207,9 @@ class RolloutServer:
                 await progress.wait()
                 progress.clear()
                 count = None if done.done() else len(request.logprobs)
-                answer = protocol.generate_answer(request, call, self.batcher.weight_version, self.text, count)
+                part = protocol.generate_response(request, call, self.batcher.weight_version, self.text, count)
                 async with asyncio.timeout(CHUNK_S):
-                    await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
+                    await response.write(b"data: " + orjson.dumps(part) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
         except TimeoutError:  # nobody reads: what is left in the buffer must not be kept
             if http.transport is not None:
@@ -224,12 +230,12 @@ class RolloutServer:
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"mode = {shown(mode)}: must be 'abort', 'retract' or 'in_place'")
         await wait(self.batcher.pause(mode))
-        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: web.Request) -> web.Response:
         await read_object(http)
         await wait(self.batcher.resume())
-        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         sent = http.query.get("timeout", "0")
@@ -277,7 +283,7 @@ class RolloutServer:
 
     async def model_info(self, _: web.Request) -> web.Response:
         config = self.batcher.model.config
-        return json_answer(
+        return json_response(
             {
                 "model_path": self.weights.model_path,
                 "served_model_name": self.model_name,
@@ -292,14 +298,18 @@ class RolloutServer:
 
     async def server_info(self, _: web.Request) -> web.Response:
         state = {"weight_version": self.batcher.weight_version, "last_gen_throughput": self.batcher.stats.tokens_per_s}
-        return json_answer(
+        return json_response(
             self.options
             | {"version": PROTOCOL_VERSION, "embedded": True, "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
             | {
-                "max_total_num_tokens": self.batcher.rows.max_total_tokens,
-                "context_length": self.batcher.rows.context_length,
+                "max_total_num_tokens": self.batcher.kv_rows.max_total_tokens,
+                "context_length": self.batcher.kv_rows.context_length,
             }
-            | {"max_req_input_len": self.batcher.rows.context_length - 1, "internal_states": [state], "status": "ready"}
+            | {
+                "max_req_input_len": self.batcher.kv_rows.context_length - 1,
+                "internal_states": [state],
+                "status": "ready",
+            }
             | {"startup_time": self.started_s, "vocab_size": self.limits.vocab_size}
         )
 
@@ -310,17 +320,17 @@ class RolloutServer:
             "num_running_reqs": batcher.running_requests,
             "num_waiting_reqs": batcher.waiting_requests,
             "num_used_tokens": batcher.used_tokens,
-            "max_total_num_tokens": batcher.rows.max_total_tokens,
-            "token_usage": batcher.used_tokens / batcher.rows.max_total_tokens,
+            "max_total_num_tokens": batcher.kv_rows.max_total_tokens,
+            "token_usage": batcher.used_tokens / batcher.kv_rows.max_total_tokens,
             "gen_throughput": batcher.stats.tokens_per_s,
         }
 
     async def loads(self, _: web.Request) -> web.Response:
-        return json_answer({"timestamp": time.time(), "version": PROTOCOL_VERSION, "loads": [self.load()]})
+        return json_response({"timestamp": time.time(), "version": PROTOCOL_VERSION, "loads": [self.load()]})
 
     async def models(self, _: web.Request) -> web.Response:
         model = {"id": self.model_name, "object": "model", "created": int(self.started_s), "owned_by": "megatron_rl"}
-        return json_answer(
+        return json_response(
             {"object": "list", "data": [model | {"root": self.model_name, "max_model_len": self.limits.context_length}]}
         )
 

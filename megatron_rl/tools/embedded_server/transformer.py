@@ -23,7 +23,7 @@ from megatron_rl.weights.update_group import checksum
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the forward pass needs of an HF `config.json`."""
+    """The part of an HF `config.json` that the forward pass needs."""
 
     model_type: str
     architectures: list[str]
@@ -442,7 +442,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _plan_prefill(
     spans: Sequence[Span], device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, slice, Tensor]]]:
-    """How the packed tokens attend.
+    """Plan how the packed tokens attend.
 
     Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]` which
     of them are not padding). Spans that continue a row: (row, part of the pack, `[count, start + count]` mask).

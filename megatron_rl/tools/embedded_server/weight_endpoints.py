@@ -25,7 +25,7 @@ from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES
 from megatron_rl.tools.embedded_server.direct_updates import changes, shared_tensors
 from megatron_rl.tools.embedded_server.fields import MOST_LETTERS, field, integer, shown
-from megatron_rl.tools.embedded_server.responses import Handler, json_answer, read_object, wait
+from megatron_rl.tools.embedded_server.responses import Handler, json_response, read_object, wait
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
@@ -33,7 +33,7 @@ INCOMPLETE = "incomplete"
 MOST_RANKS = 100_000
 MOST_JOINING = 4
 MOST_NUMBERS = 2**20
-"""Of one answer."""
+"""Of one response."""
 HOST_NAME = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 MAX_DELTA_BYTES = 128 * 1024**2
 """A trainer sends parcels of about half of that."""
@@ -46,7 +46,7 @@ class WeightEndpoints:
     def __init__(self, batcher: Batcher, model_path: str):
         self.batcher = batcher
         self.model_path = model_path
-        """Where the weights were last read from."""
+        """The folder that the weights were last read from."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
         """Groups that a thread is trying to join."""
@@ -68,8 +68,8 @@ class WeightEndpoints:
             "/weights_checker": self.check,
             "/get_weights_by_name": self.get_by_name,
         }
-        routes = [web.post(path, answer_refusals(handler)) for path, handler in posts.items()]
-        return [*routes, web.get("/get_weights_by_name", answer_refusals(self.get_by_name))]
+        routes = [web.post(path, refusals_as_responses(handler)) for path, handler in posts.items()]
+        return [*routes, web.get("/get_weights_by_name", refusals_as_responses(self.get_by_name))]
 
     async def init_group(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -107,40 +107,42 @@ class WeightEndpoints:
             await in_thread(join)
         # torch's DistStoreError and DistNetworkError are RuntimeErrors.
         except (RuntimeError, OSError) as error:
-            return weight_answer(False, f"Failed to join group {name} at {address}:{port}: {error}")
-        return weight_answer(True, f"Joined group {name} as rank {rank} of {world_size}.")
+            return weight_response(False, f"Failed to join group {name} at {address}:{port}: {error}")
+        return weight_response(True, f"Joined group {name} as rank {rank} of {world_size}.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
         name = field(await read_object(http), "group_name", str, "weight_update_group")
         async with self._wire:
             if name not in self._groups:
-                return weight_answer(False, f"group_name = {shown(name)}: no such group")
+                return weight_response(False, f"group_name = {shown(name)}: no such group")
             # In a thread, also the last reference: gloo waits for what is still on the wire.
             await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
-        return weight_answer(True, f"Left group {name}.")
+        return weight_response(True, f"Left group {name}.")
 
     async def begin(self, http: web.Request) -> web.Response:
         selector = field(await read_object(http), "selector", str, "all")
         if selector not in ("all", "target"):
             raise ValueError(f"selector = {shown(selector)}: must be 'all' or 'target'; there is no draft model")
         if self._session_open:
-            return weight_answer(
+            return weight_response(
                 False, "begin_weight_update: a weight update is already open; call end_weight_update()"
             )
         self._session_open = True
-        return weight_answer(True, "Weight update begun.")
+        return weight_response(True, "Weight update begun.")
 
     async def end(self, http: web.Request) -> web.Response:
         await read_object(http)
         if not self._session_open:
-            return weight_answer(False, "end_weight_update: no weight update is open; call begin_weight_update() first")
+            return weight_response(
+                False, "end_weight_update: no weight update is open; call begin_weight_update() first"
+            )
         self._session_open = False
-        return weight_answer(True, "Weight update ended.")
+        return weight_response(True, "Weight update ended.")
 
     async def update_from_distributed(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         if not self._session_open:
-            return weight_answer(
+            return weight_response(
                 False,
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()",
             )
@@ -162,10 +164,10 @@ class WeightEndpoints:
             broken = await self._receive_aside(specs, name, body, flattened=load_format is not None)
         if broken is not None:
             raise ValueError(f"Failed to update weights: {broken}")
-        return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+        return weight_response(True, f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_tensor(self, http: web.Request) -> web.Response:
-        """Read a bucket in shared memory. The answer says that it was read: the trainer may fill it again."""
+        """Read a bucket in shared memory. The response says that it was read: the trainer may fill it again."""
         body = await read_object(http)
         self._require_session("update_weights_from_tensor")
         if "serialized_named_tensors" in body:
@@ -175,7 +177,7 @@ class WeightEndpoints:
             )
         specs = tensor_specs(body)
         await wait(self._update(await in_thread(lambda: shared_tensors(body, specs, self.batcher.model)), body))
-        return weight_answer(True, f"Succeeded to update {len(specs)} tensors.")
+        return weight_response(True, f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_delta(self, http: web.Request) -> web.Response:
         """Change the weights that are held. SGLang has no such endpoint."""
@@ -183,7 +185,7 @@ class WeightEndpoints:
         async with http.app[BODIES].raw(http, MAX_DELTA_BYTES) as body:
             write, version = await in_thread(lambda: changes(body, self.batcher.model))
         await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
-        return weight_answer(True, "Succeeded to change the weights.")
+        return weight_response(True, "Succeeded to change the weights.")
 
     def _require_session(self, update: str) -> None:
         if not self._session_open:
@@ -234,7 +236,9 @@ class WeightEndpoints:
             raise ValueError(f"Failed to update weights: {error}") from error
         self.model_path = path
         message = f"Succeeded to update model weights. Weight version updated to {self.batcher.weight_version}."
-        return json_answer({"success": True, "message": message, "num_paused_requests": self.batcher.running_requests})
+        return json_response(
+            {"success": True, "message": message, "num_paused_requests": self.batcher.running_requests}
+        )
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
         """Return whether the update flushes the cache; ValueError where paused requests hold it."""
@@ -270,7 +274,9 @@ class WeightEndpoints:
         if field(body, "abort_all_requests", bool, True):
             await wait(self.batcher.abort(None))
         await wait(self.batcher.call(lambda: self.batcher.set_version(version)))
-        return json_answer({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+        return json_response(
+            {"success": True, "message": f"Weight version updated to {version}", "new_version": version}
+        )
 
     async def get_by_name(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -288,7 +294,7 @@ class WeightEndpoints:
                 raise ValueError(f"truncate_size = {count}: {rows.numel():,} numbers; at most {MOST_NUMBERS:,} go out")
             return rows.float().tolist()
 
-        return json_answer(await wait(self.batcher.call(read)))
+        return json_response(await wait(self.batcher.call(read)))
 
     async def check(self, http: web.Request) -> web.Response:
         action = field(await read_object(http), "action", str, "checksum")
@@ -302,7 +308,7 @@ class WeightEndpoints:
         checksums = await wait(self.batcher.call(take))
         whole = hashlib.sha256("".join(f"{n}:{h}" for n, h in sorted(checksums.items())).encode()).hexdigest()
         rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
-        return json_answer({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": whole})
+        return json_response({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": whole})
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
@@ -322,20 +328,20 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     return await asyncio.shield(wait(done))
 
 
-def answer_refusals(handler: Handler) -> Handler:
-    """Weight endpoints answer what they refuse in SGLang's shape for updates, not in that of `/generate`."""
+def refusals_as_responses(handler: Handler) -> Handler:
+    """Make a handler respond to what it refuses in SGLang's shape for updates, not in that of `/generate`."""
 
     async def answered(http: web.Request) -> web.StreamResponse:
         try:
             return await handler(http)
         except ValueError as error:
-            return weight_answer(False, str(error))
+            return weight_response(False, str(error))
 
     return answered
 
 
-def weight_answer(success: bool, message: str) -> web.Response:
-    return json_answer({"success": success, "message": message}, 200 if success else 400)
+def weight_response(success: bool, message: str) -> web.Response:
+    return json_response({"success": success, "message": message}, 200 if success else 400)
 
 
 def tensor_specs(body: dict[str, Any]) -> list[TensorSpec]:
@@ -362,7 +368,7 @@ class Arrival:
     specs: list[TensorSpec]
     group: dist.ProcessGroup
     device: torch.device
-    """Where the group's backend can receive."""
+    """A device on which the group's backend can receive."""
     flattened: bool
     """All bytes in one broadcast; otherwise one for each tensor, in order."""
 

@@ -1,1 +1,1 @@
-"""What a run will be, before anything is started: batch algebra, memory and time. Imports neither megatron nor CUDA."""
+"""Plans of a run before anything is started: batch algebra, memory and time. Imports neither megatron nor CUDA."""

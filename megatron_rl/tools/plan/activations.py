@@ -1,4 +1,4 @@
-"""What a training pass keeps for its backward pass, tensor by tensor.
+"""The tensors that a training pass keeps for its backward pass, one by one.
 
 Holds for upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
 tests/megatron/test_plan_memory.py. Transformer Engine's layers keep less: of a norm neither its result beside the input

@@ -1,4 +1,4 @@
-"""What a GPU has and how much of it is taken to be usable: every number that is not derived, in one place."""
+"""Figures of GPUs, and how much of each is taken to be usable: every number that is not derived, in one place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MEAN_REPLY = 0.5
 
 
 def assumptions() -> dict[str, str]:
-    """What a reader should know the figures to rest on."""
+    """Return the assumptions that the figures rest on, as a reader should know them."""
     return {
         "peaks": "NVIDIA's data sheets, dense",
         "reserved memory": f"{RESERVED_BYTES / GIB:g} GiB a GPU",

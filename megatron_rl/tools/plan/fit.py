@@ -36,7 +36,7 @@ class Cluster:
     gpus_per_node: int
     device: Device
     servers: int = 0
-    """How many there are to be, which is not changed; 0 lets the plan choose."""
+    """Their number, which is not changed; 0 lets the plan choose."""
 
     @property
     def gpus(self) -> int:
@@ -45,7 +45,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will be on one split of the GPUs."""
+    """A run on one split of the GPUs: its batch, its memory and its time."""
 
     config: TrainConfig
     cluster: Cluster
@@ -182,14 +182,14 @@ def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: b
 
 
 def _ranks(model: Model) -> int:
-    """What the number of trainer ranks must divide by."""
+    """Return the number that must divide the trainer ranks."""
     layout = model.engine.parallel
     dense = layout.tensor * layout.pipeline * layout.context
     return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
 
 
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
-    """Why the plan cannot run, and what would."""
+    """Say why the plan cannot run, and what would."""
     device = plan.cluster.device
     if not plan.has_gpus_for_both:
         ranks = math.lcm(*(_ranks(model) for model in plan.models))

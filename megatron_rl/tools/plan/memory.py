@@ -180,7 +180,7 @@ class TrainerMemory:
 
     @property
     def fullest_moment(self) -> str:
-        """What happens when most memory is taken, e.g. `update` or `critic: optimizer step`."""
+        """The work under way when most memory is taken, e.g. `update` or `critic: optimizer step`."""
         name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
         memory = self.by_model[name]
         at = {"update": sum(memory.update.values())} | memory.moments
@@ -189,7 +189,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What is there at the fullest moment, by part; it sums to `peak`."""
+        """The bytes at the fullest moment, by part; they sum to `peak`."""
         owner, _, moment = self.fullest_moment.rpartition(": ")
         owner = owner or "policy"
         parts: dict[str, float] = {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is simulated. Times are seconds."""
+    """The work to simulate. Times are seconds."""
 
     servers: int
     slots: int
@@ -61,7 +61,7 @@ class _Group:
     asked_at: int = 0
     """The version when its replies were asked for."""
     oldest: int | None = None
-    """That of the first token."""
+    """The version of the first token."""
     left: int = 0
     """Replies to come."""
 
@@ -86,7 +86,7 @@ class _Server:
 
     @property
     def ends_at(self) -> float:
-        """When the next reply is done."""
+        """Return when the next reply is done."""
         if not self.running:
             return float("inf")
         return self.now + self.stall_s + (self.running[0][0] - self.count) * self.token_s
@@ -200,7 +200,7 @@ class _Run:
         self.again.extend(stale)
 
     def _is_due(self) -> bool:
-        """Whether a group that was too old before is with servers, and would be for any later step."""
+        """Is a group with servers that was too old before, and would be for any later step?"""
         oldest = self.version + 1 - self.work.max_staleness
         return any(group.requeues and group.asked_at < oldest for group in self.with_servers)
 

@@ -117,7 +117,7 @@ def surplus_groups(config: TrainConfig, replicas: int) -> int:
 
 
 def evaluation_count(config: TrainConfig) -> int:
-    """How often the held-out prompts are answered: before the first step, after the last, and between."""
+    """Count the evaluations on held-out prompts: before the first step, after the last, and between."""
     every, steps = config.run.evaluate_every_steps, config.run.steps
     between = (steps - 1) // every if every else 0
     return 2 + between

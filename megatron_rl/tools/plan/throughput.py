@@ -1,4 +1,4 @@
-"""How long a step takes on a split of the GPUs between servers and trainers.
+"""The time of a step on a split of the GPUs between servers and trainers.
 
 Times of a token and of an update follow from products and bytes by `devices`' shares; what comes of them in a run whose
 replies have lengths spread evenly between 0 and the longest is simulated.
@@ -88,7 +88,7 @@ def forward_flops(model: Model, rows: float, labels: float, keys: float) -> floa
 
 
 def passes(model: Model, config: TrainConfig) -> float:
-    """How many forward passes over the step's tokens a model costs; a backward pass counts as two."""
+    """Count the forward passes over the step's tokens that a model costs; a backward pass counts as two."""
     if model.name in ("reference model", "reward model"):
         return 1.0
     training = 4.0 if config.megatron.get("recompute_granularity") == "full" else 3.0
@@ -98,7 +98,7 @@ def passes(model: Model, config: TrainConfig) -> float:
 
 
 def first_passes(config: TrainConfig) -> float:
-    """How many forward passes of the policy over the step's tokens come before its updates."""
+    """Count the policy's forward passes over the step's tokens before its updates."""
     algo = config.algo
     passes = 1.0 if algo.high_entropy_share < 1 else 0.0
     if algo.penalizes_reward or algo.loss in SELECTING:
@@ -163,13 +163,13 @@ def publish_seconds(model: Model) -> float:
 
 
 def turn_seconds(trainer: TrainerMemory) -> float:
-    """All that engines keep, to host memory and back."""
+    """Return the seconds to move everything that engines keep to host memory and back."""
     return 2 * sum(memory.kept for memory in trainer.by_model.values()) / devices.HOST_BANDWIDTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What the steps of a run are made of on one split of the GPUs."""
+    """The parts of a run's steps on one split of the GPUs."""
 
     config: TrainConfig
     batch: BatchPlan

@@ -1,4 +1,4 @@
-"""report.png: what a run works towards, evaluations and time in one picture, drawn with matplotlib."""
+"""report.png: the metric that a run works towards, evaluations and time in one picture, drawn with matplotlib."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
 from megatron_rl.telemetry.trace import FOLDER
 from megatron_rl.tools.report.charts import Series, heat_map, line_chart, short, smooth, stacked_bars
 from megatron_rl.tools.report.report_css import STYLE
-from megatron_rl.tools.report.report_samples import explorer_section
+from megatron_rl.tools.report.report_samples import samples_section
 from megatron_rl.tools.report.summary import (
     aim_of,
     change_of,
@@ -82,7 +82,7 @@ def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
         mismatch_section(run),
         metric_section(run),
         evaluation_section(run),
-        explorer_section(run),
+        samples_section(run),
         config_section(run),
     ]
     return (
@@ -130,7 +130,7 @@ def card(label: str, value: str, note: str, style: str = "") -> str:
 
 
 def aim_section(run: RunRecord) -> str:
-    """What the run works towards: by step, and in its evaluations."""
+    """Draw the metric that the run works towards, by step and in its evaluations."""
     aim = aim_of(run)
     series = [] if aim is None else curve(run.steps, aim.metric)
     legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
@@ -188,7 +188,7 @@ def trace_section(names: Sequence[str]) -> str:
 
 
 def histogram_section(run: RunRecord) -> str:
-    """How long replies and how old tokens were, as shares of each step's; long runs add up neighbouring steps."""
+    """Draw how long replies and how old tokens were, as shares of each step's; long runs add up neighbouring steps."""
     figures = []
     per_column = -(-len(run.steps) // 120)
     for key, name in HISTOGRAMS.items():
@@ -215,7 +215,7 @@ def class_start(label: str) -> int:
 
 
 def mismatch_section(run: RunRecord) -> str:
-    """How far trainer and servers differ in the log-probs of the same tokens: by age, and by place in the reply."""
+    """Draw how far trainer and servers differ in log-probs of the same tokens: by age, and by place in the reply."""
     figures = []
     for kind, name in MISMATCHES.items():
         start = f"mismatch/mean_{kind}_"

@@ -1,4 +1,4 @@
-"""The report's sample explorer: the replies that were logged, found by words, reward and step, without a network.
+"""The report's table of samples: the replies that were logged, found by words, reward and step, without a network.
 
 The samples are data in the page (JSON whose `<` is escaped), and become text nodes only: nothing that a model wrote is
 ever read as markup.
@@ -16,7 +16,7 @@ TEXT_BUDGET = 4_000_000
 COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 
 
-def explorer_section(run: RunRecord) -> str:
+def samples_section(run: RunRecord) -> str:
     """Return the section's HTML, with its data and script; nothing where the run has no samples."""
     rows = [
         [split, step, *(sample[name] for name in ("reward", "prompt", "answer", "reply")), turns_of(sample)]

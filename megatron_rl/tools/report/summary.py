@@ -1,4 +1,4 @@
-"""What the page and the picture of a run both show, as numbers."""
+"""The numbers that the page and the picture of a run both show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.telemetry.run_log import RunRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """What a run works towards: a metric of its steps, what to call it and how to write it."""
+    """The metric that a run works towards, its name and how to write it."""
 
     metric: str
     name: str

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.servers.reply_check import Asked, check_reply, newest_of, read_reply
-from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_answer
+from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 
@@ -32,7 +32,7 @@ def embedded(reason=None):
     request.started, request.created_s, request.started_s, request.finished_s = True, 1.0, 2.0, 3.0
     shows = {"return_logprob": True, "return_text_in_logprobs": False, "return_prompt_token_ids": False}
     call = GenerateCall(requests=[request], single=True, stream=False, **shows)
-    return json.loads(json.dumps(generate_answer(request, call, "4", None)))
+    return json.loads(json.dumps(generate_response(request, call, "4", None)))
 
 
 def sglang(reason=None):
