@@ -1,4 +1,4 @@
-"""PolicyActor: the backend-agnostic RL step over any TrainEngine."""
+"""The RL step over any TrainEngine: PolicyActor trains the policy, and PPO's Critic estimates values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl.algo import advantage
 from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
-from megatron_rl.algo.loss import PolicyLoss
+from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
 from megatron_rl.algo.reward_shaping import RewardShaper
 from megatron_rl.algo.selection import high_entropy, keep
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RewardShapingConfig
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
@@ -125,6 +125,21 @@ class PolicyActor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.shaper.load_state_dict(state["shaper"])
         self.entropy.load_state_dict(state["entropy"])
+
+
+class Critic:
+    """Estimates values, and turns returns into updates of `engine`, which has a value head."""
+
+    def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
+        self.engine, self.options = engine, options
+
+    def values(self, share: TrajectoryBatch) -> Tensor:
+        """Return `[N]` float32: the value of the state in which each trained token was chosen. All ranks call it."""
+        return self.engine.forward(share)
+
+    def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
+        """Apply one optimizer step per share; all ranks call it with as many shares."""
+        return update_each(self.engine, shares, ValueLoss(ValueClipLoss(self.options.value_clip)))
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:

@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algo import advantage, token_losses  # noqa: F401  they enter themselves
+from megatron_rl.algo import advantage, fused_losses, torch_losses  # noqa: F401  they enter themselves
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
-from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, Loss, PairLoss, Rules
+from megatron_rl.algo.registry import (
+    ESTIMATORS,
+    LOSSES,
+    PAIR_LOSSES,
+    Estimator,
+    FusedLoss,
+    PairLoss,
+    Rules,
+    TorchLoss,
+)
 from megatron_rl.config.import_path import resolve
 
 
@@ -28,16 +37,19 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
     return entry
 
 
-def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Loss:
-    """The same for a loss; a plain function at the end of a path looks at rows one by one."""
+def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> FusedLoss | TorchLoss:
+    """Return the policy loss of that name or path, as `find_estimator` does.
+
+    A plain function at the end of a path is a torch loss that looks at rows one by one.
+    """
     entry = _find(name, LOSSES, import_from, key="algo.loss", kind="loss")
-    entry = entry if isinstance(entry, Loss) else Loss(entry)
-    _check_arguments(entry.function, 1 if entry.fused else 2, args, key="algo.loss", rules=entry.rules)
+    entry = entry if isinstance(entry, FusedLoss | TorchLoss) else TorchLoss(entry)
+    _check_arguments(entry.function, _values_given(entry), args, key="algo.loss", rules=entry.rules)
     return entry
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """The same for a loss of pairs, with its arguments, which are tried on one pair."""
+    """Return the loss of pairs of that name or path with its arguments, which are tried on one pair."""
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")
@@ -60,9 +72,14 @@ def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | Non
             )
         return catalogue[name]
     found = resolve(name, key=key, kind=kind, import_from=import_from)
-    if not (callable(found) or isinstance(found, Estimator | Loss | PairLoss)):
+    if not (callable(found) or isinstance(found, Estimator | FusedLoss | TorchLoss | PairLoss)):
         raise ValueError(f"{key} = {name!r}: is a {type(found).__name__}; must be a function.")
     return found
+
+
+def _values_given(loss: FusedLoss | TorchLoss) -> int:
+    """Return how many values a loss's function is called with before the user's own arguments."""
+    return 1 if isinstance(loss, FusedLoss) else 2
 
 
 def _check_arguments(
@@ -88,7 +105,7 @@ def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
-    """The function's own options, as `name=default`."""
+    """Return the function's own options, as `name=default`."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
 
@@ -108,14 +125,14 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The whole catalogue: estimators, losses, losses of pairs."""
+    """Return the whole catalogue: estimators, losses, losses of pairs."""
     table = []
     for name, entry in ESTIMATORS.items():
         how = f"mean: {entry.mean}, std: {entry.std}"
         table.append(_row("algo.advantage", name, entry.function, 1, how))
     for name, way in LOSSES.items():
-        how = "fused operator" if way.fused else "torch"
-        table.append(_row("algo.loss", name, way.function, 1 if way.fused else 2, how))
+        how = "fused operator" if isinstance(way, FusedLoss) else "torch"
+        table.append(_row("algo.loss", name, way.function, _values_given(way), how))
     for name, pairs in PAIR_LOSSES.items():
         how = "a reward model" if pairs.head == "value" else "a policy"
         table.append(_row("preference.loss", name, pairs.function, 1, how))
@@ -129,7 +146,7 @@ def _row(key: str, name: str, function: Callable[..., Any], given: int, how: str
 
 
 def table() -> str:
-    """The catalogue as text for a terminal."""
+    """Return the catalogue as text for a terminal."""
     text, widest = [], max(len(row.name) for row in rows())
     for key in dict.fromkeys(row.key for row in rows()):
         text.append(f"{key}, d = r(chosen) - r(rejected):" if key == "preference.loss" else f"{key}:")

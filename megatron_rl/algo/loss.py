@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.algo.catalogue import find_loss
-from megatron_rl.algo.registry import Loss
-from megatron_rl.algo.token_losses import LossRows, behavior_weight
+from megatron_rl.algo.registry import FusedLoss, TorchLoss
+from megatron_rl.algo.torch_losses import LossRows, behavior_weight
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss
 
@@ -33,20 +32,20 @@ class PolicyLoss:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @cached_property
-    def entry(self) -> Loss:
+    def entry(self) -> FusedLoss | TorchLoss:
         return find_loss(self.options.loss, self.options.loss_args)
 
     @cached_property
     def terms(self) -> PpoOptions:
-        """What the fused operator computes: all of a fused loss. Of another, whose advantages it sees as 0, the KL and
-        entropy terms and the statistics."""
+        """The operator's options. It computes all of a fused loss. Of a torch loss it sees the advantages as 0, and
+        computes the KL and entropy terms and the statistics."""
         options, correction = self.options, self.correction
-        own: dict[str, Any] = {"mode": "reinforce"}
-        if self.entry.fused:
+        own = PpoOptions(mode="reinforce")
+        if isinstance(self.entry, FusedLoss):
             own = self.entry.function(options, **options.loss_args)
         is_unbiased = options.kl_estimator == "unbiased"
-        return PpoOptions(
-            **own,
+        return replace(
+            own,
             behavior=correction.weight,
             behavior_by_sequence=correction.weight != "off" and correction.level == "sequence",
             behavior_low=correction.low,
@@ -59,8 +58,8 @@ class PolicyLoss:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a row's loss depends on its neighbours."""
-        return self.terms.by_sequence or self.entry.by_sequence
+        """True if a row's loss depends on its neighbours."""
+        return self.terms.by_sequence or (isinstance(self.entry, TorchLoss) and self.entry.by_sequence)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for what
@@ -86,7 +85,7 @@ class PolicyLoss:
             logprobs,
             proximal,
             behavior,
-            advantages if self.entry.fused else torch.zeros_like(advantages),
+            advantages if isinstance(self.entry, FusedLoss) else torch.zeros_like(advantages),
             trained,
             self.terms,
             ref_logprobs=column("ref_logprobs") if self.terms.kl_coefficient > 0 else None,
@@ -94,7 +93,7 @@ class PolicyLoss:
             row_weights=row_weights,
             cu_seqlens=bounds if self.terms.by_sequence else None,
         )
-        if not self.entry.fused:
+        if isinstance(self.entry, TorchLoss):
             before = logprobs.detach() if proximal is None else proximal
             seen = LossRows(
                 logprobs=logprobs.masked_fill(~trained, 0.0),
@@ -104,13 +103,13 @@ class PolicyLoss:
                 trained=trained,
                 cu_seqlens=bounds,
             )
-            own = self._in_torch(seen, row_weights)
+            own = self._in_torch(self.entry, seen, row_weights)
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
         return loss, {name: sums[name] for name in self._reported}
 
-    def _in_torch(self, rows: LossRows, row_weights: Tensor | None) -> Tensor:
-        """The policy's term of a loss that is not fused, `[T]`."""
-        loss: Tensor = self.entry.function(rows, self.options, **self.options.loss_args)
+    def _in_torch(self, entry: TorchLoss, rows: LossRows, row_weights: Tensor | None) -> Tensor:
+        """Return the policy's term of a torch loss, `[T]`."""
+        loss = entry.function(rows, self.options, **self.options.loss_args)
         weight = behavior_weight(rows, self.correction).masked_fill(~rows.trained, 0.0)
         # A dropped row adds nothing, even where its loss is not finite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight
@@ -120,10 +119,10 @@ class PolicyLoss:
 
     @property
     def _reported(self) -> list[str]:
-        """The statistics that say something with these options."""
+        """The names of the statistics that say something with these options."""
         names = ["entropy", "tokens", "bounded_tokens", "not_finite"]
         names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
-        names += ["clipped_tokens"] if self.entry.fused and self.terms.mode in ("clip", "cispo") else []
+        names += ["clipped_tokens"] if self.terms.mode in ("clip", "cispo") else []
         names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])

@@ -1,4 +1,7 @@
-"""What an advantage estimator, a policy loss and a loss of pairs are, and how they enter the catalogue.
+"""Advantage estimators, policy losses of two kinds and losses of pairs, and the decorators that enter them into the
+catalogue.
+
+A fused loss is a setting of the operator that large runs train with, a torch loss is a function that anybody can write.
 
 A docstring's first line is the formula and its line `Source: ...` says where it is from; `megatron-rl algorithms` and
 docs/algorithms.md show both.
@@ -8,17 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from torch import Tensor
+
+from megatron_rl.ops import PpoOptions
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
 """By the name of an option: whether a value is allowed, and what it must be."""
 
 
+def above_0(value: Any) -> bool:
+    return bool(0 < value < inf)
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """How the advantages of a step's trajectories are found.
+    """An estimator of the advantages of a step's trajectories.
 
     function(batch, **algo.advantage_args) -> `[B]` float, one for all tokens of a trajectory, or `[N]`, one per token.
     The batch is the whole step's: `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's
@@ -37,17 +47,14 @@ class Estimator:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What the policy's loss is, before KL and entropy terms, weights and aggregation.
+class FusedLoss:
+    """A policy loss that the operator `ops.ppo_loss` computes, with its gradient and statistics, in one pass.
 
-    A fused loss runs in the operator `ops.ppo_loss`: function(options, **algo.loss_args) -> fields of its PpoOptions.
-    Any other is plain torch: function(rows: LossRows, options, **algo.loss_args) -> `[T]`, each row's loss.
+    function(options, **algo.loss_args) -> the operator's PpoOptions, as far as they are the loss's own: KL and entropy
+    terms and behaviour weights are set from the config afterwards.
     """
 
-    function: Callable[..., Any]
-    fused: bool = False
-    by_sequence: bool = False
-    """Looks at a row's neighbours: gets whole sequences and their bounds."""
+    function: Callable[..., PpoOptions]
     select: Callable[..., Tensor] | None = None
     """select(batch, **algo.loss_args) -> `[N]` bool, the tokens whose advantage counts, from the whole step's batch,
     which has `proximal_logprobs` then."""
@@ -56,8 +63,24 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class TorchLoss:
+    """A policy loss in plain torch, before KL and entropy terms, weights and aggregation.
+
+    function(rows: LossRows, options, **algo.loss_args) -> `[T]`, each row's loss.
+    """
+
+    function: Callable[..., Tensor]
+    by_sequence: bool = False
+    """Looks at a row's neighbours: gets whole sequences and their bounds."""
+    select: Callable[..., Tensor] | None = None
+    """As a fused loss's."""
+    rules: Rules = field(default_factory=dict)
+    """Of algo.loss_args."""
+
+
+@dataclass(frozen=True)
 class PairLoss:
-    """What training on pairs of replies makes small, in the mean over pairs.
+    """A loss of pairs of replies, of which training makes the mean small.
 
     function(pairs: Pairs, **preference.loss_args) -> the losses `[P]`, and by the model the replies' worth `[P, 2]`.
     """
@@ -70,7 +93,7 @@ class PairLoss:
 
 
 ESTIMATORS: dict[str, Estimator] = {}
-LOSSES: dict[str, Loss] = {}
+LOSSES: dict[str, FusedLoss | TorchLoss] = {}
 PAIR_LOSSES: dict[str, PairLoss] = {}
 
 
@@ -93,18 +116,31 @@ def estimator(
     return decorate
 
 
-def loss(
+def fused_loss(
+    name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
+) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
+    """Decorate the function of a fused loss; a name enters it into the catalogue."""
+
+    def decorate(function: Callable[..., PpoOptions]) -> FusedLoss:
+        entry = FusedLoss(function, select, rules or {})
+        if name:
+            LOSSES[name] = entry
+        return entry
+
+    return decorate
+
+
+def torch_loss(
     name: str = "",
     *,
-    fused: bool = False,
     by_sequence: bool = False,
     select: Callable[..., Tensor] | None = None,
     rules: Rules | None = None,
-) -> Callable[[Callable[..., Any]], Loss]:
-    """Decorate a loss's function; a name enters it into the catalogue."""
+) -> Callable[[Callable[..., Tensor]], TorchLoss]:
+    """Decorate the function of a loss in plain torch; a name enters it into the catalogue."""
 
-    def decorate(function: Callable[..., Any]) -> Loss:
-        entry = Loss(function, fused, by_sequence, select, rules or {})
+    def decorate(function: Callable[..., Tensor]) -> TorchLoss:
+        entry = TorchLoss(function, by_sequence, select, rules or {})
         if name:
             LOSSES[name] = entry
         return entry

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
-from megatron_rl.algo.actor import PolicyActor
-from megatron_rl.algo.critic import Critic
+from megatron_rl.algo.actor import Critic, PolicyActor
 from megatron_rl.algo.reward_shaping import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig

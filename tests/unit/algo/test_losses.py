@@ -283,7 +283,7 @@ def squared(rows, options, *, factor=1.0):
     return factor * (rows.log_ratio.exp() - 1 - rows.advantages).square()
 
 
-@registry.loss(by_sequence=True)
+@registry.torch_loss(by_sequence=True)
 def summed(rows, options):
     """-A times the sequence's summed log p."""
     lengths = rows.cu_seqlens.diff()

@@ -1,30 +1,31 @@
-"""Policy losses: what each row's loss is, before KL and entropy terms, behaviour weights and aggregation.
+"""Policy losses in plain torch, the kind that a user writes: a function from rows to each row's loss.
 
-u is p(policy) / p(proximal) of a row, A its advantage. Those that large runs train with are fused: one pass of the
-operator over the rows makes loss, gradient and statistics, in the chunks of the output layer where they look at single
-rows. The others are plain torch on `[T]` tensors, which are small beside the logits, and take the same chunks.
+KL and entropy terms, behaviour weights and aggregation are added to it. The tensors are `[T]`, small beside the logits,
+and a loss that looks at single rows takes the chunks of the output layer. In the formulas u is p(policy) / p(proximal)
+of a row, A its advantage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, log, log1p
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.registry import loss
-from megatron_rl.algo.selection import second_moment
+from megatron_rl.algo.registry import above_0, torch_loss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops.reference import bounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossRows:
-    """What a loss in plain torch sees: `[T]` tensors of one float dtype, row t describes the prediction of `labels[t]`.
+    """The rows of a microbatch as a loss in plain torch sees them: `[T]` tensors of one float dtype.
 
-    Rows that are not trained hold 0, and what a loss returns for them is not read.
+    Row t describes the prediction of `labels[t]`. Rows that are not trained hold 0, and their loss is not read.
+
+        def likelihood_ratio(rows: LossRows, options: AlgorithmConfig) -> Tensor:
+            return -rows.advantages * rows.ratio
     """
 
     logprobs: Tensor
@@ -48,45 +49,6 @@ class LossRows:
         return bounded(self.log_ratio).exp()
 
 
-@loss("ppo_clip", fused=True)
-def ppo_clip(options: AlgorithmConfig) -> dict[str, Any]:
-    """max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), at most -dual_clip A where A < 0.
-
-    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476), dual_clip > 0 the dual clip (arXiv 1912.09729); with
-    the section `correction` it is decoupled PPO (arXiv 2505.24298).
-    Source: arXiv 1707.06347
-    """
-    return {"clip_low": options.clip_low, "clip_high": options.clip_high, "dual_clip": options.dual_clip}
-
-
-@loss("gspo", fused=True)
-def gspo(options: AlgorithmConfig) -> dict[str, Any]:
-    """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s the geometric mean of u over the sequence.
-
-    The slope of s in a token's log p is s, as if it were the token's own ratio: the paper's GSPO-token. It is GSPO
-    where A and the behaviour weight are the same for all tokens of a sequence; elsewhere each token is moved by its
-    own, and one that is left out is not. The paper clips at 3e-4 and 4e-4, and takes algo.aggregation = sequence_mean.
-    Source: arXiv 2507.18071
-    """
-    ratio = {"sequence_ratio": True, "clip_low": options.clip_low, "clip_high": options.clip_high}
-    return ratio | {"dual_clip": options.dual_clip}
-
-
-@loss("cispo", fused=True)
-def cispo(options: AlgorithmConfig) -> dict[str, Any]:
-    """-A clip(u, 1 - clip_low, 1 + clip_high) log p, the clipped ratio without gradient.
-
-    Source: arXiv 2506.13585
-    """
-    return {"mode": "cispo", "clip_low": options.clip_low, "clip_high": options.clip_high}
-
-
-def above_0(value: Any) -> bool:
-    return bool(0 < value < inf)
-
-
-SAPO = {name: (above_0, "must be above 0; a larger one is steeper") for name in ("positive", "negative")}
-M2PO = {"bound": (above_0, "must be above 0; the paper's is 0.04")}
 CPGD = {
     "drift": (lambda value: 0 <= value < inf, "must be at least 0; 0 leaves the drift out"),
     "drift_cap": (above_0, "must be above 0"),
@@ -97,36 +59,7 @@ DPPO = {
 }
 
 
-@loss("sapo", fused=True, rules=SAPO)
-def sapo(options: AlgorithmConfig, *, positive: float = 1.0, negative: float = 1.05) -> dict[str, Any]:
-    """-A 4 / s sigmoid(s (u - 1)), s = positive where A > 0, negative elsewhere.
-
-    Source: arXiv 2511.20347
-    """
-    return {"mode": "sapo", "sapo_positive": positive, "sapo_negative": negative}
-
-
-@loss("reinforce", fused=True)
-def reinforce(options: AlgorithmConfig) -> dict[str, Any]:
-    """-A log p.
-
-    Source: Williams 1992
-    """
-    return {"mode": "reinforce"}
-
-
-@loss("m2po", fused=True, select=second_moment, rules=M2PO)
-def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> dict[str, Any]:
-    """-A u, but for the tokens with the largest (log u)^2: as few as bring its mean over the others to bound.
-
-    The tokens are chosen among all of a step's before its updates, by the policy's distance from the behaviour policy;
-    the paper's u is the ratio to that one: correction.proximal = behavior.
-    Source: arXiv 2510.01161
-    """
-    return {"clip_low": 1.0, "clip_high": inf}
-
-
-@loss("cpgd", rules=CPGD)
+@torch_loss("cpgd", rules=CPGD)
 def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift_cap: float = 0.2) -> Tensor:
     """max(-A log u, -A clip(log u, log(1 - clip_low), log(1 + clip_high))) + drift (u - 1 - log u).
 
@@ -142,7 +75,7 @@ def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift
     return torch.maximum(-rows.advantages * distance, -rows.advantages * clipped) + drift * drifted
 
 
-@loss("dppo", rules=DPPO)
+@torch_loss("dppo", rules=DPPO)
 def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: float = 20.0) -> Tensor:
     """-A min(u, most) log p, the ratio without gradient, where sign(A) (p - p_proximal) <= bound; else 0.
 

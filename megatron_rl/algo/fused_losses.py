@@ -1,0 +1,85 @@
+"""Fused policy losses: those that large runs train with, each a setting of one operator, `ops.ppo_loss`.
+
+One pass of it over the rows makes loss, gradient and statistics, in the chunks of the output layer where a loss looks
+at single rows. So a function here computes nothing: it says which mode of the operator it is. In the formulas u is
+p(policy) / p(proximal) of a row, A its advantage.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from megatron_rl.algo.registry import above_0, fused_loss
+from megatron_rl.algo.selection import second_moment
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.ops import PpoOptions
+
+
+@fused_loss("ppo_clip")
+def ppo_clip(options: AlgorithmConfig) -> PpoOptions:
+    """max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), at most -dual_clip A where A < 0.
+
+    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476), dual_clip > 0 the dual clip (arXiv 1912.09729); with
+    the section `correction` it is decoupled PPO (arXiv 2505.24298).
+    Source: arXiv 1707.06347
+    """
+    return PpoOptions(clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip)
+
+
+@fused_loss("gspo")
+def gspo(options: AlgorithmConfig) -> PpoOptions:
+    """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s the geometric mean of u over the sequence.
+
+    The slope of s in a token's log p is s, as if it were the token's own ratio: the paper's GSPO-token. It is GSPO
+    where A and the behaviour weight are the same for all tokens of a sequence; elsewhere each token is moved by its
+    own, and one that is left out is not. The paper clips at 3e-4 and 4e-4, and takes algo.aggregation = sequence_mean.
+    Source: arXiv 2507.18071
+    """
+    return PpoOptions(
+        sequence_ratio=True,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        dual_clip=options.dual_clip,
+    )
+
+
+@fused_loss("cispo")
+def cispo(options: AlgorithmConfig) -> PpoOptions:
+    """-A clip(u, 1 - clip_low, 1 + clip_high) log p, the clipped ratio without gradient.
+
+    Source: arXiv 2506.13585
+    """
+    return PpoOptions(mode="cispo", clip_low=options.clip_low, clip_high=options.clip_high)
+
+
+SAPO = {name: (above_0, "must be above 0; a larger one is steeper") for name in ("positive", "negative")}
+M2PO = {"bound": (above_0, "must be above 0; the paper's is 0.04")}
+
+
+@fused_loss("sapo", rules=SAPO)
+def sapo(options: AlgorithmConfig, *, positive: float = 1.0, negative: float = 1.05) -> PpoOptions:
+    """-A 4 / s sigmoid(s (u - 1)), s = positive where A > 0, negative elsewhere.
+
+    Source: arXiv 2511.20347
+    """
+    return PpoOptions(mode="sapo", sapo_positive=positive, sapo_negative=negative)
+
+
+@fused_loss("reinforce")
+def reinforce(options: AlgorithmConfig) -> PpoOptions:
+    """-A log p.
+
+    Source: Williams 1992
+    """
+    return PpoOptions(mode="reinforce")
+
+
+@fused_loss("m2po", select=second_moment, rules=M2PO)
+def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
+    """-A u, but for the tokens with the largest (log u)^2: as few as bring its mean over the others to bound.
+
+    The tokens are chosen among all of a step's before its updates, by the policy's distance from the behaviour policy;
+    the paper's u is the ratio to that one: correction.proximal = behavior.
+    Source: arXiv 2510.01161
+    """
+    return PpoOptions(clip_low=1.0, clip_high=inf)
