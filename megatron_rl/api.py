@@ -36,7 +36,15 @@ class ContextOutgrown(RequestRefused):
 
 
 class RolloutWorkflow(abc.ABC):
-    """Says what data to generate for one prompt."""
+    """The episode of one prompt: the data that is generated for it.
+
+    For example:
+
+        class OneReply(RolloutWorkflow):
+            async def arun_episode(self, engine, data):
+                reply = await engine.agenerate(LLMRequest(rid=new_rid(), input_ids=self.prompt_ids(data)))
+                return [Trajectory.from_reply(reply, reward=self.score(reply.text, data))]
+    """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
     """Arguments of its constructor that a config gives as an import path, or as a mapping from import paths: it is
@@ -59,7 +67,13 @@ class RolloutWorkflow(abc.ABC):
 
 
 class InferenceEngine(abc.ABC):
-    """What a workflow and the training loop may ask of the rollout servers."""
+    """The rollout servers as workflows and the training loop see them.
+
+    For example:
+
+        engine.initialize(["http://127.0.0.1:30000"])
+        batch = engine.rollout_batch([{"messages": [{"role": "user", "content": "2 + 2?"}]}], workflow)
+    """
 
     @abc.abstractmethod
     def initialize(self, addr: str | list[str] | None = None, ft_spec: FinetuneSpec | None = None) -> None: ...
@@ -85,7 +99,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
-        """The same in the slots that training's episodes leave; the caller need not wait for it."""
+        """Run the episodes in the slots that training's episodes leave; the caller need not wait for the future."""
 
     @abc.abstractmethod
     def prepare_batch(
@@ -117,7 +131,7 @@ class NoServerLeft(RuntimeError):
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What a server says of its own weights."""
+    """A server's word on its own weights."""
 
     version: str | None
     """None where it does not say."""
@@ -127,20 +141,20 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class ChecksumForm:
-    """How a server takes checksums, so that the trainer can take them of what it sends in the same way."""
+    """A server's way of taking checksums, so that the trainer can take them of what it sends in the same way."""
 
     kind: str
     """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: of what each rank of SGLang
     keeps (weights/sglang_checksums.py)."""
     dtype: str | None
-    """What the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
+    """The dtype that the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
     ranks: int = 1
     """Its tensor-parallel ranks."""
     kv_heads: int | None = None
     """Of the model, where several ranks share them and it is known."""
 
     def name_on(self, name: str, rank: int) -> str:
-        """What the checksum of a rank's part of a tensor goes by."""
+        """Return the name of the checksum of a rank's part of a tensor."""
         return name if self.ranks == 1 else f"{name} (rank {rank})"
 
 
@@ -198,7 +212,7 @@ class WeightReceiver(Protocol):
         """Ask the servers to receive a bucket from rank 0: in one broadcast of all bytes, or one for each tensor."""
 
     def shared_memory_forms(self) -> dict[str, str | None]:
-        """How each server takes a bucket in shared memory: as a `handle` or a `pickle`; None for one elsewhere."""
+        """Return how each server takes a bucket in shared memory, `handle` or `pickle`; None for one elsewhere."""
 
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
@@ -212,7 +226,7 @@ class WeightReceiver(Protocol):
         """Ask the servers to load a HF folder, which they must be able to read."""
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
-        """How each server takes checksums; None where the trainer cannot do the same."""
+        """Return how each server takes checksums; None where the trainer cannot do the same."""
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]: ...
 
@@ -253,6 +267,11 @@ class TrainEngine(abc.ABC):
     """One model, its layout and its optimizer.
 
     All ranks call every method, with their data-parallel share of the data.
+
+        engine.initialize(ft_spec=spec)
+        stats = engine.train_batch(batch, LogprobLoss(lambda logprobs, entropy, rows: (-logprobs.sum(), {})))
+        engine.step_lr_scheduler()
+        engine.update_weights(receiver, version=engine.get_version())
     """
 
     @abc.abstractmethod

@@ -24,7 +24,13 @@ TOKEN_KEYS = {"input_ids": torch.int64, "loss_mask": torch.bool, "logprobs": tor
 
 @dataclass(kw_only=True)
 class LLMRequest:
-    """One prompt for one reply. `rid` names the episode: requests of one rid go to one server, for its prefix cache."""
+    """One prompt for one reply. `rid` names the episode: requests of one rid go to one server, for its prefix cache.
+
+    For example:
+
+        request = LLMRequest(rid="episode-7", input_ids=tokenizer("2 + 2 =").input_ids)
+        reply = await engine.agenerate(request)  # an LLMResponse
+    """
 
     rid: str
     input_ids: list[int]
@@ -94,7 +100,13 @@ class LLMResponse:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One finished sequence. Per-token fields are 1-D of one length; entry t belongs to token t."""
+    """One finished sequence. Per-token fields are 1-D of one length; entry t belongs to token t.
+
+    For example:
+
+        reply = await engine.agenerate(request)
+        Trajectory.from_reply(reply, reward=1.0)  # one turn: prompt tokens are not trained, the reply's are
+    """
 
     input_ids: Tensor
     """int64."""
@@ -127,6 +139,10 @@ class Trajectory:
 @dataclass
 class TrajectoryBatch:
     """Ragged, unpadded trajectories.
+
+        batch["rewards"]                   # [B], one per trajectory
+        batch["input_ids"]                 # [N], the tokens of all trajectories, one after the other
+        batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # those of the third
 
     tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids`, `loss_mask`, `logprobs`, ...).
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
@@ -344,7 +360,7 @@ class MicroBatch:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """What one optimizer step did, summed over all microbatches and ranks."""
+    """The result of one optimizer step, summed over all microbatches and ranks."""
 
     loss: float
     """Loss averaged over the weight, the number whose gradient was applied."""
@@ -371,6 +387,6 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """How long training will be; LR schedules need it."""
+    """The length of the training; LR schedules need it."""
 
     total_updates: int

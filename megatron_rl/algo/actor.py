@@ -22,9 +22,14 @@ from megatron_rl.types import StepStats, TrajectoryBatch
 
 
 class PolicyActor:
-    """Turns a batch of trajectories into updates of `engine`.
+    """The policy's side of a step: turns a batch of trajectories into updates of `engine`.
 
     `reference` is a frozen engine, needed for a KL term only.
+
+        actor = PolicyActor(engine, config.algo, temperature=config.generation.temperature)
+        actor.compute_advantages(batch)
+        actor.compute_logprobs(updates)  # the batch's trajectories, divided over the step's optimizer steps
+        stats = actor.update(updates)
     """
 
     def __init__(
@@ -52,12 +57,12 @@ class PolicyActor:
         self.shaper = shaper or RewardShaper(RewardShapingConfig(), options, longest_reply=1)
         self.entropy = EntropyController(options)
         self.metrics: dict[str, float] = {}
-        """What the last step's shaping and selection found."""
+        """The findings of the last step's shaping and selection."""
 
     @property
     def columns_needed(self) -> list[str]:
-        """What `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the reference,
-        `proximal_logprobs` and `entropies` of the policy before the step's updates."""
+        """The columns that `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the
+        reference, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
         needed += ["proximal_logprobs"] if penalizes or self.loss.select is not None else []
@@ -119,7 +124,7 @@ class PolicyActor:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """What adapts from step to step, as JSON."""
+        """Return the state that adapts from step to step, as JSON."""
         return {"shaper": self.shaper.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +148,7 @@ class Critic:
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
-    """Where the proximal policy lies between the behaviour policy (0) and the trained one (1), `[N]` float32.
+    """Return the proximal policy's place between the behaviour policy (0) and the trained one (1), `[N]` float32.
 
     age: `[N]` updates between the behaviour policy and the step's beginning, where the proximal one is; updates_done:
     those of this step before this one, at least 1. The log-probability is taken to move evenly with the updates (A-3PO,

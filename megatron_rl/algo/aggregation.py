@@ -1,4 +1,4 @@
-"""How the rows' losses become one number: a weight for each row, and what the sum is divided by.
+"""From the rows' losses to one number: a weight for each row, and the divisor of the sum.
 
 The weights are made of whole trajectories before they are packed, and the divisor is counted over all microbatches and
 ranks; so the result depends on neither. A trajectory counts where it has a trained token.

@@ -121,7 +121,7 @@ class Row:
     source: str
     options: tuple[str, ...]
     runs: str
-    """How it is normalised by default, where it runs, or what it trains."""
+    """Its normalisation by default, the place where it runs, or the model that it trains."""
 
 
 def rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities lie from those the servers reported, over all tokens of a step.
+"""The distance of the trainer's log-probabilities from those the servers reported, over all tokens of a step.
 
 d = log p(trainer) - log q(server) of a token that q sampled, and w = p / q, whose d is bounded as the loss bounds it.
 Sums and maxima of every rank's tokens are added and compared over the ranks; `metrics` then divides. By age (versions

@@ -24,7 +24,7 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """What a loss of pairs sees: `[P, 2]` tensors of one float dtype, the chosen reply first."""
+    """The pairs of a microbatch as a loss sees them: `[P, 2]` tensors of one float dtype, the chosen reply first."""
 
     values: Tensor
     """log p of the whole reply, or with a value head its score; with gradient."""
@@ -35,7 +35,7 @@ class Pairs:
 
 
 def margins(rewards: Tensor) -> Tensor:
-    """`[P, 2]` -> `[P]`: by how much the chosen reply is better."""
+    """Return by how much each chosen reply is better: `[P, 2]` -> `[P]`."""
     return rewards[:, 0] - rewards[:, 1]
 
 
@@ -99,7 +99,7 @@ class PreferenceLoss:
     args: dict[str, Any]
 
     def for_engine(self) -> LogprobLoss | ValueLoss:
-        """What an engine with `entry.head` takes, beside the weight `pairs_of`."""
+        """Return the loss that an engine with `entry.head` takes, beside the weight `pairs_of`."""
         if self.entry.head == "value":
             return ValueLoss(self)
         return LogprobLoss(lambda logprobs, entropy, rows: self(logprobs, rows))
@@ -127,20 +127,20 @@ class PreferenceLoss:
 
 
 def pairs_of(rows: TensorDict) -> Tensor:
-    """The loss weight: a microbatch's pairs, 0-dim int64. One without any holds a single untrained sequence."""
+    """Return the loss weight: a microbatch's pairs, 0-dim int64. One without any holds a single untrained sequence."""
     sequences = len(rows["cu_seqlens"]) - 1
     assert sequences == 1 or sequences % 2 == 0, f"{sequences} sequences are no pairs: packing has parted some"
     return torch.tensor(sequences // 2)
 
 
 def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
-    """`[T]` -> `[P, 2]`, the sum over each sequence."""
+    """Sum over each sequence: `[T]` -> `[P, 2]`."""
     sums, count = sums_by_sequence(values, rows), int(pairs_of(rows))
     return sums[: 2 * count].view(count, 2)
 
 
 def preference_metrics(sums: Mapping[str, float], pairs: float) -> dict[str, float]:
-    """What `PreferenceLoss` has added up over `pairs` pairs, as means."""
+    """Return the means of what `PreferenceLoss` has added up over `pairs` pairs."""
     chosen, rejected = (sums[name] / pairs for name in ("chosen_reward", "rejected_reward"))
     means = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
     return {"accuracy": sums["preferred"] / pairs} | means

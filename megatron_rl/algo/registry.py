@@ -39,7 +39,7 @@ class Estimator:
     function: Callable[..., Tensor]
     mean: str = "none"
     std: str = "none"
-    """How the result is normalised where the config does not say: none, group or batch."""
+    """The normalisation where the config does not say: none, group or batch."""
     compares_group: bool = False
     """Says nothing of a prompt with one reply."""
     rules: Rules = field(default_factory=dict)

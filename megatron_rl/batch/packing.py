@@ -2,6 +2,14 @@
 
 In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
+Two trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
+
+    row          0  1  2  3 | 4  5  6      cu_seqlens = [0, 4, 7]
+    input_ids    a  b  C  D | e  F  G      read in this row
+    labels       -  C  D  - | F  G  -      predicted after it; - is -100, not trained: b is a prompt's token
+    positions    0  1  2  3 | 0  1  2
+    source       1  2  3 -1 | 5  6 -1      the token of the batch that the row describes, here at the same places
+
 Every sequence that has tokens goes whole into one microbatch, and nothing is padded. What a model computes may be
 fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them.
 Sequences of one number in the column `pair`, which is their `group` too, have one loss together: they stay in one

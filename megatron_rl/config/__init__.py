@@ -1,4 +1,4 @@
-"""Every option of an experiment, checked before any process group or GPU is touched; one dataclass per YAML section.
+"""Every option of a run, checked before any process group or GPU is touched; one dataclass per YAML section.
 
 `load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
 remedy. `described_options` returns every option with its type, default, rule and text, for pages and commands that list

@@ -1,5 +1,5 @@
-"""What is learned from trajectories: estimator and loss, reward shaping, corrections, critic and reward model; or from
-answers, or pairs of replies."""
+"""The algorithm: estimator and loss, reward shaping, corrections, critic and reward model; or a loss of answers, or of
+pairs of replies."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class AlgorithmConfig(Section, name="algo"):
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that estimator; gae's are in the section critic."""
     advantage_mean: str = one_of("none", "group", "batch", "", default="")
-    """What is subtracted: none, group or batch mean; empty does as the estimator says."""
+    """The mean that is subtracted: none, of the group or of the batch; empty does as the estimator says."""
     advantage_std: str = one_of("none", "group", "batch", "", default="")
-    """What divides: none, group or batch standard deviation; empty does as the estimator says."""
+    """The standard deviation that divides: none, of the group or of the batch; empty does as the estimator says."""
     advantage_clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Largest advantage either way; 0 sets no bound."""
     loss: str = name_or_import_path(LOSSES, default="ppo_clip")
@@ -74,7 +74,7 @@ class AlgorithmConfig(Section, name="algo"):
     entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
     """Steer the coefficient so that the entropy per token stays above this, in nats; 0 keeps it fixed."""
     entropy_step: float = above(0, default=0.005)
-    """What a steered coefficient changes by at each step."""
+    """The change of a steered coefficient at each step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,19 +95,19 @@ class AlgorithmConfig(Section, name="algo"):
 
     @property
     def penalizes_reward(self) -> bool:
-        """Whether each token's reward is less for its divergence from the reference."""
+        """True if each token's reward is less for its divergence from the reference."""
         return self.kl_in == "reward" and self.kl_coefficient > 0
 
 
 @dataclass(kw_only=True)
 class RewardShapingConfig(Section, name="reward_shaping"):
-    """What is done to rewards before trajectories are compared, in this order. A KL penalty (algo.kl_in) comes last."""
+    """Changes of the rewards before trajectories are compared, in this order. A KL penalty (algo.kl_in) comes last."""
 
     overlong_buffer: int = at_least(0, "tokens", default=0)
     """The last tokens before generation.max_new_tokens, over which the overlong penalty grows; 0 punishes none."""
     overlong_penalty: float = above(0, default=1.0)
-    """What a reply of generation.max_new_tokens loses (DAPO's soft overlong punishment, arXiv 2503.14476). A dialogue
-    loses it for its longest reply."""
+    """Subtracted from the reward of a reply of generation.max_new_tokens (DAPO's soft overlong punishment, arXiv
+    2503.14476). A dialogue loses it for its longest reply."""
     per_token: bool = False
     """Divide a trajectory's reward by the tokens that the model wrote in it."""
     running: str = one_of("none", "std", "mean_std", default="none")
@@ -119,7 +119,7 @@ class RewardShapingConfig(Section, name="reward_shaping"):
 
 @dataclass(kw_only=True)
 class CorrectionConfig(Section, name="correction"):
-    """What is done about tokens that another policy has sampled: an older one, or a server that computes differently.
+    """The handling of tokens that another policy has sampled: an older one, or a server that computes differently.
 
     Decoupled PPO (arXiv 2505.24298) has three policies: the behaviour policy sampled a token, the proximal one is the
     trainer's when the step begins, and the trained one's ratio to it is clipped.
@@ -167,7 +167,7 @@ class CriticConfig(Section, name="critic"):
     level: str = one_of("token", "turn", default="token")
     """The span that an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")
-    """How far one step may move a value; 0 sets no bound."""
+    """Largest move of a value in one step; 0 sets no bound."""
     warmup_steps: int = at_least(0, default=0)
     """First steps of the run, in which the critic learns and the policy stays as it is."""
 

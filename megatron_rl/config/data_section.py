@@ -75,7 +75,7 @@ class DataConfig(Section, name="data"):
 
 @dataclass(kw_only=True)
 class EvalConfig(Section, name="eval"):
-    """How the policy is evaluated: on data.evaluation, called held_out, and on further sets, during training at the
+    """Evaluation of the policy on data.evaluation, called held_out, and on further sets: during training at the
     steps that run.evaluate_every_steps names, or by `megatron-rl eval`."""
 
     sets: dict[str, Any] = ruled("must map names to {source: ..., args: ...}", are_sets, default={})

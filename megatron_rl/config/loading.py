@@ -120,7 +120,7 @@ def refuse_computed_values(given: DictConfig) -> None:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no dict or list, by its dotted key."""
+    """Yield every value that is no dict or list, by its dotted key."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -129,7 +129,7 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def member(written: Any, key: str) -> Any:
-    """The value at a dotted key, None where there is none."""
+    """Return the value at a dotted key, None where there is none."""
     for name in key.split("."):
         written = written.get(name) if isinstance(written, dict) else None
     return written

@@ -1,4 +1,4 @@
-"""The model, its layout and its optimizer: what a training engine needs to know."""
+"""The model, its layout and its optimizer: the options of a training engine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class BatchConfig(Section, name="batch"):
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """What a training engine needs to know; `TrainConfig.actor` cuts it out of an experiment."""
+    """The options of one training engine; `TrainConfig.actor` cuts the policy's out of a run's config."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,4 +1,4 @@
-"""How replies are sampled and rewarded, and the servers that give them."""
+"""The sampling of replies, their rewards, and the servers that give them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.config.rules import (
 
 @dataclass(kw_only=True)
 class GenerationConfig(Section, name="generation"):
-    """How a reply is sampled. Field names and meanings are SGLang's where it has the field."""
+    """The sampling of one reply. Field names and meanings are SGLang's where it has the field."""
 
     n_samples: int = at_least(1, default=1, hint="ask for one reply or more")
     """Replies a workflow asks for per prompt: the group size. Each is a request of its own."""
@@ -137,7 +137,7 @@ class RolloutConfig(Section, name="rollout"):
     others' prompts are the first of the next step, which waits for them. With `stale` = mask or keep their replies go
     on where they were; with drop, which trains no token of an earlier version, they begin anew."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
-    """What new weights do to replies under way, which all go on with them afterwards.
+    """The fate of replies under way when new weights come. All go on with them afterwards.
 
     abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
     them with the keys of the old weights.
@@ -155,7 +155,7 @@ class RolloutConfig(Section, name="rollout"):
     start_timeout_s: float = above(0, "seconds", default=300.0)
     """For a server to start, and for what loads or compares its weights, or a part of them."""
     publication: str = one_of("group", "ipc", "delta", "disk", default="group")
-    """How new weights reach the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
+    """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
     host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
     for slow links to embedded servers; or `disk`, a folder under run.folder.
 
@@ -220,7 +220,7 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def starts_servers(self) -> bool:
-        """Whether the run starts its servers itself."""
+        """True if the run starts its servers itself."""
         return not (self.servers or self.registry)
 
     @property

@@ -16,7 +16,7 @@ class RunConfig(Section, name="run"):
     """The length of a run, its folder and its checkpoints."""
 
     folder: str = "runs/default"
-    """Where metrics, report and weights are written."""
+    """The folder in which metrics, report and weights are written."""
     import_from: list[str] = ruled(
         "each must be a module's name",
         lambda names: all(re.fullmatch(MODULE, name) for name in names),
@@ -35,7 +35,7 @@ class RunConfig(Section, name="run"):
     """HF weights under folder/step-N; 0 saves after the last step only."""
     save_at_end: bool = True
     checkpoint_every_steps: int = at_least(0, default=0)
-    """What `--resume` continues from, under folder/checkpoints; 0 writes none."""
+    """Checkpoints that `--resume` continues from, under folder/checkpoints; 0 writes none."""
     keep_checkpoints: int = at_least(1, default=2)
     """Newest checkpoints that stay."""
     grace_s: float = above(0, "seconds", default=60.0)

@@ -1,4 +1,4 @@
-"""The whole experiment: its sections, and what must hold between them."""
+"""The whole config of a run: its sections, and the rules between them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ REMAX = "megatron_rl.workflows:ReMaxWorkflow"
 
 @dataclass(kw_only=True)
 class TrainConfig:
+    """The config of a run, one field for each section of its YAML file. It is checked when it is made.
+
+    For example:
+
+        config = load_config("configs/demo.yaml", ["run.steps=5", "optimizer.lr=1e-5"])
+        config.optimizer.lr  # 1e-05
+        print(config.to_yaml())
+    """
+
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -131,7 +140,7 @@ class TrainConfig:
 
     @property
     def evaluation_generation(self) -> GenerationConfig:
-        """How replies to held-out prompts are sampled."""
+        """The sampling of replies to held-out prompts."""
         if self.eval.temperature == 0:
             return self.generation.new(greedy=True, n_samples=1)
         options = {"temperature": self.eval.temperature, "top_p": self.eval.top_p, "top_k": -1}
@@ -139,12 +148,12 @@ class TrainConfig:
 
     @property
     def starts_servers(self) -> bool:
-        """Whether a run starts rollout servers itself; what learns from data needs none."""
+        """True if the run starts rollout servers itself; a run that learns from data needs none."""
         return self.rollout.starts_servers and not self.learns_from_data
 
     @property
     def learns_from_data(self) -> bool:
-        """Whether the rows of data.train bring what is learned, answers or pairs of replies; else it is RL."""
+        """True if the rows of data.train bring the replies to learn from, answers or pairs; else it is RL."""
         return bool(self.supervised.answer or self.preference.loss)
 
     @property

@@ -254,7 +254,7 @@ def lm_head_logprobs(
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Where the labels are that count. On a device its length is waited for."""
+    """Return the places of the labels that count. On a device its length is waited for."""
     return (labels >= 0).nonzero()[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""What each packed row predicts, and where it stands."""
+"""The token that each packed row predicts, and its position."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ratio is no number.
 
 @dataclass(frozen=True, kw_only=True)
 class PpoOptions:
-    """What `ppo_loss` computes. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight.
+    """The options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight.
 
     A log ratio is moved to within LOG_RATIO_BOUND = 20 of 0 before it is exponentiated, as verl does, and has no slope
     beyond it: of u, of w, and of k3 where q / p is larger.
@@ -86,7 +86,7 @@ class PpoOptions:
         return self.sequence_ratio or self.behavior_by_sequence
 
     def packed(self, scale: float) -> list[float]:
-        """As csrc/math/ppo.h reads them."""
+        """Return the options as csrc/math/ppo.h reads them."""
         numbers = {"mode": MODES, "behavior": BEHAVIOR, "kl_estimator": ("", *KL_ESTIMATORS)}
         order = (
             *("mode", "sequence_ratio", "clip_low", "clip_high", "dual_clip", "behavior", "behavior_by_sequence"),

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a model, checked and in one vocabulary for all families."""
+"""The architecture in a Hugging Face `config.json`, checked and in one vocabulary for all families."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Latent:
     """None: queries are projected from the hidden state at once."""
     kv_rank: int
     plain_dim: int
-    """What of a query and a key is not rotated."""
+    """The part of a query and a key that is not rotated."""
     value_dim: int
 
 
@@ -84,7 +84,7 @@ class Architecture:
     softmax_scale: float | None = None
     """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
     head: str = "policy"
-    """What follows the last norm: `policy`, logits over the vocabulary, or `value`, one number per token."""
+    """The layer after the last norm: `policy`, logits over the vocabulary, or `value`, one number per token."""
 
     def with_head(self, head: str) -> Architecture:
         """Return the same trunk under `head`. A value head may be put on any; a policy head is there or is not."""
@@ -105,11 +105,11 @@ class Architecture:
 
     @property
     def norm_offset(self) -> float:
-        """What a norm adds to its weights."""
+        """The number that a norm adds to its weights."""
         return 1.0 if self.family == "gemma3" else 0.0
 
     def has_mixture(self, layer_number: int) -> bool:
-        """Whether the layer (counted from 0 over the whole model) is a mixture of experts."""
+        """Return True if the layer (counted from 0 over the whole model) is a mixture of experts."""
         return self.mixture is not None and self.mixture.layers[layer_number]
 
 

@@ -14,7 +14,7 @@ from megatron_rl.weights.update_group import digest
 
 
 class ExpectedChecksums:
-    """What every server must answer once it holds the tensors that passed through `watch`."""
+    """The checksums that every server must report once it holds the tensors that passed through `watch`."""
 
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)

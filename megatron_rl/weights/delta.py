@@ -34,21 +34,21 @@ class DeltaPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
-        """What was published last, as flat integers."""
+        """The tensors that were published last, as flat integers."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
-    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.last.sent_bytes = 0
         holders: set[str] = set()
         parcels = self._parcels(specs, tensors, holders)
         try:
             self._refuse_others()
             holders |= self._holders({str(spec.dtype).removeprefix("torch.") for spec in specs})
-            self._send_all(parcels, lambda parcel: self._send(parcel, holders), self._collect, expected)
+            self._send_all(parcels, lambda parcel: self._send(parcel, holders), self._collect, checksums)
         finally:
             for _ in parcels:  # the other ranks wait for the rest of the stream, and all of it becomes the base
                 pass
-            self._base_checksums = {form: expected.of(form) for form in expected.forms}
+            self._base_checksums = {form: checksums.of(form) for form in checksums.forms}
             self._resume()
 
     def _refuse_others(self) -> None:

@@ -1,4 +1,4 @@
-"""What changed in a tensor since its last version, coded so that it is decoded to the same bits.
+"""The changes of a tensor since its last version, coded so that they are decoded to the same bits.
 
 Both ends import this file. Numbers are taken as integers of their bits: NaNs, zeros of either sign and overflows are
 integers like others. The places of those that changed are a bitmap or the gaps between them, their values what was

@@ -27,14 +27,14 @@ class IPCPublisher(WeightPublisher):
         while self._left:
             self._left.pop().unlink(missing_ok=True)
 
-    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.close()
         buckets: list[SharedBucket] = []
         filled = self._filled(plan_buckets(specs, self.bucket_bytes), tensors, buckets)
         try:
             forms = self.receiver.shared_memory_forms()
             self._lose({server: f"is on another host. {WAY_OUT}" for server, form in forms.items() if form is None})
-            self._send_all(filled, lambda shipment: self._show(*shipment, forms), self._collect, expected)
+            self._send_all(filled, lambda shipment: self._show(*shipment, forms), self._collect, checksums)
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass

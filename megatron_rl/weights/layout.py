@@ -75,7 +75,7 @@ class Shares:
 
 
 def parameters_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> Shares:
-    """How many parameters each rank of a pipeline stage holds: the same on all of them."""
+    """Return the number of parameters on each rank of a pipeline stage: the same on all of them."""
     embedding, final_norm, output = edges(arch)
     rules = [embedding] if stage == 0 else []
     if stage == parallel.pipeline - 1:

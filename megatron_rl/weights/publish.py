@@ -3,8 +3,14 @@
 The stream of tensors comes from `HFExport`, what the servers say from a WeightReceiver; HTTP lives behind that. A
 server that fails, on the way or by its checksums, is dropped, and the others get the version all the same.
 
-Two transports: buckets over a process group (NCCL or gloo), the next one being gathered while one is on the wire, so
-that two buckets and two tensors are all the extra memory; or a HF folder on a disk that the servers share.
+    trainer ranks   gather 0 |       | gather 1 | gather 2 |        |                   |
+    rank 0                   | pause | send 0   | send 1   | send 2 | compare checksums | resume
+    servers         generate | stop  | load 0   | load 1   | load 2 | take checksums    | generate, version N
+
+A server that cannot be reached, is late, or holds other bits is dropped at the end of its column, and never resumed
+with weights that nobody knows. Two transports are here: buckets over a process group (NCCL or gloo), the next one being
+gathered while one is on the wire, so that two buckets and two tensors are all the extra memory; or a HF folder on a
+disk that the servers share.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ FLAT_BELOW_BYTES = 256 * 1024
 """Tensors of this size on average are broadcast from where they lie. Smaller ones are copied into one flat tensor: on a
 processor a broadcast costs 0.1 ms before its first byte, and each byte is copied once more at either end."""
 AFTERMATH_S = 5.0
-"""How long servers may take to notice that a group broke."""
+"""Time for servers to notice that a group broke."""
 NAMED_TENSORS = 3
 """Tensors of a mismatch that are named in the message."""
 
@@ -50,23 +56,30 @@ Sent = TypeVar("Sent")
 
 @dataclass
 class Publication:
-    """What one publication took."""
+    """The time and bytes of one publication."""
 
     version: int
     nbytes: int = 0
     seconds: float = 0.0
     paused_s: float = 0.0
-    """How long the servers stood still."""
+    """Time that the servers stood still."""
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
     parts: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """What it was made of, as (row, name, begin, end) on the monotonic clock: a trace shows it."""
+    """Its parts, as (row, name, begin, end) on the monotonic clock: a trace shows them."""
     sent_bytes: int | None = None
-    """What was sent, summed over servers, where that is not all bytes of the weights (delta)."""
+    """Bytes on the wire, summed over servers, where they are not all bytes of the weights (delta)."""
 
 
 class WeightPublisher(abc.ABC):
-    """What all transports share: who is paused, who failed, who holds what. On ranks other than 0 receiver is None."""
+    """The part that all transports share: which servers are paused, failed, or hold which weights.
+
+    All ranks have one; receiver is None on all but rank 0.
+
+        publisher = make_publisher(receiver, config.actor, backend="nccl")  # weights/transports.py
+        publisher.publish(specs, engine.hf_tensors(), version=7)  # specs: names, dtypes and shapes of the tensors
+        publisher.last.seconds, publisher.last.verified
+    """
 
     def __init__(self, receiver: WeightReceiver | None, *, timeout_s: float = 120.0) -> None:
         self.receiver, self.timeout_s = receiver, timeout_s
@@ -87,13 +100,13 @@ class WeightPublisher(abc.ABC):
         self._lost, self._paused_at = {}, None
         self.last = Publication(version, nbytes=sum(spec.nbytes for spec in specs))
         started = time.perf_counter()
-        expected = ExpectedChecksums(self._forms())
-        self._deliver(specs, expected.watch(tensors), version, expected)
+        checksums = ExpectedChecksums(self._forms())
+        self._deliver(specs, checksums.watch(tensors), version, checksums)
         self.last.seconds = time.perf_counter() - started
 
     @abc.abstractmethod
     def _deliver(
-        self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums
+        self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums
     ) -> None: ...
 
     def close(self) -> None:  # noqa: B027
@@ -102,7 +115,7 @@ class WeightPublisher(abc.ABC):
     # -- servers
 
     def _forms(self) -> list[ChecksumForm]:
-        """How checksums have to be taken; says once of each server that it cannot be asked for any."""
+        """Return how checksums have to be taken, and warn once of each server that cannot be asked for any."""
         forms = self.receiver.checksum_forms()
         for server in forms.keys() - self._known:
             if forms[server] is None:
@@ -134,12 +147,12 @@ class WeightPublisher(abc.ABC):
             futures[server].cancel()
         return late
 
-    def _confirm(self, expected: ExpectedChecksums) -> None:
+    def _confirm(self, checksums: ExpectedChecksums) -> None:
         """Compare what the servers hold with what was sent; drop those that hold something else."""
         began = time.monotonic()
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
-        sent = {form: expected.of(form) for form in expected.forms}
+        sent = {form: checksums.of(form) for form in checksums.forms}
         wrong = {}
         for server, held in answers.items():
             form = forms[server]
@@ -159,7 +172,7 @@ class WeightPublisher(abc.ABC):
         shipments: Iterator[Shipment],
         send: Callable[[Shipment], Sent],
         complete: Callable[[Sent], object],
-        expected: ExpectedChecksums,
+        checksums: ExpectedChecksums,
     ) -> None:
         """Pause the servers and send all, each shipment made ready while one is on its way; compare checksums."""
         shipments = self._noting_gathers(shipments)
@@ -179,7 +192,7 @@ class WeightPublisher(abc.ABC):
         finally:
             if self.receiver.server_ranks:
                 self.receiver.end_weight_update(version)
-        self._confirm(expected)
+        self._confirm(checksums)
         self.receiver.finish_update(version)
 
     def _noting_gathers(self, shipments: Iterator[Shipment]) -> Iterator[Shipment]:
@@ -241,11 +254,11 @@ class GroupPublisher(WeightPublisher):
         if self.group is not None:
             concurrent.futures.wait(self._leave().values(), timeout=self.timeout_s)
 
-    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)
         try:
             self._join()
-            self._send_all(filled, lambda shipment: self._ship(*shipment), self._complete, expected)
+            self._send_all(filled, lambda shipment: self._ship(*shipment), self._complete, checksums)
         finally:
             if self._on_wire:  # an error came between, and what the servers will have of it is unknown
                 self._leave()
@@ -364,7 +377,7 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
 
 
 def is_flat(bucket: list[TensorSpec]) -> bool:
-    """Whether a bucket is sent as one flat tensor; otherwise its tensors are, each by a broadcast of its own."""
+    """Return True if a bucket is sent as one flat tensor; otherwise each tensor has a broadcast of its own."""
     return len(bucket) > 1 and sum(spec.nbytes for spec in bucket) < FLAT_BELOW_BYTES * len(bucket)
 
 
@@ -408,7 +421,7 @@ def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
 
 
 def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
-    """What failed so far, and why."""
+    """Return the servers that failed so far, with the reasons."""
     done = {server: future for server, future in futures.items() if future.done() and not future.cancelled()}
     return {server: str(future.exception()) for server, future in done.items() if future.exception() is not None}
 
@@ -428,14 +441,14 @@ class DiskPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.folder, self.model_folder = folder.absolute(), model_folder
 
-    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, expected: ExpectedChecksums) -> None:
+    def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         target = self._written(tensors, specs[0].dtype, version)
         self._pause()
         try:
             began = time.monotonic()
             self._collect(self.receiver.load_folder(target, version))
             self._note("publication", "load folder", began)
-            self._confirm(expected)
+            self._confirm(checksums)
             self.receiver.finish_update(version)
         finally:
             self._resume()

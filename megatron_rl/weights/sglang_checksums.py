@@ -26,7 +26,7 @@ VOCAB_MULTIPLE = 64
 
 
 class SGLangChecksums:
-    """What a server of one form must answer once it holds the tensors that were added, in any order."""
+    """The checksums that a server of one form must report once it holds the tensors that were added, in any order."""
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form

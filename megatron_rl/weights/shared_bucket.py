@@ -54,7 +54,7 @@ class SharedBucket:
         self.file = SHARED_FILES / storage._share_filename_cpu_()[1].decode().lstrip("/")
 
     def handle(self) -> dict[str, Any]:
-        """What `open_bucket` needs. On a GPU each is good for one reader."""
+        """Return a handle for `open_bucket`. On a GPU each is good for one reader."""
         if self.file is not None:
             # torch keeps a count in front of the bytes.
             return {"file": self.file.name, "offset": self.file.stat().st_size - self.flat.numel()}
@@ -63,7 +63,7 @@ class SharedBucket:
         return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "parts": coded}
 
     def pickled(self, specs: Sequence[TensorSpec]) -> str:
-        """What one rank of SGLang takes as an entry of `serialized_named_tensors`; each is good for one reader."""
+        """Return an entry of `serialized_named_tensors` for one rank of SGLang; each is good for one reader."""
         metadata, start = [], 0
         for spec in specs:
             place = {"start_idx": start, "end_idx": start + spec.nbytes, "numel": spec.nbytes}

@@ -53,7 +53,7 @@ def leave_update_group(group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know about one tensor of a bucket."""
+    """The name, dtype and shape of one tensor of a bucket, as a receiver must know them."""
 
     name: str
     dtype: torch.dtype
