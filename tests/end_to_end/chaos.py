@@ -211,11 +211,15 @@ def wait_for_the_end(pids: list[int], output: Path) -> None:
 def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
     """Return how many sampled tokens of the run's journals could be checked, and how many of them failed.
 
-    A token of version n is checked against the weights of step n, unless a later life has repeated that step.
+    A token of version n is checked against the weights of step n, unless a later life has repeated that step. Of what
+    a life takes over from an earlier one, those tokens are checked which a version sampled that both have in common: a
+    token of a version that was lost with its life counts as of the last such version (rollout/journal.py: Replay), and
+    the weights that sampled it are gone.
     """
     models: dict[int, torch.nn.Module | None] = {}
     files = [read_file(path)[0] for path in sorted((folder / JOURNAL).glob("*.journal"))]
     first = {records[0].event["life"]: records[0].event["version"] for records in reversed(files) if records}
+    sampled_by: dict[tuple[str, bytes], torch.Tensor] = {}
     checked = wrong = 0
     for records in files:
         life = records[0].event["life"] if records else 0
@@ -224,7 +228,10 @@ def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
             if record.event["event"] != "accepted":
                 continue
             group = record.group()
-            sampled = group["loss_mask"] & (group["versions"] <= repeated_from)
+            is_replayed_as_sampled = group["versions"] == sampled_by.setdefault(
+                (record.event["key"], group["input_ids"].numpy().tobytes()), group["versions"]
+            )
+            sampled = group["loss_mask"] & (group["versions"] <= repeated_from) & is_replayed_as_sampled
             for version in group["versions"][sampled].unique().tolist():
                 if version not in models:
                     models[version] = weights_of(folder, version)
