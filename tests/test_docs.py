@@ -58,7 +58,8 @@ TRIED_BY = {
 """Python blocks that another test runs, by a word of theirs."""
 MEASURED_AGAIN = {"66", "55", "1.01", "1.19"}
 """Figures of benchmarks.md whose output is no results file, as the page says."""
-WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/")
+WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/", "my_task/")
+"""Folders that commands or the reader of the tutorial write."""
 FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
 """What follows the dot of a file's name, where a config's key would be."""
 PLAIN = ("README.md", "architecture.md", "asynchronous.md", "workflows.md", "benchmarks.md", "correctness.md")
