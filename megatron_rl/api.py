@@ -66,6 +66,14 @@ class RolloutWorkflow(abc.ABC):
         """
 
 
+class Sampler(Protocol):
+    """The engine as a workflow meets it: replies, and the version of the policy that gives them."""
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse: ...
+
+    def get_version(self) -> int: ...
+
+
 class InferenceEngine(abc.ABC):
     """The rollout servers as workflows and the training loop see them.
 

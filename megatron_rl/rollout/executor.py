@@ -1,8 +1,14 @@
-"""Keeps episodes in flight: starts them as the admission gate allows, retries what fails, hands out finished groups.
+"""The executor keeps episodes in flight: it starts them as the gate admits, retries failures, hands out their groups.
 
-Everything here runs on one event loop, so nothing needs a lock; RemoteSGLangEngine is the trainer's door to it. An
-episode ends accepted (a group of trajectories), rejected (its workflow returned None) or failed (every attempt raised);
-failed prompts are given up and counted, never trained with a made-up reward.
+    queued ---> running ---> finished ---> trained
+      ^            |  |         |
+      |            |  |         |  its tokens became too old for the trainer
+      +- requeued -+--|---------+
+                      |
+                      +---> rejected (the workflow or a filter wants no group), or dead (every attempt raised)
+
+A running episode is requeued where a step is full without it. A dead prompt goes to the dead letters and is counted,
+never trained with a made-up reward. Everything here runs on one event loop, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -19,12 +25,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
+from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.rollout.staleness import AdmissionGate
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows.attempts import ENDING_S, Attempt, RunBroken
@@ -59,7 +65,7 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: Sampler,
         config: RolloutConfig,
         metrics: RolloutMetrics,
         events: Sequence[RolloutEvents] = (),

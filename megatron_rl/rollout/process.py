@@ -1,7 +1,7 @@
 """The trainer's hold on its rollout process, in which episodes fly without the trainer's interpreter.
 
-The process runs a RemoteSGLangEngine with the workflows and resume state of one rollout rank (rollout_rank.py). Calls
-are answered in their order; what takes long gives a Future.
+The process runs one RolloutRank (rollout_rank.py), whose methods are written and documented there alone. Calls are
+answered in their order; what takes long gives a Future.
 """
 
 from __future__ import annotations
@@ -17,24 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_rl.api import WeightReceiver
-from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.launch import file_lock, process_exit
 from megatron_rl.launch.signs_of_life import Silence, where
 from megatron_rl.launch.start_up import python_path
-from megatron_rl.rollout.resume_state import ResumePoint
-from megatron_rl.rollout.rollout_metrics import Counts
+from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
 from megatron_rl.rollout.rpc import PULSE, RpcClient, RpcSocket
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megatron_rl.telemetry.trace import Recording
-    from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +41,15 @@ class RolloutDied(RuntimeError):
     """The rollout process is gone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """All that a rollout process is told of its run."""
-
-    config: TrainConfig
-    tokenizer: PreTrainedTokenizerBase
-    """The trainer's own: to look for the model's tokenizer loads all of transformers' models, for seconds."""
-    resume_point: ResumePoint
-    prompts: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]
-    sys_path: list[str]
-    """The trainer's: users' workflows and rewards are found as they are there."""
-
-
 class RolloutProcess:
-    """Offers, beside its own methods, those of a WeightReceiver."""
+    """The trainer's proxy of the RolloutRank in a process beside it: every method of that class is a call to it here.
+
+    process = RolloutProcess(folder / "rollout.log", on_death=stop)
+    process.begin(Beginning(config=config, tokenizer=tokenizer, resume_point=point, ...))
+    process.connect(["http://127.0.0.1:30000"])
+    batch = process.prepare_batch(8).result()  # RolloutRank.prepare_batch, over there
+    process.close()
+    """
 
     def __init__(
         self,
@@ -136,37 +119,16 @@ class RolloutProcess:
             self.process.kill()
             self.process.wait()
 
-    # -- groups
-
-    def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
-        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups."""
-        return self._caller.call("prepare_batch", count)
-
-    def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
-        """Give the groups of `count` prompts, from place `first` of their endless order on."""
-        return self._caller.call("rollout_batch", first, count)
-
-    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
-        """Answer the held-out prompts in the slots that training's episodes leave."""
-        return self._caller.call("evaluate", generation)
+    def __getattr__(self, name: str) -> Any:
+        """Return RolloutRank's method of this name as a call of it over there, or the value of its property."""
+        member = getattr(RolloutRank, name, None)
+        if member is None or name.startswith("_"):
+            raise AttributeError(f"{name}: a RolloutRank has no such method or property")
+        return self._caller.call(name) if isinstance(member, property) else functools.partial(self._caller.call, name)
 
     def fail(self, message: str) -> None:
         """Make what waits for replies or servers raise RuntimeError(message), now and later. From any thread."""
         self._caller.tell("fail", message)
-
-    def counts(self) -> Counts:
-        """What happened since the last call; those of all ranks together are the step's metrics."""
-        return self._caller.call("counts")
-
-    # -- what it does
-
-    def record(self) -> None:
-        """Keep what it does from now on, for a trace."""
-        self._caller.tell("record")
-
-    def take_recording(self) -> Recording:
-        """End that, and return it."""
-        return self._caller.call("take_recording")
 
     def hang_report(self) -> str:
         """Say what it has under way, for a run that stands still; its stacks and last events go to hang/rollout-N.txt.
@@ -182,67 +144,11 @@ class RolloutProcess:
             return str(error)
 
     def silent(self) -> Silence:
-        """Whether it answers, and what of it stands still, for how long. From any thread."""
+        """Return the parts of it that stand still, each with for how long and the remedy. From any thread."""
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its stacks to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
         return found | {f"{who}, {what},": (seconds, stacks) for what, seconds in list(self._pulse.items())}
-
-    # -- resume state
-
-    def ledger_state(self) -> dict[str, Any]:
-        """Which of this rank's prompts are open, and the one that is next."""
-        return self._caller.call("ledger_state")
-
-    def journal_faults(self) -> list[str]:
-        """What of earlier processes' journals cannot be read."""
-        return self._caller.call("journal_faults")
-
-    def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """A checkpoint begins: so does a new file of the journal."""
-        self._caller.call("rotate_journal", oldest_checkpoint)
-
-    # -- servers
-
-    @property
-    def needs_weights(self) -> bool:
-        """True where requests wait for a publication: only servers without the weights are left."""
-        return self._caller.call("needs_weights")
-
-    @property
-    def serving(self) -> list[str]:
-        """URLs of the servers that get requests."""
-        return self._caller.call("serving")
-
-    def select_servers(self) -> None:
-        """Select which servers take part in the next publication."""
-        self._caller.call("select_servers")
-
-    def mark_published(self, serving: list[str], version: int) -> None:
-        """Another rank has published `version` to the servers `serving`: send requests to these alone."""
-        self._caller.call("mark_published", serving, version)
-
-    def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
-        of those that failed.
-
-        starts: by URL, what differs from one start of a server to the next.
-        """
-        return self._caller.call("set_memory", parts, starts)
-
-    @property
-    def wants_folder(self) -> bool:
-        """True where a server that may come back soon could have the weights just published from a folder alone."""
-        return self._caller.call("wants_folder")
-
-    def offer_folder(self, path: str, version: int) -> None:
-        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
-        self._caller.call("offer_folder", path, version)
-
-    def __getattr__(self, name: str) -> Any:
-        """A WeightReceiver's calls go to the engine over there."""
-        member = getattr(WeightReceiver, name)
-        return self._caller.call(name) if isinstance(member, property) else functools.partial(self._caller.call, name)
 
     # -- threads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import logging.handlers
 import os
@@ -10,38 +11,61 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import uvloop
 
 from megatron_rl.api import RolloutWorkflow
-from megatron_rl.config import GenerationConfig
+from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.hang_report import HangReport
-from megatron_rl.rollout.process import Beginning
-from megatron_rl.rollout.resume_state import ResumeState
-from megatron_rl.rollout.rollout_metrics import Counts
+from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
+from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
-from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers.client import model_config
+from megatron_rl.servers.event_loop import Beat, allow_blocking_steps, cancel_others, in_own_thread
+from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-class RolloutRank:
-    """Its public methods, and those of its engine, are what the trainer calls."""
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """All that a rollout process is told of its run."""
+
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    """The trainer's own: to look for the model's tokenizer loads all of transformers' models, for seconds."""
+    resume_point: ResumePoint
+    prompts: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    sys_path: list[str]
+    """The trainer's: users' workflows and rewards are found as they are there."""
+
+
+class RolloutRank(RolloutService):
+    """The workflows, rewards and resume state of one rollout rank, with the service that runs them.
+
+    Its public methods and those of RolloutService are what a trainer calls through a RolloutProcess. They run on the
+    event loop, one after the other; a Future that one gives becomes one of the trainer's.
+    """
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
         sys.path[:] = beginning.sys_path
         torch.set_num_threads(1)
         config, point = beginning.config, beginning.resume_point
-        self.config, self.held_out = config, beginning.held_out
+        self.run_config, self.held_out = config, beginning.held_out
         self.prompts = PromptIterator(
             beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
@@ -51,81 +75,86 @@ class RolloutRank:
             self.prompts, point, config.rollout, folder / journal.FOLDER if keeps_journal else None
         )
         dead_letters = DeadLetters(folder / f"dead_letters{f'-{point.rank}' if point.rank else ''}.jsonl")
-        events = [*self.resume_state.events, dead_letters]
-        # The rank that publishes watches the registry; others learn from it which servers there are.
-        run_name = folder.name if config.rollout.registry and point.rank == 0 else ""
-        self.engine = RemoteSGLangEngine(
+        super().__init__(
             servers_of(config),
             seed=config.run.seed,
-            events=events,
+            events=[*self.resume_state.events, dead_letters],
             on_drop=on_drop,
-            run_name=run_name,
+            # The rank that publishes watches the registry; others learn from it which servers there are.
+            run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
             vocab_size=model_config(config.model.path).get("vocab_size"),
         )
-        self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.engine.spans)
+        self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.client.spans)
         self.tokenizer = beginning.tokenizer
         self.recipe = serve_rewards(config, stacks=self._hang_report.file_number)
         self.workflow = self.resume_state.replaying(
             make_workflow(config, self.tokenizer, config.generation, self.recipe)
         )
         self._evaluating: dict[str, RolloutWorkflow] = {}
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="wait-for-groups")
 
-    def connect(self, urls: list[str]) -> None:
-        self.engine.initialize(urls)
+    async def close(self) -> None:
+        """End in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
+        await super().close()
+        await cancel_others()
+        await self.recipe.close()
+        self.resume_state.close()
+        self._hang_report.close()
+
+    # -- groups
 
     def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
-        return self._waiting.submit(self.engine.prepare_batch, self.resume_state.ledger, self.workflow, count)
+        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups."""
+        return self._start(self.executor.prepare_batch(self.resume_state.ledger, self.workflow, count))
 
     def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
-        """The groups of the prompts at `count` places of the endless order."""
+        """Give the groups of `count` prompts, from place `first` of their endless order on."""
         prompts = [self.prompts.at(number) for number in range(first, first + count)]
-        return self._waiting.submit(self.engine.rollout_batch, prompts, self.workflow)
+        return self._start(self.executor.rollout_batch(prompts, self.workflow))
 
     def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
-        """Replies to the held-out prompts that are sampled as `generation` says."""
+        """Answer the held-out prompts, sampled as `generation` says, in the slots that training's episodes leave."""
         workflow = self._evaluating.get(repr(generation))
         if workflow is None:
-            workflow = make_workflow(self.config, self.tokenizer, generation, self.recipe, evaluates=True)
+            workflow = make_workflow(self.run_config, self.tokenizer, generation, self.recipe, evaluates=True)
             self._evaluating[repr(generation)] = workflow
-        return self.engine.evaluate(self.held_out, workflow)
+        return self._start(self.executor.evaluate(self.held_out, workflow))
+
+    def counts(self) -> Counts:
+        counts = super().counts()
+        counts.sums |= self.resume_state.metrics()
+        return counts
+
+    # -- traces and hangs
 
     def record(self) -> None:
-        self.engine.spans.record()
+        """Keep what happens from now on, for a trace."""
+        self.client.spans.record()
 
     def take_recording(self) -> Recording:
-        spans = self.engine.spans
+        """End the recording and return it."""
+        spans = self.client.spans
         difference_s = time.time() - time.monotonic()
         recorded = spans.take()
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
     def hang_report(self) -> str:
+        """Say what is under way, and write it with all stacks to hang/rollout-N.txt. From any thread."""
         self.recipe.service.show_stacks()
         return self._hang_report.report()
 
-    def pulse(self) -> dict[str, float]:
-        """What of it stands still, and for how many seconds."""
-        return {"its event loop": self.engine.stands_still_s}
-
-    def counts(self) -> Counts:
-        """What happened since the last call."""
-        counts = self.engine.counts()
-        counts.sums |= self.resume_state.metrics()
-        return counts
+    # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
+        """Return which of this rank's prompts are open, and the one that is next."""
         return self.resume_state.ledger.state_dict()
 
     def journal_faults(self) -> list[str]:
+        """Return what of earlier processes' journals cannot be read."""
         return self.resume_state.faults
 
-    def rotate_journal(self, oldest_checkpoint: int) -> None:
-        self.resume_state.rotate_journal(oldest_checkpoint)
-
-    def close(self) -> None:
-        self.engine.destroy(self.recipe.close())
-        self.resume_state.close()
-        self._hang_report.close()
+    async def rotate_journal(self, oldest_checkpoint: int) -> None:
+        """Begin a new file of the journal, as a checkpoint begins. A slow disk does not hold the event loop."""
+        await in_own_thread(lambda: self.resume_state.rotate_journal(oldest_checkpoint), name="journal")
 
 
 PLAIN = (str, int, float, bool, type(None))
@@ -153,25 +182,37 @@ def tell(wire: RpcSocket, name: str, *args: Any) -> None:
 
 
 def serve_trainer(end: socket.socket) -> None:
-    """Answer the trainer's calls, and end this process with it whatever else still runs here."""
+    """Answer the trainer's calls, and end this process with it whatever else still runs here.
+
+    The main thread runs the event loop. Two more threads of ours read calls and send what futures give.
+    """
     wire = RpcSocket(end)
     to_log = logging.StreamHandler()
     to_log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_log, ToTrainer(wire)])
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    beat = Beat(loop)
     rank: RolloutRank | None = None
 
     def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal rank
+        if name == PULSE:
+            return {"its event loop": beat.stands_still_s}
         if name == "begin":
-            rank = RolloutRank(*args, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
+            (beginning,) = args
+            allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
+            rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
             return None
         if rank is None:
-            assert name in ("close", "fail", "hang_report", PULSE), "begin comes first, and failed"
-            return {PULSE: {}, "hang_report": "the rollout process is about to begin"}.get(name)
-        member = getattr(rank if hasattr(RolloutRank, name) else rank.engine, name)
+            assert name in ("close", "fail", "hang_report"), "begin comes first, and failed"
+            return {"hang_report": "the rollout process is about to begin"}.get(name)
+        member = getattr(rank, name)
         return member(*args, **kwargs) if callable(member) else member
 
-    serve(wire, answer, at_once={"fail", "hang_report"})  # what ends or describes the call that is under way
+    beat.begin()
+    # A call that ends or describes the one under way is answered at once.
+    loop.run_until_complete(serve(wire, answer, at_once={"fail", "hang_report"}))
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a reward may still run in a thread

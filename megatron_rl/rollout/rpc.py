@@ -9,7 +9,9 @@ which anyone else could connect to. What servers answer never comes this way but
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -134,22 +136,26 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 # -- the side that is called -------------------------------------------------------------------------------------------
 
 
-def serve(
+async def serve(
     wire: RpcSocket, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
 ) -> None:
     """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
 
-    The calls named in `at_once` are answered from another thread, whatever this one is at. What a future gives is sent
-    from a third one, as that of an evaluation takes long: the thread that finishes it has other things to do.
+    An awaitable that it returns is awaited before the next message. The calls named in `at_once` are answered from the
+    thread that reads, whatever the event loop is at. What a future gives is sent from another thread, as that of an
+    evaluation takes long: the loop has other things to do.
 
-    The call PULSE is answered at once, with what `answer` says and for how many seconds these threads are at what.
+    The call PULSE is answered at once, with what `answer` says and for how many seconds the calls last.
     """
+    loop = asyncio.get_running_loop()
     busy: dict[str, float] = {}
     futures: dict[int, Future[Any]] = {}
     numbers = iter(range(1 << 62))
     done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
 
-    def reply(key: tuple[str, int], result: Any, error: BaseException | None) -> None:
+    def reply(key: tuple[str, int] | None, result: Any, error: BaseException | None) -> None:
+        if key is None:  # it was told, and nobody waits
+            return
         handed_out: dict[int, Future[Any]] = {}
 
         def name_of(future: Future[Any]) -> int:
@@ -168,7 +174,7 @@ def serve(
         for number, future in handed_out.items():  # not before the answer that they are in
             future.add_done_callback(lambda future, number=number: done.put((number, future)))
 
-    def settle() -> None:
+    def send_results() -> None:
         while True:
             number, future = done.get()
             futures.pop(number, None)
@@ -177,41 +183,49 @@ def serve(
                 reply(("future", number), None if error else future.result(), error)
             del future  # which holds what it gave
 
-    def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    async def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == CANCEL:
             if (future := futures.get(args[0])) is not None:
                 future.cancel()
             return
         try:
             result, error = answer(name, args, kwargs), None
+            if inspect.isawaitable(result):
+                result = await result
         except Exception as raised:  # whatever it is, it belongs to the caller
             result, error = None, raised
-        if key is not None:
-            reply(key, result, error)
+        except asyncio.CancelledError:  # something that it waited for; nobody cancels this task
+            result, error = None, CancelledError()
+        reply(key, result, error)
 
-    messages: queue.SimpleQueue[tuple[Any, ...] | BaseException] = queue.SimpleQueue()
+    messages: asyncio.Queue[tuple[Any, ...] | BaseException] = asyncio.Queue()
+
+    def attend_at_once(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = time.monotonic()
+        at = {what: now - since for what, since in list(busy.items())}
+        try:
+            result, error = answer(name, args, kwargs), None
+        except Exception as raised:
+            result, error = None, raised
+        reply(key, at | result if name == PULSE and error is None else result, error)
 
     def listen() -> None:
         while True:
             try:
                 message = wire.receive()
-                if message[1] == PULSE:
-                    now = time.monotonic()
-                    at = {what: now - since for what, since in list(busy.items())}
-                    reply(message[0], at | answer(PULSE, (), {}), None)
-                elif message[1] in at_once:
-                    attend(*message)
+                if message[1] == PULSE or message[1] in at_once:
+                    attend_at_once(*message)
                 else:
-                    messages.put(message)
-            except BaseException as fault:  # the other thread's, whatever it is
-                messages.put(fault)
+                    loop.call_soon_threadsafe(messages.put_nowait, message)
+            except BaseException as fault:  # the event loop's to handle, whatever it is
+                loop.call_soon_threadsafe(messages.put_nowait, fault)
                 return
 
-    process_exit.start_thread(settle, name="answers")
+    process_exit.start_thread(send_results, name="answers")
     process_exit.start_thread(listen, name="calls")
-    while isinstance(message := messages.get(), tuple):
+    while isinstance(message := await messages.get(), tuple):
         with noted(busy, f"the call {message[1]!r}"):
-            attend(*message)
+            await attend(*message)
     if not isinstance(message, EOFError | OSError):
         raise message
 
@@ -303,24 +317,20 @@ class RpcClient:
             if self._fault is not None:
                 raise self._fault
             self._awaited[key] = future
-        self._send((key, name, args, kwargs))
+        with contextlib.suppress(OSError):  # the thread that hears of the end says how it came
+            self.wire.send((key, name, args, kwargs))
         return future
 
     def tell(self, name: str, /, *args: Any) -> None:
         """Call without an answer; nothing happens where nobody is left to hear it."""
-        self._send((None, name, args, {}))
+        with contextlib.suppress(OSError):
+            self.wire.send((None, name, args, {}))
 
     def close(self) -> None:
         """Hang up; the thread ends, unless what it was told keeps it."""
         self.wire.hang_up()
         self.hearing.join(CLOSE_S)
         self.wire.close()
-
-    def _send(self, message: Any) -> None:
-        try:
-            self.wire.send(message)
-        except OSError:
-            pass  # the thread that hears of the end says how it came
 
     def _future_of(self, number: int) -> Future[Any]:
         future = ServedFuture(lambda: self.tell(CANCEL, number))

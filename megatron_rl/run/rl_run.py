@@ -22,7 +22,6 @@ from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch import process_exit
 from megatron_rl.launch.signs_of_life import Look
-from megatron_rl.rollout.rollout_metrics import metrics_of
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples
@@ -39,6 +38,7 @@ from megatron_rl.run.step_metrics import (
 )
 from megatron_rl.run.step_traces import StepTraces
 from megatron_rl.run.warm_start import WarmStart
+from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
 DIES_BEFORE_STOP_SIGNAL_S = 1.0

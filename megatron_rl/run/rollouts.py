@@ -31,10 +31,10 @@ from megatron_rl.launch.signs_of_life import Silence
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import reward_of_each
 from megatron_rl.rollout.process import Beginning, RolloutProcess
-from megatron_rl.rollout.rollout_metrics import Counts
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder

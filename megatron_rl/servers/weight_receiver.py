@@ -1,11 +1,12 @@
-"""The rollout servers as the weight publisher sees them: a WeightReceiver over HTTP, part of RemoteSGLangEngine."""
+"""The rollout servers as the weight publisher sees them: a WeightReceiver over HTTP, part of RolloutService."""
 
 from __future__ import annotations
 
 import abc
+import asyncio
 import itertools
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,23 @@ from urllib.parse import urlsplit
 from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import CommandRefused, ServerClient, ServerError
-from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
 
 SIGN_OF_LIFE_S = 5.0
 
 
 class ServerWeights(abc.ABC):
-    """Implements WeightReceiver for the servers of `_fleet` that take part. The trainer's thread calls it."""
+    """Implements WeightReceiver for the servers of `_fleet` that take part.
+
+    Its coroutines are WeightReceiver's waiting calls, for the fleet's event loop. The rest is for any thread.
+    """
 
     config: RolloutConfig
-    _fleet: Fleet
+
+    @property
+    @abc.abstractmethod
+    def _fleet(self) -> Fleet: ...
 
     @property
     def membership(self) -> int:
@@ -34,13 +41,20 @@ class ServerWeights(abc.ABC):
     def server_ranks(self) -> dict[str, int]:
         return {server.url: server.info.ranks for server in self._fleet.members.publishing if server.info is not None}
 
-    def drop(self, server: str, reason: str) -> None:
-        async def drop() -> None:
-            members = self._fleet.members
-            for client in [client for client in members.publishing if client.url == server]:
-                members.drop(client, reason)
+    async def drop(self, server: str, reason: str) -> None:
+        members = self._fleet.members
+        for client in [client for client in members.publishing if client.url == server]:
+            members.drop(client, reason)
 
-        self._running_thread().run(drop())
+    async def pause(self) -> None:
+        """Stop generation as rollout.interruption says; requests in flight continue after `resume`.
+
+        Caches are kept while they have outlived at most rollout.max_cache_age publications, and flushed otherwise.
+        """
+        await self._fleet.pause()
+
+    async def resume(self) -> None:
+        await self._fleet.resume()
 
     def trainer_address(self) -> str:
         """Return this host's address as the servers reach it: that of the interface towards the first server."""
@@ -49,10 +63,12 @@ class ServerWeights(abc.ABC):
             probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
             return probe.getsockname()[0]
 
-    def unreachable(self) -> dict[str, str]:
+    async def unreachable(self) -> dict[str, str]:
         members = self._fleet.members
-        asked = self._ask(lambda server: members.patiently(lambda: server.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)))
-        return {server: str(error) for server, answer in asked.items() if (error := answer.exception()) is not None}
+        asked = list(members.publishing)
+        signs = (members.patiently(lambda s=s: s.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)) for s in asked)
+        ends = await asyncio.gather(*signs, return_exceptions=True)
+        return {s.url: str(end) for s, end in zip(asked, ends, strict=True) if isinstance(end, BaseException)}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
         ranks = self.server_ranks
@@ -78,7 +94,7 @@ class ServerWeights(abc.ABC):
     def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]:
         return self._ask(self._command("/destroy_weights_update_group", {"group_name": name}))
 
-    def begin_weight_update(self, version: int) -> None:
+    async def begin_weight_update(self, version: int) -> None:
         """Open a weight session on servers that have them (SGLang 0.5.21)."""
         self._fleet.begin_update()
         begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
@@ -90,7 +106,7 @@ class ServerWeights(abc.ABC):
                 await end(server)
                 await begin(server)
 
-        self._running_thread().run(self._fleet.on_all(open_session))
+        await self._fleet.on_all(open_session)
 
     def load_bucket(
         self,
@@ -114,10 +130,12 @@ class ServerWeights(abc.ABC):
         }
         return self._ask(self._command("/update_weights_from_distributed", body, timeout_s=self.config.start_timeout_s))
 
-    def shared_memory_forms(self) -> dict[str, str | None]:
+    async def shared_memory_forms(self) -> dict[str, str | None]:
         servers = self._fleet.members.publishing
         form = {s.url: "handle" if s.info is not None and s.info.is_embedded else "pickle" for s in servers}
-        return {url: form[url] if is_on_this_host(url) else None for url in form}
+        # To resolve a host's name may take seconds, for which the loop has other work.
+        is_here = await in_own_thread(lambda: {url: is_on_this_host(url) for url in form}, name="addresses")
+        return {url: form[url] if is_here[url] else None for url in form}
 
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
@@ -141,8 +159,8 @@ class ServerWeights(abc.ABC):
 
         return self._ask(load)
 
-    def end_weight_update(self, version: int) -> None:
-        self._command_all("/end_weight_update", {}, sessions_only=True)
+    async def end_weight_update(self, version: int) -> None:
+        await self._command_all("/end_weight_update", {}, sessions_only=True)
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update(folder=str(path))
@@ -163,6 +181,21 @@ class ServerWeights(abc.ABC):
 
         return self._ask(held)
 
+    async def update_from_disk(self, path: str | Path, version: int) -> None:
+        """Load a HF folder into all servers, which must be able to read it; pauses them for it."""
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
+        timeout_s, fleet = self.config.start_timeout_s, self._fleet
+        was_open = fleet.open.is_set()
+        if was_open:
+            await fleet.pause()
+        try:
+            fleet.begin_update(folder=str(path))
+            await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
+            self.finish_update(version)  # before the first reply that has it
+        finally:
+            if was_open:
+                await fleet.resume()
+
     def finish_update(self, version: int) -> None:
         self._fleet.finish_update(version)
         self.set_version(version)
@@ -181,15 +214,15 @@ class ServerWeights(abc.ABC):
 
         return command
 
-    def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
-        self._running_thread().run(self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only)))
+    async def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
+        await self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only))
 
     def _ask(self, act: Callable[[ServerClient], Any]) -> dict[str, Future[Any]]:
-        thread = self._running_thread()
-        return {server.url: thread.submit(act(server)) for server in self._fleet.members.publishing}
+        return {server.url: self._start(act(server)) for server in self._fleet.members.publishing}
 
     @abc.abstractmethod
-    def _running_thread(self) -> EventLoopThread: ...
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start a coroutine on the event loop, from any thread; the future may be waited for by any but the loop's."""
 
 
 def is_on_this_host(url: str) -> bool:

@@ -22,7 +22,7 @@ from megatron_rl.types import LLMRequest, LLMResponse
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from megatron_rl.api import InferenceEngine
+    from megatron_rl.api import Sampler
 
 ENDING_S = 10.0
 """Longest that the end of an attempt waits for the calls that it has cancelled."""
@@ -81,7 +81,7 @@ class Attempt:
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: Sampler,
         kept: KeptReplies,
         *,
         tries: int = 1,

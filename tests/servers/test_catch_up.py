@@ -50,7 +50,7 @@ def test_restarted_server_serves_the_current_weights_before_the_next_publication
     publisher.publish(specs_of(weights), iter(weights.items()), 1)
     for url in restarted:  # what a restart leaves: other weights under another name
         post(url, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "none"})
-    members = engine._fleet.members
+    members = engine._service.client.fleet.members
     for server in [server for server in members.serving if server.url in restarted]:
         engine._thread.loop.call_soon_threadsafe(members.lose, server, "restarted")
     assert eventually(lambda: len(engine.serving) < 2) and eventually(lambda: len(engine.serving) == 2)
@@ -148,7 +148,7 @@ def test_server_with_other_weights_than_its_peers_stays_out(late):
     time.sleep(0.3)
     assert late_server.url not in engine.serving
     assert "/update_weight_version" not in late_server.controls()
-    assert "holds other weights than its peers: w" in engine._fleet.members.troubles()
+    assert "holds other weights than its peers: w" in engine._service.client.fleet.members.troubles()
 
 
 def test_publication_does_not_wait_for_a_transfer_and_is_not_disturbed_by_it(late):

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout import sglang_engine as client_module
 from megatron_rl.servers import client
+from megatron_rl.servers import sampling_client as client_module
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group

@@ -276,7 +276,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 
     def deadline_s(tokens):
         request = LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(max_new_tokens=tokens))
-        return engine._deadline_s(request)
+        return engine._service.client._deadline_s(request)
 
     assert deadline_s(128) == 600.0 and 32_768 / deadline_s(32_768) == 10.0
 
@@ -287,7 +287,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
     forgotten, hanging, steady = (scripted() for _ in range(3))
     engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5)
-    members = engine._fleet.members
+    members = engine._service.client.fleet.members
     forgotten.hangs = True
     time.sleep(0.6)  # its visit is under way
     (gone,) = [server for server in members.serving if server.url == forgotten.url]
@@ -317,10 +317,12 @@ def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scrip
         raise KeyError("a bug of ours")
 
     async def begin():
-        engine._fleet.members.lasting(fault(), "the patrol of rollout servers")
+        engine._service.client.fleet.members.lasting(fault(), "the patrol of rollout servers")
 
     engine._thread.run(begin())
-    assert eventually(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._executor._fatal))
+    assert eventually(
+        lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._service.executor._fatal)
+    )
 
 
 def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(scripted, connect, monkeypatch):

@@ -219,7 +219,7 @@ def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_s
     # What a restart leaves: other weights under another name.
     other_client = connect(real_sglang)
     other_client.update_weights(tiny_model, 0)
-    members = engine._fleet.members
+    members = engine._service.client.fleet.members
     engine._thread.loop.call_soon_threadsafe(members.lose, members.serving[0], "restarted")
     deadline = time.monotonic() + 60
     while members.serving:

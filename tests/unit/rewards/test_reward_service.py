@@ -19,7 +19,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import reward_service as service_module
 from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import RLVRWorkflow

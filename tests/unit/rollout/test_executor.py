@@ -19,8 +19,8 @@ from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.groups import is_uniform, reward_of_each
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows.scoring import RewardCall
 

@@ -22,7 +22,7 @@ from megatron_rl.api import RequestRefused, RolloutWorkflow
 from megatron_rl.config import AlgorithmConfig, RolloutConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.unit.counting_engine import CountingEngine
 from tests.unit.simulated_time import Deadlock, simulate

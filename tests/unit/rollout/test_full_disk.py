@@ -18,8 +18,8 @@ from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.dead_letters import DeadLetters
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.run_log import RunLog, Sample
 from megatron_rl.weights.hf_files import write_hf_folder
 from tests.unit.telemetry.test_run_log import METRICS, steps_of, text_console

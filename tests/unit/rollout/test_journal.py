@@ -29,8 +29,8 @@ from megatron_rl.rollout.journal import (
     read_file,
 )
 from megatron_rl.rollout.ledger import PromptLedger
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
 
 

@@ -1,5 +1,6 @@
 """Calls over a socket are calls: what they give and raise is what a call here would."""
 
+import asyncio
 import logging
 import os
 import socket
@@ -69,7 +70,7 @@ def caller(ends, servant, told):
     def answer(name, args, kwargs):
         return getattr(servant, name)(*args, **kwargs)
 
-    serving = threading.Thread(target=serve, args=(wire, answer))
+    serving = threading.Thread(target=lambda: asyncio.run(serve(wire, answer)))
     serving.start()
     on_end = lambda fault: fault or RuntimeError("it is gone")  # noqa: E731
     caller = RpcClient(RpcSocket(ours), on_told=lambda *call: told.append(call), on_end=on_end)

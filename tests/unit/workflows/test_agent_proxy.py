@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow, agent_threads
 from megatron_rl.workflows.agent_proxy import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_threads import AgentTimeout

@@ -13,7 +13,7 @@ from megatron_rl.api import RequestRefused, RolloutWorkflow, together
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import LLMRequest, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_rl.rollout import rollout_metrics as tally_module
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, metrics_of
+from megatron_rl.telemetry import rollout_metrics as tally_module
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 
 
 @pytest.fixture

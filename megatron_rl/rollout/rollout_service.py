@@ -1,0 +1,150 @@
+"""The rollout of one client on one event loop: its servers, the client that samples from them, the executor above.
+
+`RolloutRank` is this service in a rollout process; `RemoteSGLangEngine` runs it on a thread of the caller's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_rl.api import RequestRefused
+from megatron_rl.config import RolloutConfig
+from megatron_rl.launch import open_files
+from megatron_rl.rollout.events import RolloutEvents
+from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.servers.client import ServerError
+from megatron_rl.servers.pool import Fleet
+from megatron_rl.servers.sampling_client import SamplingClient
+from megatron_rl.servers.weight_receiver import ServerWeights
+from megatron_rl.telemetry.rollout_metrics import Counts
+
+
+class RolloutService(ServerWeights):
+    """The methods by which a trainer commands its rollout; with those of ServerWeights they make a WeightReceiver.
+
+    Coroutines are for the event loop that `connect` ran on. All else may be called from any thread.
+
+        service = RolloutService(RolloutConfig(max_staleness=2), seed=1)
+        await service.connect(["http://127.0.0.1:30000"])
+        batch = await service.executor.prepare_batch(prompts, workflow, count=8)
+        await service.close()
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int | None = None,
+        events: Sequence[RolloutEvents] = (),
+        on_drop: Callable[[str, str], None] | None = None,
+        run_name: str = "",
+        vocab_size: int | None = None,
+    ) -> None:
+        """The options are those of SamplingClient; `events` hear of each training prompt."""
+        self.config, self._events = config, events
+        self.client = SamplingClient(
+            config,
+            seed=seed,
+            on_drop=on_drop,
+            run_name=run_name,
+            vocab_size=vocab_size,
+            on_failure=lambda message: self.executor.fail(message),
+            has_failed=lambda: self.executor.has_failed,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.executor = self._new_executor()
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self.client.fleet
+
+    async def connect(self, urls: list[str]) -> None:
+        """Connect to the servers. RuntimeError or ValueError names one that is not there."""
+        open_files.raise_limit()
+        self._loop = asyncio.get_running_loop()
+        self.executor = self._new_executor()
+        try:
+            await self.client.connect(urls)
+        except (ServerError, RequestRefused) as error:
+            error.args = (f"rollout.servers: {error}",)
+            raise
+
+    async def close(self) -> None:
+        """Cancel what is in flight and disconnect; the servers stay up. May be called twice."""
+        self._loop = None
+        self.executor.fail("the rollout engine was destroyed.")
+        await self.client.close()
+
+    def fail(self, message: str) -> None:
+        """Make calls that wait for replies or servers, and later ones, raise RuntimeError(message)."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.executor.fail, message)
+
+    def counts(self) -> Counts:
+        """Return what happened since the last call; the counts of all rollout ranks add up to the step's metrics."""
+        counts = self.client.metrics.take()
+        if self.client.is_connected:  # all clients have the same servers
+            counts.most["servers"] = len(self._fleet.members.serving)
+            counts.most["cache_age"] = max(server.cache.age for server in self._fleet.servers)
+        return counts
+
+    def set_version(self, version: int) -> None:
+        self.client.version = version
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.executor.notice_version)
+
+    # -- servers
+
+    @property
+    def needs_weights(self) -> bool:
+        """True where requests wait for a publication: only servers without the weights are left."""
+        return self._fleet.members.needs_weights
+
+    @property
+    def serving(self) -> list[str]:
+        """URLs of the servers that get requests."""
+        return [server.url for server in self._fleet.members.serving]
+
+    async def select_servers(self) -> None:
+        """Select which servers take part in the next publication: all that answer, those started anew included.
+
+        Waits for one where none is left; RuntimeError where none comes back, or after `fail`.
+        """
+        patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
+        await self._fleet.members.select_servers(patience_s, check=self.executor.raise_if_fatal)
+
+    async def mark_published(self, serving: list[str], version: int) -> None:
+        """Another client has published `version` to the servers `serving`: send requests to these alone."""
+        await self._fleet.follow(serving, version)
+        self.set_version(version)
+
+    async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
+        """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
+        of those that failed.
+
+        starts: by URL, what differs from one start of a server to the next.
+        """
+        return await self._fleet.set_memory(parts, starts)
+
+    @property
+    def wants_folder(self) -> bool:
+        """True where a server that may come back soon could have the weights just published from a folder alone."""
+        return self._fleet.wants_folder
+
+    async def offer_folder(self, path: str, version: int) -> None:
+        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
+        self._fleet.offer_folder(path, str(version))
+
+    # --
+
+    def _new_executor(self) -> RolloutExecutor:
+        return RolloutExecutor(self.client, self.config, self.client.metrics, self._events, self.client.spans)
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError("the rollout: not connected to its servers, or closed; connect first.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

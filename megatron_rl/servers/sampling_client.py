@@ -1,0 +1,351 @@
+"""The sampling client: the engine that a workflow is given, which gets replies from one or more rollout servers.
+
+A reply is complete whatever happens on the way: a failed call is sent again (to another server where there is one), an
+interrupted one continues from its partial output, with the log-probability and policy version of every token kept.
+
+    agenerate -> one reply: parts, until one ends by itself -> one part: tries, until a server answers sensibly
+              -> one call of servers/client.py, which checks what comes back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from megatron_rl.api import ContextOutgrown, RequestRefused
+from megatron_rl.config import RolloutConfig
+from megatron_rl.servers.client import BadReply, Busy, ServerClient, ServerError, backoff, sampling_params
+from megatron_rl.servers.pool import Fleet
+from megatron_rl.servers.reply_check import Asked, ReplyPart
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
+from megatron_rl.telemetry.spans import Span, Spans
+from megatron_rl.types import LLMRequest, LLMResponse
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ATTEMPTS = 4
+"""Tries of one HTTP call; the executor's `episode_attempts` come on top."""
+FIRST_RETRY_S = 0.1
+FRUITLESS_RESUMES = 8
+"""Interruptions in a row without a new token, after which a reply is returned as aborted."""
+REMEMBERED_RIDS = 65_536
+EARLY_END_S = 5.0
+"""Longest that a cancelled reply waits for the tokens that its server has of it."""
+TOKENS_IN_TIME = 6_000
+"""Tokens of a reply for which rollout.request_timeout_s is meant."""
+
+
+class SamplingClient:
+    """The replies of one client's servers. It lives on one event loop, that of `connect`; `version` is the policy's.
+
+    client = SamplingClient(RolloutConfig(), seed=1)
+    await client.connect(["http://127.0.0.1:30000"])
+    reply = await client.agenerate(LLMRequest(rid="a", input_ids=[1, 2, 3]))
+    await client.close()
+    """
+
+    fleet: Fleet
+    """The servers, from `connect` on."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int | None = None,
+        on_drop: Callable[[str, str], None] | None = None,
+        run_name: str = "",
+        vocab_size: int | None = None,
+        on_failure: Callable[[str], None] | None = None,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`on_drop(url, reason)` is called, on the event loop, for a server that fails a publication, or whose replies
+        are not to be believed. `vocab_size`: the model's, where it is known.
+
+        With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
+        it; others follow that one, by `mark_published`.
+
+        `on_failure(message)` is told of what has ended that the run depends on; has_failed() is True once the run ends.
+        """
+        self.config, self.seed, self.version = config, seed, 0
+        self.is_connected = False
+        self._has_failed = has_failed
+        self._options: dict[str, Any] = {"run_name": run_name, "vocab_size": vocab_size, "on_failure": on_failure}
+        self._on_drop = on_drop
+        self._id = uuid.uuid4().hex[:8]
+        self._rid_numbers = itertools.count()
+        self._homes: OrderedDict[str, ServerClient] = OrderedDict()
+        self.metrics = RolloutMetrics()
+        self.spans = Spans(on_end=self._count_reward)
+        """The work under way: episodes, replies, the calls for them, rewards, commands to servers."""
+
+    async def connect(self, urls: list[str]) -> None:
+        """Connect to the servers at `urls`; ServerError or RequestRefused names one that is not there."""
+        self._loop = asyncio.get_running_loop()
+        self.fleet = Fleet(
+            self.config, urls, self._on_drop, spans=self.spans, version=self.get_version, **self._options
+        )
+        self.is_connected = True
+        await self.fleet.connect()
+
+    async def close(self) -> None:
+        """Disconnect; the servers stay up. May be called twice."""
+        if self.is_connected:
+            self.is_connected = False
+            await self.fleet.close()
+
+    def get_version(self) -> int:
+        return self.version
+
+    def _count_reward(self, span: Span) -> None:
+        if span.row == "rewards" and span.end_s is not None:
+            self.metrics.add(rewards=1, reward_s=span.end_s - span.begin_s)
+            self.metrics.observe(span.args.get("metrics", {}))
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one reply; an interrupted one is continued. Awaitable on any event loop.
+
+        ValueError for a request that no server would take, RuntimeError where the servers do not manage it.
+        """
+        if not self.is_connected:
+            raise RuntimeError("rollout client: not connected, or closed; connect it to its servers first.")
+        if asyncio.get_running_loop() is self._loop:
+            return await self._whole_reply(req)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._whole_reply(req), self._loop))
+
+    async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
+        with self.spans("replies", str(req.metadata.get("sample_key", req.rid))) as span:
+            # Each round asks for the rest: the prompt and all tokens so far go to a server, perhaps another one.
+            reply = req.begun or LLMResponse.nothing(req.input_ids)
+            started, fruitless, timeout_s = time.monotonic(), 0, self._deadline_s(req)
+            self.metrics.enter()
+            try:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    while fruitless <= FRUITLESS_RESUMES:
+                        part = await self._generate_part(req, reply.output_tokens, deadline)
+                        add_part(reply, part)
+                        if reply.stop_reason != "abort":
+                            break
+                        if reply.output_len >= req.gconfig.max_new_tokens:
+                            reply.stop_reason = "length"
+                            break
+                        reply.interruptions += 1
+                        fruitless = 0 if part.tokens else fruitless + 1
+                        # The server may have been told to abort before this client hears of the pause that follows.
+                        await asyncio.sleep(FIRST_RETRY_S if part.tokens else FIRST_RETRY_S * 2**fruitless)
+            except TimeoutError as error:
+                for_length = " for its length" if timeout_s > self.config.request_timeout_s else ""
+                raise RuntimeError(
+                    f"request {req.rid}: no complete reply within rollout.request_timeout_s = "
+                    f"{timeout_s:g} s{for_length} ({reply.output_len} of {req.gconfig.max_new_tokens} tokens came, "
+                    f"{reply.interruptions} interruptions). Raise it, or ask for fewer tokens."
+                ) from error
+            finally:
+                self.metrics.leave()
+            reply.latency_s = time.monotonic() - started
+            self.metrics.add(
+                replies=1,
+                tokens=reply.output_len,
+                truncated=reply.stop_reason == "length",
+                interruptions=reply.interruptions,
+                latency_s=reply.latency_s,
+            )
+            span.args |= {"tokens": reply.output_len, "stop_reason": reply.stop_reason}
+            span.args |= {"interruptions": reply.interruptions}
+        return reply
+
+    async def _generate_part(self, req: LLMRequest, generated: list[int], deadline: asyncio.Timeout) -> ReplyPart:
+        """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
+        params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
+        tokens = [*req.input_ids, *generated]
+        failed: ServerClient | None = None
+        refused: dict[ServerClient, RequestRefused] = {}
+        attempt, busy = 1, 0
+        async with self._slot(deadline):
+            while True:
+                server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
+                check_request(server, tokens, params["max_new_tokens"])
+                # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
+                rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
+                try:
+                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun)
+                except Busy as error:
+                    failed = server
+                    logger.info("%s", error)
+                    with not_counted(deadline):
+                        await asyncio.sleep(max(error.wait_s, backoff(busy)))
+                    busy += 1
+                except RequestRefused as refusal:
+                    # One that refuses everything would soon be the one with the fewest requests, and end them all.
+                    if refused or not self.fleet.has_another(server):
+                        raise
+                    refused[server] = refusal
+                    failed = server
+                except ServerError as error:
+                    if attempt == REQUEST_ATTEMPTS:
+                        raise
+                    failed = server
+                    self.metrics.add(request_retries=1)
+                    logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
+                    await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
+                    attempt += 1
+                else:
+                    for one, refusal in refused.items():
+                        self.fleet.record_failure(one, BadReply(f"{refusal} (which another server did not)"))
+                    self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
+                    return part
+
+    def _deadline_s(self, req: LLMRequest) -> float:
+        """rollout.request_timeout_s, and in proportion more for a reply that may be longer than it is meant for."""
+        return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, deadline: asyncio.Timeout) -> AsyncIterator[None]:
+        """One of the connections that this process may have open; to wait for it does not count."""
+        with not_counted(deadline):
+            await self.fleet.slots.acquire()
+        try:
+            yield
+        finally:
+            self.fleet.slots.release()
+
+    async def _generate_on(
+        self,
+        server: ServerClient,
+        rid: str,
+        tokens: list[int],
+        params: dict[str, Any],
+        deadline: asyncio.Timeout,
+        begun: LLMResponse | None,
+    ) -> ReplyPart:
+        """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
+
+        begun: is added what there is where the caller is cancelled.
+        """
+        fleet, since = self.fleet, time.monotonic()
+        asked = fleet.asked(server, rid, tokens, params)
+        call = asyncio.create_task(server.generate(asked, tokens, params))
+        server.open_call(call)
+        try:
+            with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
+                part = await asyncio.shield(call)
+                span.args |= {"tokens": len(part.tokens), "cached_tokens": part.cached_tokens, "timing": part.timing}
+                span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
+            await fleet.accept(server, part, asked)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if deadline.expired():
+                fleet.note_overdue(server, since)
+            if task is None or task.cancelling():  # this episode is cancelled, not the call
+                if begun is not None and not self._has_failed():
+                    await self._end_early(server, call, asked, begun)
+                raise
+            raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
+        except ServerError as error:
+            fleet.record_failure(server, error)
+            if not isinstance(error, Busy):
+                self.metrics.add(server_failures=1, bad_replies=isinstance(error, BadReply))
+            raise
+        finally:
+            call.cancel()  # which hangs up, so that the server generates no more
+            server.calls.discard(call)
+        return part
+
+    async def _end_early(
+        self, server: ServerClient, call: asyncio.Task[ReplyPart], asked: Asked, begun: LLMResponse
+    ) -> None:
+        """Have the server end a request at once, and keep what it had generated, if it can say so soon."""
+        try:
+            async with asyncio.timeout(EARLY_END_S):
+                await server.call("POST", "/abort_request", {"rid": asked.rid}, timeout_s=EARLY_END_S)
+                part = await call
+                await self.fleet.accept(server, part, asked)
+        except (ServerError, RequestRefused, TimeoutError) as error:
+            logger.info("%s: request %s is ended without its tokens: %s", server.url, asked.rid, error)
+        else:
+            add_part(begun, part)
+
+    async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
+        """Return the server that this rid used last, else the one with the fewest requests.
+
+        Waits while the servers are paused or none is left; that time does not count towards the deadline.
+        """
+        members = self.fleet.members
+        if not (self.fleet.open.is_set() and members.serving):
+            with not_counted(deadline):
+                while not (self.fleet.open.is_set() and members.serving):
+                    await self.fleet.open.wait()
+                    await members.wait_for_one(self.config.start_timeout_s)
+        if (entrance := self.fleet.entrance()) is not None:
+            return entrance
+        home = self._homes.pop(rid, None)
+        if home is None or home is avoid or home not in members.serving:
+            others = [server for server in members.serving if server is not avoid]
+            home = min(others or members.serving, key=lambda server: len(server.calls))
+        self._homes[rid] = home
+        if len(self._homes) > REMEMBERED_RIDS:
+            self._homes.popitem(last=False)
+        return home
+
+    def _seed_of(self, req: LLMRequest, generated: int) -> int | None:
+        """Derive the sampling seed from the run's seed and the sample's name: the same on every server, rank and retry.
+
+        A continuation has a seed of its own; the embedded server numbers draws per request and would repeat them.
+        """
+        key = req.metadata.get("sample_key")
+        if req.gconfig.seed is not None:
+            root = f"request {req.gconfig.seed}"
+        elif self.seed is not None and key is not None:
+            root = f"run {self.seed} {key}"
+        else:
+            return None
+        return int.from_bytes(hashlib.sha256(f"{root} {generated}".encode()).digest()[:8]) >> 1
+
+
+def add_part(reply: LLMResponse, part: ReplyPart) -> None:
+    reply.output_tokens += part.tokens
+    reply.output_logprobs += part.logprobs
+    reply.output_versions += part.versions
+    reply.text += part.text
+    reply.stop_reason = part.stop_reason
+
+
+@contextlib.contextmanager
+def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
+    """What is waited for within does not count towards the deadline."""
+    clock, when = asyncio.get_running_loop().time, deadline.when()
+    left_s = None if when is None else when - clock()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        if left_s is not None:
+            deadline.reschedule(clock() + left_s)
+
+
+def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) -> None:
+    """Raise RequestRefused for what the server could not serve. An id past the vocabulary would kill a CPU SGLang."""
+    if not tokens:
+        raise RequestRefused("input_ids = []: a prompt needs at least one token.")
+    info = server.info
+    if info is None:
+        return
+    if info.vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
+        wrong = max(tokens) if max(tokens) >= info.vocab_size else min(tokens)
+        raise RequestRefused(
+            f"input_ids hold {wrong}: {server.url} has a vocabulary of {info.vocab_size} ids from 0; "
+            "use the tokenizer of the served model."
+        )
+    if info.context_length is not None and len(tokens) + max_new_tokens > info.context_length:
+        raise ContextOutgrown(
+            f"{len(tokens)} tokens of prompt + {max_new_tokens} of generation.max_new_tokens exceed the context of "
+            f"{info.context_length} of {server.url}. Lower max_new_tokens, drop long prompts, or start the server with "
+            "a larger --context-length."
+        )
