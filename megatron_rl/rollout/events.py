@@ -1,11 +1,15 @@
-"""What becomes of each training prompt, told to whoever records it: a journal, a ledger, the list of dead letters."""
+"""The events of each training prompt, told to whoever records it: a journal, a ledger, the dead letters."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
@@ -75,3 +79,27 @@ class RolloutEvents:
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
         """Every attempt failed, the last one with `error`; that was the prompt's last event."""
+
+
+class DeadLetters(RolloutEvents):
+    """The prompts that every attempt failed for, in a file: what to look at when a run skips some of its data.
+
+    One JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself. RuntimeError, which ends the run,
+    where it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def dead_lettered(self, episode: Episode, error: BaseException) -> None:
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+            "prompt": episode.data,
+        }
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        except OSError as fault:
+            raise RuntimeError(f"dead letters {self.path}: {fault}; make room on the disk and resume.") from fault

@@ -28,12 +28,14 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.launch import file_lock
+from megatron_rl.launch.file_lock import PATIENCE_S
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
 from megatron_rl.workflows.attempts import numbered, request_name
 
-FOLDER, SUFFIX = "journal", ".journal"
+FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
 """Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrlj", b"G", b"R", b"E"
@@ -402,3 +404,33 @@ def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]
     for life, (_, batches) in sorted(lives.items()):
         end = min((first for other, (first, _) in lives.items() if other > life), default=None)
         yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
+
+
+# -- who writes it: one process per rollout rank, and none once another process has resumed the run
+
+
+def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
+    """Return once nobody writes the journal in `folder`; BlockingIOError names whoever still does after a while."""
+    for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
+        os.close(_lock(path, patience_s))
+
+
+def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
+    """Return an open file that holds the lock of a rollout rank's journal until its last copy is closed.
+
+    A trainer hands it to its rollout process, which has it from birth to death, whatever happens to either.
+
+    BlockingIOError where another process keeps it.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)
+
+
+def _lock(path: Path, patience_s: float) -> int:
+    try:
+        return file_lock.take(path, patience_s)
+    except file_lock.LockHeld as held:
+        raise BlockingIOError(
+            f"rollout journal {path.parent}: {held.owner} belongs to a run in this run.folder and still writes it; "
+            f"wait until that run has ended, or kill it, and resume."
+        ) from None

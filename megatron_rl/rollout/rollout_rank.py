@@ -24,7 +24,7 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
-from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.hang_report import HangReport
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState

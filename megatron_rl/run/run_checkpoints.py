@@ -27,7 +27,7 @@ from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import journal, journal_lock
+from megatron_rl.rollout import journal
 from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.weights.hf_files import recover_folder, replace_folder
@@ -252,7 +252,7 @@ def is_ledger(state: Any) -> bool:
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
     """Return once no other process writes the run's journal; RuntimeError on all ranks names one that goes on."""
-    fault = groups.on_main(lambda: journal_lock.wait_for_owners(run_folder / journal.FOLDER))
+    fault = groups.on_main(lambda: journal.wait_for_owners(run_folder / journal.FOLDER))
     if fault:
         raise RuntimeError(fault)
 
@@ -294,7 +294,7 @@ class PromptResumeState:
 
     def lock(self) -> int | None:
         """Take the lock of this rank's journal, for its rollout process; None where the run keeps no journal."""
-        return journal_lock.take(self.folder, self.groups.data.rank) if self.keeps_journal else None
+        return journal.take_lock(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
         """Remember the place where a step begins or has ended, for `state_dict`."""

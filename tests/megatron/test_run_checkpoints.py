@@ -12,7 +12,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.launch import file_lock
-from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout import journal
 from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
 
 
@@ -114,7 +114,7 @@ def starts_beside_another(folder):
 
 
 def test_no_rank_resumes_a_run_that_another_process_goes_on_with(tmp_path):
-    lock = journal_lock.take(tmp_path / "journal", 1)
+    lock = journal.take_lock(tmp_path / "journal", 1)
     file_lock.sign(lock, 123)
     try:
         run_ranks(2, starts_beside_another, tmp_path)

@@ -20,7 +20,7 @@ from megatron_rl.api import NoServerLeft, WeightReceiver
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.data.tokens import load_tokenizer
-from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout import journal
 from megatron_rl.rollout import process as process_module
 from megatron_rl.rollout.factory import make_workflow
 from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
@@ -249,10 +249,10 @@ def test_one_that_is_stopped_while_it_ends_does_not_hold_the_trainer(tmp_path, m
 TRAINER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megatron_rl.rollout import journal_lock
+from megatron_rl.rollout import journal
 from megatron_rl.rollout.process import RolloutProcess
 folder = Path(sys.argv[1])
-process = RolloutProcess(folder / "log", on_death=print, lock=journal_lock.take(folder, 0))
+process = RolloutProcess(folder / "log", on_death=print, lock=journal.take_lock(folder, 0))
 writer = os.fork()  # as a checkpoint's
 if writer:
     print(process.process.pid, writer, flush=True)
@@ -265,13 +265,13 @@ def test_it_dies_with_its_trainer_and_gives_the_journal_free(tmp_path):
     pid, writer = map(int, trainer.stdout.readline().split())
     try:
         with pytest.raises(BlockingIOError, match=rf"process {pid} on .* still writes it"):
-            journal_lock.wait_for_owners(tmp_path, patience_s=0.1)
+            journal.wait_for_owners(tmp_path, patience_s=0.1)
         trainer.kill()
         trainer.wait()
         wait_for(lambda: not psutil.pid_exists(pid), "the rollout process outlived its trainer")
         assert psutil.pid_exists(writer), "which still has what it inherited"
-        journal_lock.wait_for_owners(tmp_path, patience_s=0.1)
-        os.close(journal_lock.take(tmp_path, 0, patience_s=0.1))
+        journal.wait_for_owners(tmp_path, patience_s=0.1)
+        os.close(journal.take_lock(tmp_path, 0, patience_s=0.1))
     finally:
         for left in (trainer.pid, writer):
             with contextlib.suppress(ProcessLookupError):

@@ -15,8 +15,7 @@ from tensordict import TensorDict
 from megatron_rl.api import RequestRefused, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout import executor as executor_module
-from megatron_rl.rollout.dead_letters import DeadLetters
-from megatron_rl.rollout.events import RolloutEvents
+from megatron_rl.rollout.events import DeadLetters, RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.rollout.groups import is_uniform, reward_of_each
 from megatron_rl.servers.event_loop import EventLoopThread

@@ -16,7 +16,7 @@ from test_journal import Engine, episode, group, replay, start
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.dead_letters import DeadLetters
+from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
