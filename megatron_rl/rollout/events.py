@@ -32,11 +32,11 @@ class Episode:
     version: int = 0
     """Policy version when it was started."""
     replies: KeptReplies = field(default_factory=KeptReplies)
-    """What it was answered, until it has its group."""
+    """The replies that it has so far, until it has its group."""
     ending: asyncio.Task[None] | None = None
-    """Where it was recalled: what ran it, and may not have ended."""
+    """The task that ran it before it was recalled, which may not have ended."""
     outcome: asyncio.Future[Outcome] | None = None
-    """Where somebody waits for this very episode."""
+    """Set where somebody waits for this very episode."""
 
 
 @dataclass(kw_only=True)

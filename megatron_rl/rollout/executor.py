@@ -252,7 +252,7 @@ class RolloutExecutor:
         return self._consume(taken)
 
     def _is_due(self) -> bool:
-        """Whether a prompt that was requeued before is running and would come too late for any other batch.
+        """Return True while a prompt runs that was requeued before and would come too late for any other batch.
 
         It is waited for: else prompts with long replies would be sampled again and again and never trained.
         """

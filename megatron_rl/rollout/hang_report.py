@@ -1,4 +1,4 @@
-"""What a rollout process is found doing when its run stands still: in words for a message, and at length in a file."""
+"""The report of a rollout process whose run stands still: in words for a message, and at length in a file."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _REPLY_COLUMNS = {
     "output_logprobs": torch.float64,
 }
 _METADATA_BYTES = struct.Struct("<Q")
-"""What a safetensors blob begins with: the length of its JSON header."""
+"""The first bytes of a safetensors blob: the length of its JSON header."""
 
 
 @dataclass(kw_only=True)
@@ -279,7 +279,7 @@ class Sampled:
 
 
 class Replay:
-    """What earlier processes sampled, groups and replies, that a run which resumes at `version` may still train.
+    """The groups and replies of earlier processes that a run which resumes at `version` may still train.
 
     A token counts as sampled by the last version that its policy and this run have in common: at a version that was
     lost with its process, it is as old as the checkpoint. Neither that age nor the distance of the lost version from
@@ -289,7 +289,7 @@ class Replay:
     def __init__(self, folder: str | Path, *, life: int, version: int, max_staleness: int, fingerprint: str) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
-        """What could not be read or is another run's, file by file."""
+        """The parts that cannot be read or are another run's, file by file."""
         self.replayed = self.replayed_replies = 0
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}

@@ -56,7 +56,7 @@ class ResumeState:
 
     @property
     def faults(self) -> list[str]:
-        """What of earlier processes' journals cannot be read."""
+        """The parts of earlier processes' journals that cannot be read."""
         return self.replay.faults if self.replay is not None else []
 
     def metrics(self) -> dict[str, float]:

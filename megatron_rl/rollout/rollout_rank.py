@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """All that a rollout process is told of its run."""
+    """The first message to a rollout process: everything that it is told of its run."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase

@@ -36,7 +36,7 @@ _COUNT = struct.Struct("<I")
 
 
 class ServedTraceback(Exception):
-    """Where the other process raised: the cause of what is raised here."""
+    """The traceback of the other process, as the cause of the error that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -244,7 +244,7 @@ CANCEL, PULSE = "cancel", "pulse"
 
 
 class Unsendable(RuntimeError):
-    """What a call gave cannot go to the other process."""
+    """The result of a call cannot be sent to the other process."""
 
 
 def _portable(error: BaseException) -> tuple[bytes, str, str]:
@@ -271,7 +271,7 @@ def _raised(pickled: bytes, words: str, told: str) -> BaseException:
 
 
 class ServedFuture(Future[Any]):
-    """What the other process will answer."""
+    """The answer that the other process will give."""
 
     def __init__(self, cancel: Callable[[], None] = lambda: None) -> None:
         super().__init__()

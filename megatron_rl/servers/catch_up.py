@@ -22,19 +22,19 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import CommandRefused, ServerClient, ServerError
 
 UNCONFIRMED = "unconfirmed"
-"""What weights are called until they are proved. No policy version has this name."""
+"""The name of weights until they are proved. No policy version has this name."""
 NAMED_TENSORS = 3
 
 
 @dataclass(frozen=True)
 class Current:
-    """What the servers hold since the last publication, as the client knows that published it."""
+    """The weights that servers hold since the last publication, as the client knows that published it."""
 
     version: str
     checksums: dict[ChecksumForm, dict[str, str]]
     """Of every form that a server was confirmed in."""
     folder: str | None
-    """Where these weights lie, for a publication over a disk."""
+    """The folder of these weights, for a publication over a disk."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:

@@ -83,7 +83,7 @@ class NotFound(RequestRefused):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """What a server says of itself. None where it does not say."""
+    """The facts that a server tells of itself; None for one that it does not tell."""
 
     version: tuple[int, ...]
     ranks: int
@@ -305,7 +305,7 @@ class ServerClient:
 
     @property
     def has_same_start(self) -> bool:
-        """Whether `info` is of the start that has the weights, as far as it was asked."""
+        """True where `info` is of the start that has the weights, as far as it was asked."""
         return self._start is None or (self.info is not None and self.info.start == self._start)
 
     async def check_start(self, *, timeout_s: float) -> None:
@@ -334,7 +334,7 @@ class ServerClient:
             return await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
 
     def _checked(self, endpoint: str, read: Callable[[], T]) -> T:
-        """What `read` makes of an answer; ServerError with the reason why that is nothing."""
+        """Return what `read` makes of an answer; ServerError with the reason where it makes nothing."""
         try:
             return read()
         except (ValueError, KeyError, TypeError) as error:
@@ -385,7 +385,7 @@ class ServerClient:
         return HeldWeights(version, self._checked("/weights_checker", checksums))
 
     def asked(self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int) -> Asked:
-        """What a reply to this request is held against; the version is the policy's now."""
+        """Return what a reply to this request is held against; the version is the policy's now."""
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
         return Asked(
@@ -510,7 +510,7 @@ def backoff(attempt: int) -> float:
 
 
 def seconds_of(retry_after: str) -> float:
-    """What a Retry-After header says, in seconds or as a date, but no longer than this client would wait."""
+    """Return the seconds that a Retry-After header asks for, at most as many as this client would wait."""
     if re.fullmatch(r"[0-9]{1,9}", retry_after):
         seconds = float(retry_after)
     else:

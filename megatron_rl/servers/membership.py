@@ -167,7 +167,7 @@ class Membership:
             raise ServerError(f"no rollout server is left, and none came back: {self.troubles()}") from None
 
     def weights_of(self, server: ServerClient) -> str | None:
-        """What the server was last known to call its weights."""
+        """Return the last known name of the server's weights."""
         member = self._members.get(server)
         return None if member is None else member.weights
 
@@ -411,7 +411,7 @@ class Membership:
         self._some_serve.set()
 
     async def _check_generation(self, member: Member) -> None:
-        """Where it has generated nothing for long, what it was asked before moves to others."""
+        """Raise where it generates nothing; after long, move its requests to others."""
         try:
             await member.server.check_generation(timeout_s=LOOK_TIMEOUT_S)
         except (ServerError, RequestRefused):

@@ -88,7 +88,7 @@ class Fleet:
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
-        """What each server said of its weights in this publication."""
+        """The weights that each server said it holds, in this publication."""
         self._current: Current | None = None
         """None until this client has published."""
         self._watchers: list[asyncio.Task[None]] = []
@@ -132,11 +132,11 @@ class Fleet:
     # -- requests
 
     def entrance(self) -> ServerClient | None:
-        """Where requests go to instead of to a server, if to a router."""
+        """Return the router's client, to which requests go instead of to a server; None without a router."""
         return None if self.router is None else self.router.client
 
     def asked(self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]) -> Asked:
-        """What a reply to a request that is sent to `server` now is held against."""
+        """Return what a reply to a request that is sent to `server` now is held against."""
         asked = server.asked(rid, tokens, params, version=self._version())
         weights = None if self.router is not None else self.members.weights_of(server)
         return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
@@ -159,7 +159,7 @@ class Fleet:
             self.members.record_success(server)
 
     def has_another(self, server: ServerClient) -> bool:
-        """Whether a request that this server refused can be sent to another one."""
+        """Return True where a request that this server refused can be sent to another one."""
         return self.router is None and any(other is not server for other in self.members.serving)
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:

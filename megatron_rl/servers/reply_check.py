@@ -38,7 +38,7 @@ TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_laten
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a reply is held against."""
+    """The facts of a request that its reply is held against."""
 
     rid: str
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Asked:
     version: int
     """The policy version when it was asked for, the oldest that can have sampled a token."""
     weights: str | None = None
-    """What the server called its weights then; None where it has no name for them, or a router chose the server."""
+    """The server's name of its weights then; None where it has no name for them, or a router chose the server."""
     is_routed: bool = False
     vocab_size: int | None = None
     room: int | None = None
@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass(kw_only=True)
 class ReplyPart:
-    """What one HTTP call generated; a reply has several parts where it was interrupted."""
+    """The tokens of one HTTP call; a reply has several parts where it was interrupted."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -77,7 +77,7 @@ class ReplyPart:
     spans: list[tuple[str, int]]
     """(weight version, tokens), in order; empty where the server reports none."""
     timing: dict[str, float] = field(default_factory=dict)
-    """What the server says of its part in the time: those of TIMING that it reports."""
+    """The server's part in the time: those of TIMING that it reports."""
 
 
 def read_reply(content: bytes, asked: Asked) -> ReplyPart:
@@ -147,7 +147,7 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]
 
 
 def check_counts(answer: dict[str, Any], meta: dict[str, Any], tokens: list[int], asked: Asked) -> None:
-    """What the reply says of its own size, and of the prompt's, has to be so. A request that waited may say nothing."""
+    """Check what the reply says of its own size and of the prompt's. A request that waited may say nothing."""
     output = member(answer, "output_ids", list, optional=True)
     if output is not None and (output != tokens or not all(type(token) is int for token in output)):
         refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(tokens)}")
@@ -301,7 +301,7 @@ def as_object(name: str, found: Any) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that is finite, in float32 too; a bool or a text is none."""
+    """Return True for a number that is finite, in float32 too; a bool or a text is none."""
     return type(value) in (int, float) and abs(value) < 3e38
 
 

@@ -319,7 +319,7 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
 
 @contextlib.contextmanager
 def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
-    """What is waited for within does not count towards the deadline."""
+    """Stop the deadline's clock within."""
     clock, when = asyncio.get_running_loop().time, deadline.when()
     left_s = None if when is None else when - clock()
     deadline.reschedule(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.servers.client import ServerClient
 
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
-"""What a server needs to generate, and has when it starts."""
+"""The parts that a server needs to generate, and has when it starts."""
 
 
 class ServerMemory:

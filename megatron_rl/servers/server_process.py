@@ -17,7 +17,7 @@ from megatron_rl.launch.start_up import python_path
 
 SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
-"""Where scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
+"""The folder into which scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
 WATCHDOG = Path(__file__).parent / "watchdog.py"
 LOG_TAIL_LINES = 30
 NO_WEIGHTS = "none"
@@ -181,7 +181,7 @@ def choose_backend(backend: str) -> str:
 
 
 def has_cuda() -> bool:
-    """What torch says, which takes a second to load and so is not asked where there is no driver of a device."""
+    """Ask torch, which takes a second to load and so is not asked where there is no driver of a device."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

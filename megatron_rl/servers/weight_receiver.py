@@ -226,7 +226,7 @@ class ServerWeights(abc.ABC):
 
 
 def is_on_this_host(url: str) -> bool:
-    """Whether the address of a URL is one of this host's own."""
+    """Return True where the address of a URL is one of this host's own."""
     try:
         addresses = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
     except socket.gaierror:
