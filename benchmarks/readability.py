@@ -29,7 +29,7 @@ WALKS = {
         ServerClient.generate ServerClient.call ServerClient._call_once
     """,
     "a call is handed on by process, caller, wire, head, engine and event loop": """
-        train:train RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
+        train:train_by_rl RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
         RpcClient.call RpcClient.start RpcClient._send RpcSocket.send
         | serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
         RemoteSGLangEngine.rollout_batch EventLoopThread.run

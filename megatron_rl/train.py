@@ -27,7 +27,7 @@ def train(config: TrainConfig, *, resume: str = "") -> bool:
 
     False if a stop signal ended the run early.
     """
-    _, train_it = check_and_train(config)
+    _, train_it = _check_and_train(config)
     return train_it(config, resume=resume)
 
 
@@ -60,7 +60,7 @@ def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
         return True
 
 
-def train_on_rows(kind: RowRun, config: TrainConfig, *, resume: str = "") -> bool:
+def _train_on_rows(kind: RowRun, config: TrainConfig, *, resume: str = "") -> bool:
     with kind(config, resume=resume) as run:
         if not run.begin():
             return False
@@ -74,7 +74,7 @@ def train_on_rows(kind: RowRun, config: TrainConfig, *, resume: str = "") -> boo
         return True
 
 
-def check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check, rank.Train]:
+def _check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check, rank.Train]:
     """Return what checks and what trains a config of this kind: rl, supervised or preference; the config's own for ''.
 
     A check refuses a config of another kind.
@@ -85,11 +85,11 @@ def check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check,
     if kind == "supervised":
         from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
 
-        return check_supervised, functools.partial(train_on_rows, SupervisedRun)
+        return check_supervised, functools.partial(_train_on_rows, SupervisedRun)
     if kind == "preference":
         from megatron_rl.run.preference_run import PreferenceRun, check_preference
 
-        return check_preference, functools.partial(train_on_rows, PreferenceRun)
+        return check_preference, functools.partial(_train_on_rows, PreferenceRun)
     from megatron_rl.run.checks import dry_run
 
     return dry_run, train_by_rl
@@ -97,7 +97,7 @@ def check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check,
 
 def main(argv: list[str] | None = None, *, kind: str = "") -> None:
     """Train what the arguments name; `megatron-rl sft` and `megatron-rl preferences` name the kind as well."""
-    load: Callable[[TrainConfig], tuple[rank.Check, rank.Train]] = functools.partial(check_and_train, kind=kind)
+    load: Callable[[TrainConfig], tuple[rank.Check, rank.Train]] = functools.partial(_check_and_train, kind=kind)
     rank.main("Train a policy with RL, or a model on answers or on pairs of replies.", load, argv)
 
 

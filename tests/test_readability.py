@@ -40,9 +40,9 @@ def test_the_readme_is_short_and_has_no_half_stops(tree):
 
 def test_a_way_that_the_code_does_not_go_is_refused_with_the_place_where_it_breaks_off(tree):
     with pytest.raises(LookupError, match="nothing before ServerClient.pause mentions it"):
-        tree._follow(["train:train", "RLRun.next_batch", "ServerClient.pause"])
+        tree._follow(["train:train_by_rl", "RLRun.next_batch", "ServerClient.pause"])
     with pytest.raises(LookupError, match="there are 0 functions RLRun.fly"):
-        tree._follow(["train:train", "RLRun.fly"])
+        tree._follow(["train:train_by_rl", "RLRun.fly"])
 
 
 def test_names_in_a_function_are_variables_attributes_and_strings():

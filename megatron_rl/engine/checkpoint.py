@@ -57,7 +57,7 @@ SCHEDULE_KEYS = {
 """Upstream's names of what a schedule consists of, and ours."""
 
 
-class TrainedModel(Protocol):
+class _TrainedModel(Protocol):
     """The parts of an engine that a checkpoint holds or restores."""
 
     config: EngineConfig
@@ -229,7 +229,7 @@ def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
     return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
 
 
-def training_state(engine: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
+def training_state(engine: _TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     """Return the sharded weights and optimizer, the schedule, the version and each rank's random states."""
     _start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
@@ -303,7 +303,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def load(path: str | Path, engine: TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
+def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
     """Restore a checkpoint in this or another layout; all ranks call it.
 
     ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more, or another
@@ -314,7 +314,7 @@ def load(path: str | Path, engine: TrainedModel, *, with_optimizer: bool, is_che
         _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
 
 
-def _load(path: str | Path, engine: TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
+def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
     common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
     if not with_optimizer:
         state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
@@ -384,7 +384,7 @@ def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) 
     return saved
 
 
-def _load_models(engine: TrainedModel, state: dict[str, Any]) -> None:
+def _load_models(engine: _TrainedModel, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state[f"model{number}"])
 

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from megatron_rl import platform
 
 
-class MovableEngine(Protocol):
+class _MovableEngine(Protocol):
     """The parts of an engine that its device holds, and its two ways between device and host memory."""
 
     optimizer: Any
@@ -79,7 +79,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def tensors_of(engine: MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
+def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
     """Return what an engine must keep (weights, main parameters, optimizer state) and its gradient buffers."""
     kept = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
@@ -107,9 +107,9 @@ class SharedDevice:
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
         self.one_at_a_time, self.make_room = one_at_a_time, make_room
-        self.engines: list[MovableEngine] = []
+        self.engines: list[_MovableEngine] = []
 
-    def take(self, engine: MovableEngine) -> None:
+    def take(self, engine: _MovableEngine) -> None:
         """Send the others out, then bring `engine` in; one that is not known yet joins."""
         if self.make_room is not None:
             self.make_room()
@@ -119,7 +119,7 @@ class SharedDevice:
             self.engines.append(engine)
         engine.onload()
 
-    def leave(self, remaining: MovableEngine | None = None) -> None:
+    def leave(self, remaining: _MovableEngine | None = None) -> None:
         """Send all engines out, but for one. All ranks call it."""
         for engine in self.engines:
             if engine is not remaining:

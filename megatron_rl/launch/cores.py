@@ -1,4 +1,4 @@
-"""How many cores are free for a process that starts now.
+"""The number of cores that are free for a process that starts now.
 
 Threads that wait for each other and are more than the free cores are slower by an order of magnitude than one thread:
 each step of a parallel loop takes as long as the thread that the system lets wait longest.

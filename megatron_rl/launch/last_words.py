@@ -1,4 +1,4 @@
-"""How a command ends in which something went wrong: one line says what, and a file has the traceback. Exit code 1."""
+"""The end of a command in which something went wrong: a line that says what, a traceback in a file, exit code 1."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LOG = "traceback.log"
 LONGEST = 2000
 """Characters of a line."""
 OTHERS_WAIT_S = 3.0
-"""How long another rank than the first waits before it says what the first one may be saying too; a launcher ends it
-meanwhile."""
+"""Seconds that another rank than the first waits before it says what the first one may be saying too; a launcher ends
+it meanwhile."""
 
 
 @contextmanager

@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where a run's processes are on this host."""
+    """The places of a run's processes on this host."""
 
     ranks: int
     rank_gpus: list[str] = field(default_factory=list)
     """One for each rank; empty on a host without GPUs."""
     server_gpus: list[str] = field(default_factory=list)
-    """Those of the started servers, for each as many as its --tp."""
+    """The GPUs of the started servers, for each as many as its --tp."""
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
@@ -104,7 +104,7 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
 
 
 def layouts(config: TrainConfig) -> list[ParallelConfig]:
-    """Those of all models of an experiment."""
+    """Return the layouts of all models of a run."""
     critic = [config.critic.parallel] if config.has_critic else []
     return [config.parallel, *critic, *([config.reward_model.parallel] if config.reward_model.path else [])]
 
@@ -178,7 +178,7 @@ def _place(rank: int, places: Places, port: int) -> dict[str, str]:
 
 
 def _first_failure(processes: list[subprocess.Popen]) -> int | None:
-    """Wait until all ranks ended well or stopped on a notice (None), or one did not (its number)."""
+    """Wait until all ranks ended well or stopped on a signal (None), or one did not (its number)."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -196,7 +196,7 @@ def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
 
 
 def _stop(processes: list[subprocess.Popen], *, patience_s: float) -> None:
-    """Wait a while for the ranks that remain, then kill them: SIGTERM would be a notice, and ask them to save."""
+    """Wait a while for the ranks that remain, then kill them: SIGTERM would ask them to save."""
     deadline = time.monotonic() + patience_s
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""How many files and sockets a process may have open: as many as the system lets it; a shell's default is 1,024."""
+"""The number of files and sockets that a process may have open: raised to the system's limit from a shell's 1,024."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 logger = logging.getLogger(__name__)
 
 MOST = 2**20
-"""Where there is no hard limit; tools that go through all numbers would take long with more."""
+"""The limit where the system has none; tools that go through all numbers would take long with more."""
 
 
 def raise_limit() -> int:

@@ -1,4 +1,4 @@
-"""Which node of a Slurm job does what: reads the variables that Slurm sets, and places rollout servers and ranks.
+"""The places of a Slurm job's processes: reads the variables that Slurm sets, and places rollout servers and ranks.
 
 Servers take the first nodes and, of a node's GPUs, the first; ranks take the last. A job of one node does both. Of a
 heterogeneous job the first component serves and the second trains.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Those of a job, or of one component of a heterogeneous one. `cpus` and `gpus`: of each node, at least."""
+    """The nodes of a job, or of one component of a heterogeneous one. `cpus` and `gpus`: of each node, at least."""
 
     hosts: list[str]
     cpus: int
@@ -25,7 +25,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlace:
-    """Where one server runs. Without GPUs `gpus` is empty."""
+    """The place of one server. Without GPUs `gpus` is empty."""
 
     host: str
     gpus: range = range(0)
@@ -35,7 +35,7 @@ class ServerPlace:
 class Placement:
     servers: list[ServerPlace]
     ranks: dict[str, int]
-    """How many by host, in the order of the ranks."""
+    """The number of ranks by host, in the order of the ranks."""
 
 
 def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:

@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a server's file says."""
+    """The contents of a server's file."""
 
     url: str
     run: str

@@ -20,10 +20,10 @@ from megatron_rl.launch import process_exit
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0
-"""Who gives no sign of life for so long is named."""
+"""Seconds without a sign of life after which a process or thread is named."""
 LOOK_S = 5.0
 Silence = dict[str, tuple[float, str]]
-"""Who, in words that stay the same, has been silent for how many seconds, and what else there is to say of that."""
+"""By name, in words that stay the same: the seconds of silence, and what else there is to say of it."""
 Look = Callable[[], Silence]
 
 
@@ -96,7 +96,7 @@ class StoppedProcesses:
 
 
 def role_of(process: psutil.Process, own: psutil.Process) -> str:
-    """What a process of this one's family is for."""
+    """Return what a process of this one's family is for."""
     line = " ".join(process.cmdline())
     roles = {
         "megatron_rl.rewards": "a process of the rewards",
@@ -114,7 +114,7 @@ def role_of(process: psutil.Process, own: psutil.Process) -> str:
 
 
 def where(thread: threading.Thread) -> str:
-    """Where in its code a thread of this process is."""
+    """Return the place in its code where a thread of this process is."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "nowhere any more"

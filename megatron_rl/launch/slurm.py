@@ -1,10 +1,10 @@
-"""Runs an experiment in a Slurm job: rollout servers and trainer ranks, each as steps of the job.
+"""Runs a config in a Slurm job: rollout servers and trainer ranks, each as steps of the job.
 
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
 It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs;
-training on answers or pairs of replies has none. A notice (`--signal`, pre-emption) goes to the trainer, which saves;
-then the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
+training on answers or pairs of replies has none. A stop signal (`--signal`, pre-emption) goes to the trainer, which
+saves; then the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STOP_S = 25.0
 LAST_RANK_S = 120
 """Ranks that are left so long after the first one ended are killed: it died, and they wait for it in a collective.
 
-Not at once (--kill-on-bad-exit), as those that save on a notice end one after the other, with a code of their own.
+Not at once (--kill-on-bad-exit), as those that save on a stop signal end one after the other, with a code of their own.
 """
 FIRST_RESTART_S = 2.0
 TAIL_LINES = 5
 RUNTIMES = ("pyxis", "apptainer")
-"""Of containers: pyxis, a plugin of srun, or apptainer."""
+"""Ways to start a container: pyxis, a plugin of srun, or apptainer."""
 PYTHON = "python3"
 """In a container's image."""
 
@@ -67,7 +67,7 @@ class Container:
         ]
 
     def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
-        """The command that runs the image's Python on these arguments."""
+        """Return the command that runs the image's Python on these arguments."""
         python = [PYTHON, *arguments]
         if self.runtime == "pyxis":
             return python
@@ -85,7 +85,7 @@ class Server:
     process: subprocess.Popen[bytes]
     starts: int = 1
     next_start: float | None = None
-    """Of time.monotonic(), where its step has ended."""
+    """Its time by time.monotonic(); None unless its step has ended."""
 
 
 @dataclass(kw_only=True)
@@ -108,7 +108,7 @@ class Job:
         self.trains = bool(self.placement.ranks)
         self.servers: list[Server] = []
         self.trainer: subprocess.Popen[bytes] | None = None
-        self.notice: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None
         self._shown = 0
 
     def run(self) -> int:
@@ -130,9 +130,9 @@ class Job:
             self._show_first_rank()
             if code is not None:
                 return code if code >= 0 else 128 - code
-            if self.notice is not None and not self.trains:
+            if self.stop_signal is not None and not self.trains:
                 return EXIT_STOPPED
-            if self.notice is None and not self._keep_servers():
+            if self.stop_signal is None and not self._keep_servers():
                 return 1
             time.sleep(POLL_S)
 
@@ -218,7 +218,7 @@ class Job:
         """Tell every rank of SIGUSR1. A run that cannot save goes on until it is ended, and SIGTERM all have got."""
         if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
             return
-        self.notice = signal.Signals(number)
+        self.stop_signal = signal.Signals(number)
         if number == signal.SIGUSR1:
             tell(self.trainer)
 
@@ -275,7 +275,7 @@ def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[
 
 
 def address(host: str) -> str:
-    """Where a node is reached: its NodeAddr, which differs from its name where several nodes share a host."""
+    """Return the address of a node: its NodeAddr, which differs from its name where several nodes share a host."""
     told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, check=True).stdout
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return found.group(1) if found else host
@@ -318,7 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     if job.trains and not job.config.run.checkpoint_every_steps:
         say("run.checkpoint_every_steps = 0: a pre-emption, a lost node or the time limit starts this run afresh")
     code = job.run()
-    if code == EXIT_STOPPED and (job.notice is signal.SIGUSR1 or is_preempted(job.number)):
+    if code == EXIT_STOPPED and (job.stop_signal is signal.SIGUSR1 or is_preempted(job.number)):
         say(f"job {job.number} is queued again and goes on")
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # Slurm ends what it queues again
@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """What the command line asks for, in the job that the environment describes. ValueError where it cannot be."""
+    """Return the job that the command line asks for, in the job of this environment. ValueError if it cannot be."""
     overrides = [*args.overrides, *overrides_of_task(environment, args)]
     config = load_config(args.config, overrides)
     if config.rollout.colocated:

@@ -1,4 +1,4 @@
-"""Notices that a run is about to be ended: SIGTERM, SIGUSR1 (what schedulers send ahead of pre-emption) and Ctrl-C."""
+"""Signals that a run is about to be ended: SIGTERM, SIGUSR1 (sent by schedulers ahead of pre-emption) and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.launch import process_exit
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STOPPED = 75
-"""Exit code of a run that stopped on a notice and can be resumed: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a run that stopped on a signal and can be resumed: EX_TEMPFAIL, "try again later"."""
 EXIT_INTERRUPTED = 130
 """Exit code of a run that its user ended by Ctrl-C, saved or not: nobody is to start it again by itself."""
 FINISH_ON_TERM_S = 5.0
@@ -26,7 +26,13 @@ SAME_CTRL_C_S = 0.5
 class StopSignal:
     """Hears the signals in a thread of its own, so also while the main thread waits for other ranks.
 
-    From a notice on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after
+        stop_signal = StopSignal(grace_s=120, on_half_time=leave_rollouts)
+        stop_signal.listen()
+        while not stop_signal.came():
+            train_one_step()
+        stop_signal.close()
+
+    From a signal on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after
     SIGTERM and Ctrl-C within FINISH_ON_TERM_S; when they are over the process is ended. Not after Ctrl-C: there the
     user is, whose second one ends the process at once.
     """
@@ -52,13 +58,13 @@ class StopSignal:
             self._mouth.setblocking(False)
             # Python's own handlers run between the main thread's instructions, so not while it is inside a collective.
             self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            process_exit.start_thread(self._hear, name="stop-notice")
+            process_exit.start_thread(self._hear, name="stop-signal")
         self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def close(self) -> None:
         """Give the signals back to whoever had them. Harmless without `listen`, or twice.
 
-        After a notice they are ignored: schedulers send another, and the process only has to end. Ctrl-C ends it.
+        After a signal they are ignored: schedulers send another, and the process only has to end. Ctrl-C ends it.
         """
         self._closed.set()
         if self._handlers:
@@ -71,7 +77,7 @@ class StopSignal:
             self._mouth.close()
 
     def came(self, *, within_s: float = 0.0) -> bool:
-        """True if there was a notice, or is one within some seconds."""
+        """Return True if there was a signal, or is one within some seconds."""
         return self._came.wait(within_s)
 
     def _hear(self) -> None:
@@ -102,7 +108,7 @@ class StopSignal:
         )
 
     def _ends_within(self, seconds: float | None) -> bool:
-        """Wait until so long after the notice, or for ever: True once this is closed. Ctrl-C ends the process."""
+        """Wait until so long after the signal, or for ever: True once this is closed. Ctrl-C ends the process."""
         while True:
             left_s = None if seconds is None else self._heard_at + seconds - time.monotonic()
             if left_s is not None and left_s <= 0:
@@ -120,7 +126,7 @@ class StopSignal:
                 process_exit.stop(words if self.says_so else "", code=EXIT_INTERRUPTED)
 
     def _next(self, timeout_s: float | None) -> int | None:
-        """The next signal; None where this is closed, TimeoutError where none came."""
+        """Return the next signal; None where this is closed, TimeoutError where none came."""
         self._ear.settimeout(timeout_s)
         number = self._ear.recv(1)
         return number[0] if number else None

@@ -1,4 +1,4 @@
-"""What several replies to each prompt say of a policy: mean reward, pass@k and majority vote."""
+"""The scores of several replies to each prompt: mean reward, pass@k and majority vote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be checked of a run before a process is started."""
+"""The checks of a run that need no process to be started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKPOINT_COPIES = 7
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
-    """Check everything that can be checked before a process is started: ValueError names key, value, rule and way out.
+    """Check everything that can be checked before a process is started: ValueError names key, value, rule and remedy.
 
     Returns the tokenizer, the training prompts and the held-out prompts of each set.
     """

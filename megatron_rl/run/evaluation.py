@@ -1,4 +1,4 @@
-"""How well the policy answers the held-out prompts, and what its replies look like as text."""
+"""Evaluations on the held-out prompts: their scores, and replies as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class Evaluations:
-    """Those of one run, begun and logged in the order of their steps; on ranks other than 0 none is ever begun.
+    """The evaluations of one run, begun and logged in the order of their steps; ranks other than 0 never begin one.
 
     Due before the first step, after the last, and between as the config says. An asynchronous run does not wait for
     those between, whose replies may be of several versions then.
@@ -38,7 +38,7 @@ class Evaluations:
         self.scores: list[float] = []
         """Mean reward on the first set of each evaluation that was logged."""
         self.are_right_or_wrong = True
-        """Whether no reply to that set has had another reward than 0 or 1."""
+        """False once a reply to that set had another reward than 0 or 1."""
         self._under_way: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
 
     @property
@@ -70,7 +70,7 @@ class Evaluations:
         """Log the evaluations that are done, in their order. RuntimeError where one of them failed.
 
         is_ending: the run is about to end, which cuts them short. One that failed then stays under way, for the run's
-        next life.
+        next attempt.
         """
         while self._under_way and self._under_way[0][1].done():
             step, replies = self._under_way[0]
@@ -94,11 +94,11 @@ class Evaluations:
 
 @dataclass(kw_only=True)
 class SetScores:
-    """What a policy's replies to one set are worth; a prompt that failed is left out."""
+    """The scores of a policy's replies to one set; a prompt that failed is left out."""
 
     metrics: dict[str, float]
     places: list[int]
-    """Of the prompts, in the set."""
+    """The prompts' numbers in the set."""
     rewards: list[list[float]]
     """By prompt, as answers."""
     answers: list[list[str]]

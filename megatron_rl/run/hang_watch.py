@@ -1,15 +1,15 @@
-"""What a run that stands still says before it ends: which rank is late, in which phase and before which collective.
+"""The report of a run that hangs, before it ends: which rank is late, in which phase and before which collective.
 
 Every rank reports the phase it is in to a key-value store. When a phase outlasts its limit anywhere, every rank writes
 its stacks and last events to run.folder/hang, and rank 0 compares: the phases they went through, and the collectives
 that torch's flight recorder saw. Then the run ends.
 
-What stands still has had its retries by then. Requests (rollout.request_timeout_s), rewards (reward_timeout_s), agents
+A part that hangs has had its retries by then. Requests (rollout.request_timeout_s), rewards (reward_timeout_s), agents
 (agent_timeout_s) and environments (step_timeout_s) have deadlines, after which their episode is tried again, and a
 server without a sign of life (rollout.health_timeout_s) is restarted by its supervisor: all that long before, unless
 run.phase_timeout_s is the shortest of them. Then:
 
-    all ranks answer, and wait for rollouts   they leave the step as on a notice: the checkpoint is that of its
+    all ranks answer, and wait for rollouts   they leave the step as on a signal: the checkpoint is that of its
                                               beginning, the exit code that of a run to be resumed (75)
     anything else, a run without checkpoints, every process is ended at once, exit code 1; `--resume auto` goes on from
     or one that has none in run.grace_s       the newest checkpoint there is
@@ -41,20 +41,20 @@ from megatron_rl.launch import process_exit
 from megatron_rl.launch.signs_of_life import Silence, where
 
 LOOK_S = 0.5
-"""How often a rank looks at its own phase and at the others' alarm."""
+"""Seconds between two looks of a rank at its own phase and at the others' alarm."""
 REPORT_PATIENCE_S = 10.0
-"""How long rank 0 waits for the others' reports; who has none by then answers no more."""
+"""Seconds that rank 0 waits for the others' reports; who has none by then answers no more."""
 LAST_RESORT_S = 60.0
 """After the limit, the stacks are written by a timer that needs no interpreter, and the process ends without rank 0."""
 BEAT_S = 2.0
-"""How often a rank tells the store that it is alive."""
+"""Seconds between two signs of a rank to the store that it is alive."""
 EVENTS_KEPT = 30
 ALARM, VERDICT = "alarm", "verdict"
 
 
 @dataclass(kw_only=True)
 class RankReport:
-    """Where one rank stood when the alarm came."""
+    """The place of one rank when the alarm came."""
 
     rank: int
     host: str
@@ -65,13 +65,21 @@ class RankReport:
     phases_entered: int
     """Since the start; all ranks enter the same ones, so who has entered fewer is behind."""
     waits_for: str = ""
-    """What the phase itself says it waits for."""
+    """The phase's own word for what it waits for."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By process group: the number of the last collective that was entered, and what it was."""
 
 
 class HangWatch:
-    """One per rank; `enter` is told each change of phase. All ranks make it at the same place."""
+    """Watches that no phase of a rank lasts too long, and reports and ends the run if one does.
+
+        watch = HangWatch(folder, rank=0, world_size=1, control=groups.control, limit_s=600, on_hang=process_exit.stop)
+        timers.on_change = watch.enter  # told of each change of phase
+        ...
+        watch.close()
+
+    Collective: every rank makes it, at the same place.
+    """
 
     def __init__(
         self,
@@ -105,20 +113,20 @@ class HangWatch:
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self.looked_at = time.monotonic()
-        """When this rank last heard of the store, which rank 0 has."""
+        """The time when this rank last heard of the store, which rank 0 has."""
         self._beats: dict[int, tuple[str, float]] = {}
         """On rank 0, of each rank: the last beat, and when it came."""
         self._thread = process_exit.start_thread(self._watch, name="hang-watch")
 
     def enter(self, phase: str) -> None:
-        """This rank begins a phase, or goes back to the one around it; '' is none."""
+        """Note that this rank begins a phase, or goes back to the one around it; '' is none."""
         self._events.append(f"{time.strftime('%H:%M:%S')} {phase or '-'}")
         self._entered += 1
         self._phase, self._since = phase, time.monotonic()
         faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
 
     def close(self) -> None:
-        """The run is over, or fails by itself."""
+        """End the watch: the run is over, or fails by itself."""
         self._closed.set()
         self._thread.join(REPORT_PATIENCE_S)
         faulthandler.cancel_dump_traceback_later()
@@ -130,9 +138,10 @@ class HangWatch:
         self._stacks.close()
 
     def silent(self) -> Silence:
-        """Which ranks have told nothing, for how long: rank 0 knows of all others, and they of rank 0. Any thread.
+        """Return which ranks have told nothing, for how long: rank 0 knows of all others, and they of rank 0.
 
-        And whether this one's main thread lingers between two phases, which have limits of their own.
+        And whether this one's main thread lingers between two phases, which have limits of their own. From any
+        thread.
         """
         now, found = time.monotonic(), {}
         for rank, (beat, heard_at) in list(self._beats.items()):
@@ -205,7 +214,7 @@ class HangWatch:
         if self.rank == 0:
             self._on_hang(message)
         elif not self._closed.wait(LAST_RESORT_S):
-            self._on_hang(f"rank {self.rank}: the run stands still, and rank 0 does not end it.")
+            self._on_hang(f"rank {self.rank}: the run hangs, and rank 0 does not end it.")
 
     def _write(self, report: RankReport) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -215,7 +224,7 @@ class HangWatch:
         self._stacks.flush()
 
     def _verdict(self) -> tuple[bool, str]:
-        """What rank 0 has decided: whether the step is left, and its message."""
+        """Return what rank 0 has decided: (is the step left?, its message)."""
         try:
             self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
             is_left, message = json.loads(self._store.get(VERDICT))
@@ -273,7 +282,7 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """The newest collective that torch's flight recorder saw here, for each process group that this rank is in.
+    """Return the newest collective that torch's flight recorder saw here, for each process group that this rank is in.
 
     The number is 0 where there was none yet. Empty where this torch has no recorder for all backends.
     """
@@ -295,7 +304,7 @@ def last_collectives() -> dict[str, tuple[int, str]]:
 
 
 def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
-    """A store of its own: the process group's would be shared with collectives that hang."""
+    """Join a store of its own: the process group's would be shared with collectives that hang."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:

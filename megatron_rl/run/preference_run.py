@@ -119,7 +119,7 @@ class PreferenceRun(Run):
             self.training,
             section="preference",
             weight="pairs",
-            metrics_of=means_over_pairs,
+            metrics_of=_means_over_pairs,
             check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
             log_file=self.log_file,
             timers=self.timers,
@@ -170,6 +170,6 @@ class PreferenceRun(Run):
         self.steps.evaluate(step=step)
 
 
-def means_over_pairs(stats: StepStats) -> dict[str, float]:
+def _means_over_pairs(stats: StepStats) -> dict[str, float]:
     """Return means over pairs; `accuracy` is the share of pairs whose chosen reply is the better one by the model."""
     return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))

@@ -42,11 +42,11 @@ from megatron_rl.weights.hf_files import write_hf_folder
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""How often a rank that waits for replies looks whether a server is left to give them."""
+"""Seconds after which a rank that waits for replies looks again whether a server is left to give them."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
 """In which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
-"""How often a version may cost every server before the run ends."""
+"""The number of times that a version may cost every server before the run ends."""
 
 
 class RolloutProcesses:
@@ -156,7 +156,7 @@ class RolloutProcesses:
             self.process.fail(why)
 
     def silent(self) -> Silence:
-        """Who of this rank's rollout process and servers has not been heard of, for how long. From any thread."""
+        """Return who of rollout process and servers has not been heard of, for how long. From any thread."""
         parts = [part for part in (self.process, self.supervisor) if part is not None]
         return {who: silence for part in parts for who, silence in part.silent().items()}
 
@@ -272,7 +272,7 @@ class Rollouts:
         return pending[0].result() if pending else None
 
     def counts(self) -> list[Counts]:
-        """What each rollout process did since the last call, on the main rank; empty on others."""
+        """Return what each rollout process did since the last call, on the main rank; empty on others."""
         own = self.process.counts() if self.process is not None else None
         of_ranks: list[Counts | None] | None = [None] * self.groups.world_size if self.groups.is_main else None
         dist.gather_object(own, of_ranks, dst=0, group=self.groups.control)
@@ -343,7 +343,7 @@ def leave_weights(
 
 
 def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
-    """The GPUs that each started server sees, its own first; None where the config leaves that open.
+    """Return the GPUs that each started server sees, its own first; None where the config leaves that open.
 
     Those that share theirs with the trainer see the others' too: a publication over ipc comes from the first rank's.
     """

@@ -33,10 +33,10 @@ class RowData:
     """The rows of one run."""
 
     order: PromptIterator
-    """Of the training rows."""
+    """The order of the training rows."""
     rows: ReplyRows
     held_out: dict[str, TrajectoryBatch]
-    """Of each set, a batch of all its rows."""
+    """A batch of all rows of each held-out set."""
     rows_per_step: int
 
     def numbers(self, step: int) -> list[int]:

@@ -44,7 +44,12 @@ LOCK = "run.lock"
 
 
 class Run(ABC):
-    """What every run has. All ranks call every method.
+    """The parts that every run has. Collective: every rank calls every method.
+
+        with RLRun(config, resume="auto") as run:  # joins the process group, takes run.folder, starts all parts
+            run.begin()
+            if not run.checkpoint(step=run.first_step):
+                run.finish()
 
     A kind of run starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
     """
@@ -72,10 +77,10 @@ class Run(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """What else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
+        """Return what else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
 
     def _looks(self) -> list[Look]:
-        """What says who of the run is silent; what a kind of run has beside the ranks comes on top."""
+        """Return the looks for silent ranks; a kind of run adds those for what it has beside the ranks."""
         return [self.hang_watch.silent]
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class RunCheckpoints:
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
         self.step = 0
-        """What is being written, and after which step."""
+        """The folder that is being written, and after which step."""
         self.newest = 0
         """Step of the newest one that this process has written or resumed."""
         self.passed_over: list[str] = []

@@ -19,7 +19,7 @@ from megatron_rl.weights.publish import Publication
 
 
 def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """What the updates of a step, at least one, have in common whatever the model."""
+    """Return the metrics that the updates of a step, at least one, have in common whatever the model."""
     seen = applied_of(stats)
     weight = max(sum(s.weight for s in seen), 1.0)  # 0 where not one token of the step is trained
     return {
@@ -33,17 +33,17 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def applied_of(stats: list[StepStats]) -> list[StepStats]:
-    """The updates that means are taken over: those applied, for the others' numbers may be none; all where none was."""
+    """Return the updates that means are taken over: those applied, as others may have no numbers; all if none was."""
     return [s for s in stats if s.applied] or stats
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Of one update: its weight, unless its loss is a mean over trajectories."""
+    """Return the trained tokens of an update: its weight, unless its loss is a mean over trajectories."""
     return stats.sums.get("tokens", stats.weight)
 
 
 COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
-"""What a skipped update has counted says why it was skipped."""
+"""Counts that skipped updates take part in: they say why an update was skipped."""
 
 
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
@@ -70,7 +70,10 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """What the step's trajectories are like, whatever is trained on them. version: the policy's before the updates."""
+    """Return the metrics of the step's trajectories, whatever is trained on them.
+
+    version: the policy's before the updates.
+    """
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     member = group_numbers(batch["group"])
     deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)

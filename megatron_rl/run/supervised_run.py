@@ -46,7 +46,7 @@ class SupervisedRun(Run):
             answer_training(self.engine, self.groups),
             section="supervised",
             weight="tokens",
-            metrics_of=loss_and_perplexity,
+            metrics_of=_loss_and_perplexity,
             check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
             log_file=self.log_file,
             timers=self.timers,
@@ -75,5 +75,5 @@ class SupervisedRun(Run):
         self.steps.evaluate(step=step)
 
 
-def loss_and_perplexity(stats: StepStats) -> dict[str, float]:
+def _loss_and_perplexity(stats: StepStats) -> dict[str, float]:
     return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
