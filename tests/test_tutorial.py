@@ -57,6 +57,7 @@ def test_make_knows_what_the_first_block_asks_for():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute on a quiet machine, for its eight processes that load torch one after the other
 def test_a_reader_can_type_every_block_in_order(tmp_path):
     pytest.importorskip("megatron", reason="megatron-core is not installed")
     model = make_tiny_model(tmp_path / "model")
