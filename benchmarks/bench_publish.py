@@ -46,8 +46,8 @@ from megatron_rl.weights.update_group import join_update_group
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 # A server that never takes a checksum, to measure what taking them costs.
 UNCHECKED = (
-    "from megatron_rl.tools.embedded_server import model, server; "
-    "model.checksum = lambda tensor: ''; model.Decoder.checksums = lambda self: {}; server.main()"
+    "from megatron_rl.tools.embedded_server import server, transformer; "
+    "transformer.checksum = lambda tensor: ''; transformer.Decoder.checksums = lambda self: {}; server.main()"
 )
 
 

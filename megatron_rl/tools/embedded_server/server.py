@@ -419,7 +419,7 @@ def watch_parent(pid: int) -> None:
         print(f"rollout server: its parent (pid {pid}) died; exiting", flush=True)
         os._exit(1)
 
-    threading.Thread(target=process_exit, name="parent-watchdog", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
 
 
 @asynccontextmanager
