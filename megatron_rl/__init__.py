@@ -1,4 +1,7 @@
-"""Megatron-native reinforcement learning for large language models. Public names are imported when first used."""
+"""Megatron-native reinforcement learning for large language models. Public names are imported when first used.
+
+`examples/own_task/train.py` is a whole run in 40 lines of these names.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AlgorithmConfig": "config",
+    "CorrectionConfig": "config",
     "EngineConfig": "config",
     "GenerationConfig": "config",
     "ModelConfig": "config",
@@ -27,12 +32,25 @@ _HOME = {
     "RolloutWorkflow": "api",
     "TrainEngine": "api",
     "together": "api",
+    "PolicyActor": "algo.actor",
+    "PromptIterator": "data.prompts",
+    "load_prompts": "data.prompts",
+    "load_tokenizer": "data.tokens",
     "FSDPEngine": "engine.fsdp_engine",
     "MegatronEngine": "engine.megatron_engine",
     "RemoteSGLangEngine": "rollout.sglang_engine",
+    "mean_reward": "rollout.groups",
     "gather_logprobs": "ops",
     "start_servers": "servers.supervisor",
     "stats_tracker": "telemetry.stats_tracker",
+    "AgentWorkflow": "workflows",
+    "BestOfNWorkflow": "workflows",
+    "DebateWorkflow": "workflows",
+    "JudgedWorkflow": "workflows",
+    "MultiTurnWorkflow": "workflows",
+    "RLVRWorkflow": "workflows",
+    "ReMaxWorkflow": "workflows",
+    "ToolUseWorkflow": "workflows",
 }
 __all__ = sorted(_HOME)
 

@@ -134,6 +134,6 @@ def find_hub(name: str) -> None:
 
 
 def with_cause(error: Exception) -> str:
-    """What went wrong and why, on one line: of its own `datasets` may say no more than that an error occurred."""
+    """Return what went wrong and why, on one line: `datasets` itself may only say that an error occurred."""
     reasons = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
     return " ".join(reasons.split())[:LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""Where prompts come from, and resumable iteration over them.
+"""The sources of prompts, and resumable iteration over them.
 
 A prompt is a dict with exactly one of `input_ids` (token ids), `prompt` (text, tokenised as it is) and `messages` (for
 the chat template), usually `answer` (str; what rewards compare with and the warm start trains on), and whatever else
@@ -25,7 +25,7 @@ RESERVED = ("prompt_index", "epoch")
 
 
 def load_prompts(
-    source: str, args: dict[str, Any] | None = None, *, key: str, import_from: Sequence[str] = ()
+    source: str, args: dict[str, Any] | None = None, *, key: str = "source", import_from: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Return the prompts of a data set (data_files.py), of a function `package.module:name` given `args`, or a mixture.
 
@@ -118,6 +118,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
     numbers and the prompts' digest; a resumed run continues with the prompt that comes next. With `weights`, by the
     prompts' `source`, each source has epochs of its own, and its share of every BLOCK prompts, in an order drawn from
     (seed, block).
+
+        prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
+        batch = prompts.next_batch(8)
+        state = prompts.state_dict()  # another iterator's load_state_dict(state) goes on behind these 8
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
 
     @cached_property
     def digest(self) -> str:
-        """What these prompts are told by from others, in any process: a second for 100,000 of them."""
+        """A fingerprint of the prompts and their order, the same in any process. A second for 100,000 of them."""
         return digest_of_all(self.prompts)
 
     def state_dict(self) -> dict[str, Any]:

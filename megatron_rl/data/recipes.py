@@ -22,7 +22,7 @@ INPUT_INSTRUCTION = "It reads the input from standard input and prints the outpu
 LEAST, MOST = 2, 6
 """Numbers of a countdown problem."""
 MOST_DIGITS = 30
-"""Of a number on the way to its target."""
+"""Most digits of a number on the way to its target."""
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:

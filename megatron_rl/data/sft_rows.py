@@ -43,7 +43,7 @@ class ReplyRows(ABC):
     """Rows that have been found to be what their kind asks for; they are tokenised when they are asked for."""
 
     WORD: ClassVar[str]
-    """What messages call a row."""
+    """The word for a row in messages."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
-"""Of an iterator, which may have no end."""
+"""Most items taken of an iterator, which may have no end."""
 READY = "ready"
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
@@ -31,7 +31,7 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
 }
-"""Of each tag the type, how one is written, and how one is read. Of a subclass only this much is sent."""
+"""For each tag the type, how one is written, and how one is read. Only this much is sent of a subclass."""
 GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 

@@ -1,4 +1,4 @@
-"""What a reward function did wrong, said so that its author finds the line."""
+"""The words for a reward function's fault, chosen so that its author finds the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge is asked of a reply, and what its verdict says.
+"""The question that a judge is asked of a reply, and the grade that its verdict says.
 
 The reply is a model's under optimisation: it cannot bring a grade of its own in, or fill the question's other places.
 """
@@ -20,7 +20,7 @@ GRADE = re.compile(r"<score>\s*([0-9]{1,4}(?:\.[0-9]{1,4})?)\s*</score>")
 TAG = re.compile(
     r"<(?=\s*(?:/\s*)?score|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))", re.IGNORECASE
 )
-"""Of a grade, or spelt like the control tokens of chat templates, which would end the message that shows the reply."""
+"""Marks of a grade, or of the control tokens of chat templates, which would end the message that shows the reply."""
 
 
 class NoVerdict(RuntimeError):

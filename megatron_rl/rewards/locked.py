@@ -60,7 +60,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 BENEATH, ASK_VERSION = 1, 1
 EXECUTE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 ALL_RIGHTS = (1 << 13) - 1
-"""Of Landlock's first version, which later ones know too."""
+"""The rights of Landlock's first version, which later ones know too."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
@@ -68,13 +68,13 @@ ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
 HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
 QUESTION_BYTES = 80
-"""Of `struct seccomp_notif`, which begins with the question's number."""
+"""The size of `struct seccomp_notif`, which begins with the question's number."""
 X86_64 = 0xC000003E
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
 
 class TextFailed(RuntimeError):
-    """What the model wrote raised, crashed, or took more time, memory or output than it may."""
+    """The model's text raised, crashed, or took more time, memory or output than it may."""
 
 
 class Instruction(ctypes.Structure):
@@ -244,7 +244,7 @@ def hides_files() -> bool:
 
 
 def readable() -> list[str]:
-    """What locked text may open: the interpreter, installed packages and the system's libraries."""
+    """The paths that locked text may open: the interpreter, installed packages and the system's libraries."""
     programs = os.path.dirname(sys.executable)
     python = [sys.base_prefix, sys.base_exec_prefix, programs, os.path.join(os.path.dirname(programs), "pyvenv.cfg")]
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]

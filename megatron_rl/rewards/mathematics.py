@@ -17,7 +17,7 @@ from megatron_rl.rewards.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 50_000
-"""Of a reply's end, where its answer is."""
+"""Characters of a reply's end that are read: its answer is there."""
 
 
 def math_answer(
@@ -90,7 +90,7 @@ SAME_COMMANDS = {"geq": "ge", "geqslant": "ge", "leq": "le", "leqslant": "le", "
 RELATIONS, TEXTS = {"ge", "le", "gt", "lt"}, {"text", "textbf"}
 FUNCTIONS = re.compile(r"\b(?:sqrt|pi|sin|cos|tan|log|ln|exp|pmatrix|bmatrix|matrix|vmatrix|array|cases)\b")
 SIGNS = frozenset("+-*/^_(){}.!|&\\$'=,;: ~\t\n0123456789%[]")
-"""Of which the last three have rules of their own."""
+"""The characters of plain values. The last three have rules of their own."""
 KNOWN_SIGNS = frozenset("\u03c0\u221a\u00d7\u00b7\u00f7\u221e\u00b0\u2212ie")
 SPACE = r"(?:\\[,;:! ]|[~\s])*"
 WHOLE = re.compile(r"\\(?:boxed|text|textbf|mathrm|mbox)\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -114,7 +114,7 @@ TAKEN_BACK = re.compile(
 
 
 def is_taken_back(reply: str, found: str) -> bool:
-    """Whether an answer found outside of a box is denied, one of several, or a share, by what stands beside it."""
+    """True where the text beside an answer found outside of a box denies it, or makes it one of several or a share."""
     place = reply.rfind(found)
     before, after = reply[max(0, place - 40) : place], reply[place + len(found) :][:10]
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))
@@ -161,7 +161,7 @@ def relations_of(text: str) -> set[str]:
 
 
 def is_value(text: str, right: str) -> bool:
-    """Whether one value is all that is written, with the letters and signs of the right answer and those of numbers."""
+    """True where only one value is written, with the letters and signs of the right answer and those of numbers."""
     plain = FUNCTIONS.sub("", COMMAND.sub(" ", re.sub(r"\\sqrt\[\d\]", "", text)))
     foreign = set(plain) - set(right) - SIGNS - KNOWN_SIGNS
     has_others = any(mark in text and mark not in right for mark in (",", ";", "[", "]", "\\{", "\\}", "="))

@@ -28,8 +28,8 @@ def reasoning_gym(
     time_s: float = 5.0,
     **data: Any,
 ) -> float:
-    """What the task's own scorer gives for the reply's `<answer>..</answer>`, or all of it: 1 or 0, or with `partial`
-    any score between.
+    """Score the reply's `<answer>..</answer>`, or all of it, by the task's own scorer: 1 or 0, or with `partial` any
+    score between.
 
     Some scorers evaluate the text as code, so they run locked in. Text that makes one raise or hang is no right answer.
     """

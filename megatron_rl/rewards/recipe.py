@@ -58,7 +58,7 @@ class Ingredient:
 
     @property
     def task(self) -> tuple[str, str, dict[str, Any]]:
-        """What the service is told of it."""
+        """The reward as the service is told of it: name, import path, arguments."""
         return self.name, self.path, self.args
 
 
@@ -91,7 +91,12 @@ class Scored:
 
 
 class Recipe:
-    """Called like a reward function, from any thread; a RewardCall awaits `score`."""
+    """A weighted sum of rewards, called like one reward function, from any thread; a RewardCall awaits `score`.
+
+    found = ingredients("rollout.recipe", [{"reward": "megatron_rl.rewards:exact_match", "weight": 2.0}], [])
+    service = RewardService([one.task for one in found if not one.is_awaited], workers=4)
+    scored = await Recipe(found, service).score(arguments, timeout_s=60.0)  # scored.value, scored.parts
+    """
 
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
         """service: of the ingredients that are not awaited, in their order."""

@@ -34,7 +34,7 @@ class RemoteRefusal(RemoteFailure):
 
 @dataclass
 class Circuit:
-    """Whether a server is asked: not for a while after some failures in a row, then by one request as a trial."""
+    """The circuit of one server: open, so that it is not asked, for a while after failures in a row; then one trial."""
 
     url: str
     in_flight: int = 0

@@ -64,7 +64,7 @@ class RewardFailed(RuntimeError):
 
 
 class WorkersTraceback(Exception):
-    """Where a worker raised: the cause of a RewardFailed."""
+    """The traceback of what a worker raised: the cause of a RewardFailed."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -81,7 +81,13 @@ class Score:
 
 
 class RewardService:
-    """Its rewards are all computed by one call, in their order. From any thread and event loop."""
+    """Worker processes that compute rewards: one call computes all of them, in their order. From any thread and loop.
+
+    service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
+    arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
+    [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
+    service.close()
+    """
 
     def __init__(
         self,

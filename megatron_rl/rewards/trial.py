@@ -25,7 +25,7 @@ from megatron_rl.rewards.locked import TextFailed, evaluate, memory_file, starte
 
 
 def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
-    """Whether `test` ends without an error beside the program `source`. ValueError for a test that is no Python."""
+    """True where `test` ends without an error beside the program `source`. ValueError for a test that is no Python."""
     try:
         names, modules = names_of_program(test)
     except (SyntaxError, ValueError) as error:
@@ -189,7 +189,7 @@ def handle_of(value: Any) -> int:
 
 
 class Thing:
-    """What is in the program's process, such as a function. Its own comparisons are never asked."""
+    """A stand-in for an object of the program's process, such as a function. Its own comparisons are never asked."""
 
     def __init__(self, program: Program, handle: int) -> None:
         vars(self).update(_program=program, _handle=handle)

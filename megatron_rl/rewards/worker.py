@@ -41,16 +41,16 @@ THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the service tells its processes at their start."""
+    """The settings that the service gives its processes at their start."""
 
     rewards: list[tuple[str, str, dict[str, Any]]]
-    """Of each its name, import path and further arguments."""
+    """Each reward's name, import path and further arguments."""
     import_from: list[str] | None
     sys_path: list[str]
     folder: str
-    """In which each worker has a folder of its own."""
+    """The folder in which each worker has one of its own."""
     memory_bytes: int
-    """That a worker may take beside what its imports have taken."""
+    """Most memory that a worker may take beside what its imports have taken."""
 
 
 def main() -> None:

@@ -189,6 +189,11 @@ def reward_of_each(batch: TrajectoryBatch) -> Tensor:
     return torch.stack([part.sum() for part in counted.split(batch.lengths.tolist())])
 
 
+def mean_reward(batch: TrajectoryBatch) -> float:
+    """Return the mean of the samples' rewards: trajectories of one sample, such as a debate's agents, count as one."""
+    return float(batch.means_of_samples(reward_of_each(batch)).mean())
+
+
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
     """Clear the loss mask of tokens that an older version sampled; return how many there were."""
     versions, mask = group["versions"], group["loss_mask"]

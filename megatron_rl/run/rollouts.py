@@ -29,7 +29,7 @@ from megatron_rl.launch.run_token import servers_of
 from megatron_rl.launch.server_registry import wait_for_servers
 from megatron_rl.launch.signs_of_life import Silence
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.groups import reward_of_each
+from megatron_rl.rollout.groups import mean_reward
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.run_checkpoints import PromptResumeState
@@ -310,8 +310,7 @@ class Rollouts:
         reward = [0.0]
         for found in sampled:
             if found.exception() is None or not self.is_ending():
-                replies = take_out_greedy(found.result())
-                reward = [float(replies.means_of_samples(reward_of_each(replies)).mean())]
+                reward = [mean_reward(take_out_greedy(found.result()))]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 

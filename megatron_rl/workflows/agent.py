@@ -35,6 +35,11 @@ class AgentWorkflow(RolloutWorkflow):
     last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
     that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
     counts a dialogue's replies, `sequence["sample"]` numbers its sample.
+
+        def agent(base_url, api_key, data):  # base_url speaks OpenAI's chat completions
+            client = openai.OpenAI(base_url=base_url, api_key=api_key)
+            client.chat.completions.create(model="policy", messages=data["messages"])
+        workflow = AgentWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agent, max_tokens=4096)
     """
 
     IMPORT_PATHS = ("agent",)
@@ -96,7 +101,7 @@ class AgentWorkflow(RolloutWorkflow):
 
 
 def finished(result: Any) -> Any:
-    """What a function returned, or what its coroutine comes to on an event loop of this thread."""
+    """Return a function's result, or await it on an event loop of this thread where it is a coroutine."""
     return asyncio.run(as_coroutine(result)) if inspect.isawaitable(result) else result
 
 

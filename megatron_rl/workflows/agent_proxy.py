@@ -46,7 +46,7 @@ class SessionOver(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
-    """What all sessions of a workflow share."""
+    """The settings that all sessions of a workflow share."""
 
     tokenizer: PreTrainedTokenizerBase
     gconfig: GenerationConfig
@@ -85,7 +85,7 @@ class State:
 
 @dataclass
 class AgentSession:
-    """What one run of an agent asked, and was answered."""
+    """The requests of one run of an agent, and the replies it got."""
 
     engine: InferenceEngine
     options: ProxyOptions
@@ -97,7 +97,7 @@ class AgentSession:
     outgrown: str | None = None
     """Why the last request was not answered, where its dialogue had no room for a reply."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Of the sample that it is for, which its requests are a part of."""
+    """The key of its sample; the keys of its requests begin with it."""
     is_over: bool = False
 
     def __post_init__(self) -> None:

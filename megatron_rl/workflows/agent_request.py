@@ -1,4 +1,4 @@
-"""What an agent's request of the chat completions API may hold, and the one form of what its messages say.
+"""The fields that an agent's request of the chat completions API may hold, and the one form of its messages.
 
 A field that is null is as good as none. What has passed here needs no check anywhere behind it.
 """
@@ -19,7 +19,7 @@ class BadRequest(Exception):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
-        """Of the request, such as messages[0].content."""
+        """The field of the request, such as messages[0].content."""
 
 
 def is_text(value: Any) -> bool:

@@ -21,7 +21,7 @@ class AgentTimeout(RuntimeError):
 
 
 class AgentThreads:
-    """Those of one workflow. Not the pool of rewards and tools, which a few agents would keep waiting."""
+    """The agents' threads of one workflow. Rewards and tools have another pool, as a few agents would block it."""
 
     def __init__(self, name: str, most: int) -> None:
         self.name = name

@@ -40,7 +40,7 @@ class AttemptOver(RuntimeError):
 
 
 class KeptReplies:
-    """What one episode was answered, whole or in part, until it has its group."""
+    """The replies and rewards of one episode, whole or in part, until it has its group."""
 
     def __init__(self) -> None:
         self._replies: dict[str, LLMResponse] = {}
@@ -121,7 +121,7 @@ class Attempt:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """What the current task does here ends with the attempt."""
+        """End with the attempt whatever the current task does in this block."""
         if self._is_over:
             raise AttemptOver(
                 "the attempt at the episode that this call belongs to has ended, by another task's error or the "
@@ -147,7 +147,7 @@ class Attempt:
 
 
 def call_here() -> AbstractContextManager[None]:
-    """What is done in it ends with the attempt that this code runs in, if it does in one."""
+    """End the block together with the attempt that this code runs in, if it runs in one."""
     attempt = _attempt.get()
     return nullcontext() if attempt is None else attempt.call()
 

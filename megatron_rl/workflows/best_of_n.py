@@ -20,6 +20,8 @@ class BestOfNWorkflow(RLVRWorkflow):
     keep: `best`, as in RAFT (arXiv 2304.06767), or `extremes`, as many of the best as of the worst, which have the
     largest variance (PODS, arXiv 2504.13818, for rewards of right or wrong). The group's mean is that of what is kept.
     Held-out prompts are answered without a choice: it would know their rewards.
+
+        workflow = BestOfNWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, candidates=16, keep="extremes")
     """
 
     @classmethod

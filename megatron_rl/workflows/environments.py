@@ -11,7 +11,7 @@ from megatron_rl.api import together
 from megatron_rl.workflows.tools import Tool, ToolCall, run_call, split_tool_calls
 
 MOST_CALLS = 16
-"""Of one reply, which could hold hundreds, each a process or a request."""
+"""Most tool calls of one reply, which could hold hundreds, each a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
 """Gives the reward function's value of the reply at hand."""

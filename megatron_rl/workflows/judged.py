@@ -24,6 +24,8 @@ class JudgedWorkflow(RLVRWorkflow):
 
     The judge sees the question and the reply's text; its own replies are not trained. Another model's judgement is the
     reward rewards.judge:Judge.
+
+        workflow = JudgedWorkflow(reward, GenerationConfig(n_samples=8), tokenizer, weight=0.5)
     """
 
     def __init__(

@@ -25,6 +25,9 @@ class DebateWorkflow(RolloutWorkflow):
     An agent's trajectory has the reward of its own last reply; with `shared_reward` of the mean over the debate's
     agents. `sequence["agent"]` is its number, `sequence["sample"]` its debate's: an agent's reward is compared
     with the mean of the debates. Agents read a `prompt` of text as a user's message.
+
+        agents = {"careful": "Work step by step.", "brief": "Answer in one sentence."}
+        workflow = DebateWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agents, max_tokens=2048)
     """
 
     def __init__(

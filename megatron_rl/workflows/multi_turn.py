@@ -34,6 +34,11 @@ class MultiTurnWorkflow(RolloutWorkflow):
     """`gconfig.n_samples` dialogues per prompt, each with an environment of its own.
 
     `sequence["turns"]` counts a dialogue's replies. Each reply has at most gconfig.max_new_tokens tokens.
+
+        workflow = MultiTurnWorkflow(
+            reward, GenerationConfig(n_samples=4), tokenizer, SelfCorrection, max_tokens=2048,
+            environment_args={"feedback": "That is wrong. Try again.", "decay": 0.5},
+        )
     """
 
     IMPORT_PATHS = ("environment",)
@@ -136,10 +141,13 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
 
 class ToolUseWorkflow(MultiTurnWorkflow):
-    """A policy with tools: `tools` maps each one's import path to its arguments.
+    """Dialogues of a policy with tools: `tools` maps each tool's class to its arguments, in a config its import path.
 
-    rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}. The tokenizer's
-    chat template must show tools, and have them called as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+    The tokenizer's chat template must show tools, and have them called as
+    <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+
+        workflow = ToolUseWorkflow(reward, GenerationConfig(), tokenizer, {Calculator: {}}, max_tokens=4096)
+        # rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}
     """
 
     IMPORT_PATHS = ("tools",)

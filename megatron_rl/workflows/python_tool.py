@@ -23,7 +23,7 @@ START_S = 30.0
 """For the interpreter's start on a busy host, which is not the program's doing."""
 
 AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""As many programs as there are cores; the others wait for their turn, and their time has not begun."""
+"""The slots of running programs, one per core. The others wait for one, and their time has not begun."""
 
 
 class Python(Tool):

@@ -23,6 +23,9 @@ class ReMaxWorkflow(RLVRWorkflow):
 
     Its reward is in `sequence["greedy_reward"]`, and its length, by which that may be shaped, in `greedy_tokens`.
     keep_greedy: for a reward model, which scores trajectories, it comes as one of them, whose `is_greedy` is 1.
+
+        workflow = ReMaxWorkflow(reward, GenerationConfig(n_samples=1), tokenizer)
+        actor = PolicyActor(engine, AlgorithmConfig(advantage="remax"), temperature=1.0)
     """
 
     def __init__(

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """One prompt, `gconfig.n_samples` replies, one trajectory each."""
+    """One prompt, `gconfig.n_samples` replies, one trajectory each.
+
+    def reward(completions, answer, **_):
+        return float(completions.strip() == answer)
+    workflow = RLVRWorkflow(reward, GenerationConfig(n_samples=8), tokenizer)
+    batch = engine.rollout_batch([{"prompt": "3+4=", "answer": "7"}], workflow)
+    """
 
     def __init__(
         self,

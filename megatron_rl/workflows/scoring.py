@@ -1,4 +1,4 @@
-"""What single-turn workflows share: a prompt's token ids, and the call of a reward function."""
+"""The parts that workflows share: a prompt's token ids, and the call of a reward function."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ def prompt_ids(
 
 class RewardCall:
     """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0.
+
+        reward = RewardCall(my_reward, tokenizer, timeout_s=60.0)
+        value = await reward(reply, {"prompt": "3+4=", "answer": "7"})
 
     A config's rewards come as a Recipe, whose worker processes are killed at the deadline. Any other function runs in
     a thread, which nothing can end.
@@ -129,7 +132,7 @@ class RewardCall:
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
-        """Of each place: an episode that succeeds at another attempt would not be heard of."""
+        """Log the failure once for each place: of an episode that succeeds at another attempt nobody would hear."""
         if failure.reward and (failure.reward, failure.place) not in self._warned:
             self._warned.add((failure.reward, failure.place))
             logger.warning(

@@ -20,7 +20,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 LONGEST_CALL = 20_000
 """Characters."""
 MOST_DIGITS = 30
-"""Of a number that the calculator shows."""
+"""Most digits of a number that the calculator shows."""
 
 
 class ToolError(Exception):
@@ -28,7 +28,14 @@ class ToolError(Exception):
 
 
 class Tool(abc.ABC):
-    """One for each episode's sample: it may keep what that one has done."""
+    """A tool that a policy may call. Each sample has an object of its own, which may keep state.
+
+    class Shout(Tool):
+        name, description = "shout", "Repeats a text in capitals."
+        parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+        async def __call__(self, text):
+            return str(text).upper()
+    """
 
     name: str
     description: str
@@ -41,7 +48,7 @@ class Tool(abc.ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's API write it."""
+        """The tool's description in the form of chat templates and OpenAI's API."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
