@@ -13,7 +13,6 @@ from ranks import run_ranks
 from talkative_model import make_talkative_model
 from training_runs import ROOT, environment, steps_of
 
-from megatron_rl.run import sft
 from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
@@ -84,5 +83,5 @@ def test_distillation_trains_a_student_on_its_teachers_replies(model, tmp_path):
     rows = tmp_path / "replies.jsonl"
     assert "16 replies of the teacher" in run_script("distillation/teacher.py", model, rows, folder=tmp_path)
     settings = (f"model.path={model}", f"data.train={rows}", f"run.folder={tmp_path}/run", "run.steps=2")
-    run_ranks(1, sft.main, [str(ROOT / "examples/distillation/config.yaml"), *settings])
+    run_ranks(1, main, [str(ROOT / "examples/distillation/config.yaml"), *settings])
     assert len(steps_of(tmp_path / "run")) == 2
