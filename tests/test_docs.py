@@ -35,6 +35,7 @@ TRIED = {
     ".venv/bin/torchrun ": "tests/end_to_end/test_training.py starts ranks with torchrun's variables",
     ".venv/bin/megatron-rl plan ": "tests/unit/tools/test_plan.py",
     ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
+    "python -m megatron_rl.train ": "tests/end_to_end/test_data_runs.py",
     "sbatch ": "tests/slurm",
     ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
     ".venv/bin/python tests/test_docs.py": "is this file",
