@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 WALKS = {
     "a proxy sends the call, and the service of a rollout rank starts it": """
-        train:train RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
+        train:train_by_rl RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
         RpcClient.call RpcClient.start RpcSocket.send
         | rpc:serve serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
         RolloutExecutor.rollout_batch RolloutExecutor._run_together RolloutExecutor._start RolloutExecutor._launch
@@ -29,7 +29,7 @@ WALKS = {
         ServerClient.generate ServerClient.call ServerClient._call_once
     """,
     "a call is handed on by process, caller, wire, head, engine and event loop": """
-        train:train_by_rl RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
+        train:train RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
         RpcClient.call RpcClient.start RpcClient._send RpcSocket.send
         | serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
         RemoteSGLangEngine.rollout_batch EventLoopThread.run
