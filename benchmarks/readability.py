@@ -46,7 +46,13 @@ WALKS = {
 Each is mentioned by a function before it; `file:` tells those of one name apart. Behind a bar the way goes on in
 another process, at the other end of a socket.
 """
-OLDER_NAMES = {"RLRun": "Experiment", "RpcClient": "Caller", "RpcSocket": "Wire", "RolloutRank": "RolloutHead"}
+OLDER_NAMES = {
+    "train_by_rl": "train",
+    "RLRun": "Experiment",
+    "RpcClient": "Caller",
+    "RpcSocket": "Wire",
+    "RolloutRank": "RolloutHead",
+}
 
 RIDDLES = ("What", "Where", "Whether", "Those of", "That of", "All that")
 """Openings of a docstring that is half a sentence, the other half of which the reader has to find."""
@@ -121,7 +127,9 @@ class Tree:
     def _find(self, name: str) -> tuple[Path, Function]:
         file, _, qualified = name.rpartition(":")
         owner, _, method = qualified.partition(".")
-        places = self.functions.get(qualified) or self.functions.get(f"{OLDER_NAMES.get(owner, owner)}.{method}", [])
+        places = self.functions.get(qualified) or self.functions.get(
+            ".".join(filter(None, (OLDER_NAMES.get(owner, owner), method))), []
+        )
         places = [place for place in places if file in ("", place[0].stem)]
         if len(places) != 1:
             raise LookupError(f"there are {len(places)} functions {name}")
