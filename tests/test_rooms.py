@@ -213,7 +213,7 @@ def test_no_file_is_a_splinter_of_the_only_one_that_imports_it():
     """Small files are read together with the one that uses them. Entry points, and doors of a room, are their own."""
     modules = {module_of(path): path for path in FILES}
     imports = {path: files_imported_by(path, modules) for path in FILES}
-    for path in FILES:
+    for path in (path for path in FILES if path.name != "__init__.py"):
         users = [user for user, imported in imports.items() if path in imported]
         if len(users) == 1 and users[0].name != "__init__.py" and "def main(" not in path.read_text():
             lines = len(path.read_text().splitlines())

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from tensordict import TensorDict
@@ -19,10 +20,11 @@ from megatron_rl.engine import soundness
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.hf_files import WeightSource
+from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.weights.publish import WeightPublisher
-from megatron_rl.weights.transports import make_publisher
+from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, WeightPublisher
 from megatron_rl.weights.update_group import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -148,3 +150,14 @@ def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
     """Make a step's statistics of `totals`, the global sums of loss, weight and statistics by name."""
     loss, weight = totals.pop("loss"), totals.pop("weight")
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
+
+
+def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:
+    """Return the publisher of `config.publication`; `backend` is that of the trainer's own groups."""
+    if config.publication == "disk":
+        return DiskPublisher(receiver, folder=Path(config.publication_folder), model_folder=config.model.path)
+    if config.publication == "ipc":
+        return IPCPublisher(receiver, bucket_bytes=config.bucket_bytes)
+    if config.publication == "delta":
+        return DeltaPublisher(receiver)
+    return GroupPublisher(receiver, bucket_bytes=config.bucket_bytes, backend=backend)

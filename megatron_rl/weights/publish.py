@@ -76,7 +76,7 @@ class WeightPublisher(abc.ABC):
 
     All ranks have one; receiver is None on all but rank 0.
 
-        publisher = make_publisher(receiver, config.actor, backend="nccl")  # weights/transports.py
+        publisher = make_publisher(receiver, config.actor, backend="nccl")  # engine/model_engine.py
         publisher.publish(specs, engine.hf_tensors(), version=7)  # specs: names, dtypes and shapes of the tensors
         publisher.last.seconds, publisher.last.verified
     """

@@ -21,7 +21,7 @@ import requests
 from megatron_rl import cli
 from megatron_rl.tools.embedded_server import bodies, connections, server, weight_endpoints
 from megatron_rl.tools.embedded_server.batcher import Batcher
-from megatron_rl.tools.embedded_server.log_rate import MOST_IN_WINDOW, LogRate
+from megatron_rl.tools.embedded_server.guard import MOST_IN_WINDOW, LogRate
 from megatron_rl.tools.embedded_server.run_arguments import listen
 from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
 from tests.servers.run_tokens import AUTHORIZED, TOKEN

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -24,6 +25,10 @@ from megatron_rl.tools.embedded_server.run_arguments import is_loopback
 
 logger = logging.getLogger(__name__)
 
+WINDOW_S = 60.0
+MOST_IN_WINDOW = 20
+MOST_KINDS = 256
+"""Of log lines: how many of one wording pass in a window, and how many wordings are told apart."""
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
 """Open to everyone."""
 GENERATION_PATHS = (
@@ -139,3 +144,28 @@ def _is_mapped_loopback(name: str) -> bool:
     except ValueError:
         return False
     return mapped is not None and mapped.is_loopback
+
+
+class LogRate(logging.Filter):
+    """Lets a message of one wording through so many times a minute, and says how often it was left out after that.
+
+    handler.addFilter(LogRate())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
+        """(logger, wording) -> when its window began, and how many came in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = (record.name, str(record.msg)[:200]), time.monotonic()
+        if len(self._kinds) >= MOST_KINDS and kind not in self._kinds:
+            self._kinds.clear()
+        since, count = self._kinds.get(kind, (now, 0))
+        if now - since > WINDOW_S:
+            left_out = count - MOST_IN_WINDOW
+            if left_out > 0:
+                record.msg = f"{record.msg} ({left_out} more of these were left out)"
+            since, count = now, 0
+        self._kinds[kind] = (since, count + 1)
+        return count < MOST_IN_WINDOW

@@ -32,9 +32,8 @@ from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
 from megatron_rl.tools.embedded_server.fields import field, shown
-from megatron_rl.tools.embedded_server.guard import guard, invite_later
+from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.lent_memory import MemoryEndpoints
-from megatron_rl.tools.embedded_server.log_rate import LogRate
 from megatron_rl.tools.embedded_server.peer import PeerEndpoints
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
