@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config.described_options import described_options
+from megatron_rl.config.option_records import described_options
 from megatron_rl.tools.option_pages import BEGIN, END, dotted, options_markdown, options_text
 
 PAGE = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")

@@ -31,8 +31,8 @@ from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from megatron_rl.config.described_options import DescribedOption, described_options
     from megatron_rl.config.loading import SECTIONS, load_config
+    from megatron_rl.config.option_records import DescribedOption, described_options
 
 __all__ = [
     "AlgorithmConfig",
@@ -68,9 +68,9 @@ __all__ = [
 
 
 _LATER = {
-    "DescribedOption": "described_options",
+    "DescribedOption": "option_records",
     "SECTIONS": "loading",
-    "described_options": "described_options",
+    "described_options": "option_records",
     "load_config": "loading",
 }
 
@@ -79,5 +79,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = found  # importing the file described_options has set its name to the file
+    globals()[name] = found
     return found

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_rl.config import SECTIONS
-from megatron_rl.config.described_options import DescribedOption, described_options
+from megatron_rl.config.option_records import DescribedOption, described_options
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
 WIDTH = 120

@@ -45,15 +45,16 @@ def weights(folder):
 
 def before_each_update(run, act):
     """The run, whose ranks call `act` with it and the step."""
-    kind = SupervisedRun if run is answers else PreferenceRun
-    update = kind.update
-
-    def patched(self, step):
-        act(self, step)
-        update(self, step)
 
     def patched_run(overrides):
-        kind.update = patched
+        for kind in (SupervisedRun, PreferenceRun):
+            update = kind.update
+
+            def patched(self, step, update=update):
+                act(self, step)
+                update(self, step)
+
+            kind.update = patched
         run(overrides)
 
     return patched_run

@@ -58,12 +58,14 @@ async def versions_said(url):
 
 
 def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang):
-    engine.spans.record()
+    engine.client.spans.record()
     begun = time.monotonic()
     ask(engine, PROMPT, max_new_tokens=16)
     engine.pause()
     engine.resume()
-    recording = Recording(pid=1, wall_minus_monotonic_s=time.time() - time.monotonic(), spans=engine.spans.take())
+    recording = Recording(
+        pid=1, wall_minus_monotonic_s=time.time() - time.monotonic(), spans=engine.client.spans.take()
+    )
     rank = RankTrace(rank=0, host="n", boot="b", pid=1, clock_s=begun, phases=[], rollout=recording)
     trace = parse_trace(chrome_trace(0, [rank]))
     (call,) = [one for one in trace.of("rollouts", "replies") if one.name == "generate"]

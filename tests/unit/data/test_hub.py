@@ -37,10 +37,10 @@ TRAIN = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in ran
 HARD = [{"prompt": f"{number}*77=", "answer": str(77 * number)} for number in range(3)]
 LOAD = """
 import json, sys, time
-from megatron_rl.rollout import rows
+from megatron_rl.data import data_files
 from megatron_rl.data.prompts import PromptIterator, load_prompts
 
-rows.ANSWER_S = 1.0
+data_files.ANSWER_S = 1.0
 for source, split, state in json.loads(sys.argv[1]):
     begin = time.monotonic()
     try:
