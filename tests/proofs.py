@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""How the names of tiny.FAMILIES begin (the longest that fits counts), and what the page calls them."""
+"""The page's name of each model family, by how its name in tiny.FAMILIES begins (the longest counts)."""
 
 
 class Proofs:

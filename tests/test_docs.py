@@ -41,7 +41,7 @@ TRIED = {
     ".venv/bin/python tests/test_docs.py": "is this file",
     "python csrc/build.py": "tests/conftest.py builds the operators for every session",
 }
-"""How a command of the pages begins, and which test tries it, or why none does."""
+"""The beginning of each command in the pages, and the test that tries it or the reason why none does."""
 RUN_BY = {
     "tutorial.md": "tests/test_tutorial.py",
     "gpu.md": "tests/test_gpu_and_cluster_pages.py",
@@ -62,7 +62,7 @@ MEASURED_AGAIN = {"66", "55", "1.01", "1.19"}
 WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/", "my_task/")
 """Folders that commands or the reader of the tutorial write."""
 FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
-"""What follows the dot of a file's name, where a config's key would be."""
+"""File endings: `name.yaml` is a file and no config key."""
 PLAIN = ("README.md", "architecture.md", "asynchronous.md", "workflows.md", "benchmarks.md", "correctness.md")
 """Pages for a first reader."""
 MOST_WORDS_ON_AVERAGE, MOST_WORDS, MOST_WORDS_OF_A_PARAGRAPH = 14, 30, 60

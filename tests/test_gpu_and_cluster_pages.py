@@ -1,4 +1,4 @@
-"""What docs/gpu.md and docs/cluster.md tell a reader to type is understood; nothing of it is run here."""
+"""The commands and settings of docs/gpu.md and docs/cluster.md exist. None of them is run here."""
 
 from __future__ import annotations
 

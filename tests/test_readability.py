@@ -1,4 +1,4 @@
-"""What was made easier to read stays so: bounds for the counts of benchmarks/readability.py, in both directions.
+"""Bounds for the counts of benchmarks/readability.py, in both directions: the code stays as readable.
 
 A bound that fails is to be met, not moved: give the reader the shorter way, or the comment, that the change took away.
 """

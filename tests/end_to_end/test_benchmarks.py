@@ -15,7 +15,7 @@ TIMEOUT_S = 300
 BEGINNING = ".venv/bin/python benchmarks/"
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
-"""What the page writes behind that: a file and its arguments."""
+"""The benchmark commands of the page, each a file and its arguments."""
 TOGETHER = [
     ("bench_delta", "rollout_server", "bench_publish"),
     ("bench_ops_cpu", "bench_recovery"),
