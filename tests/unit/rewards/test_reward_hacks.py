@@ -1,9 +1,8 @@
 """What a policy under optimisation writes to be rewarded for less than the right answer, and right answers."""
 
-import gc
 import json
-import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -175,20 +174,27 @@ def test_a_program_may_have_some_threads():
     assert run_program(deep, "", time_s=10, memory_bytes=1 << 29) == "20000\n"
 
 
-def sockets() -> int:
-    gc.collect()  # what an earlier test left to it would go in between
-    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
+RUN_SOME = """
+import os
+from megatron_rl.rewards import code
+from megatron_rl.rewards.locked import run_program
 
-
-def test_no_listener_of_a_program_is_left():
-    before = sockets()
-    for source in ("print(1)", "import threading\nthreading.Thread(target=print).start()", "1/0"):
+def run_some():
+    for source in ("print(1)", "import threading\\nthreading.Thread(target=print).start()", "1/0"):
         run_program(source, "", time_s=5, memory_bytes=1 << 29)
-    assert (
-        score(code.assertions, "def f(): return 1", tests=["assert f() == 1", "assert f() == 2"], partial=True) == 0.5
-    )
-    assert sockets() <= before
+    tests = ["assert f() == 1", "assert f() == 2"]
+    assert code.assertions("", "def f(): return 1", [], [], tests=tests, partial=True) == 0.5
+    return len(os.listdir("/proc/self/fd"))
+
+first = run_some()
+print(run_some() - first)
+"""
+
+
+def test_no_file_of_a_program_is_left():
+    # In a process of its own: what other tests have running opens and closes files meanwhile.
+    run = subprocess.run([sys.executable, "-c", RUN_SOME], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "0"
 
 
 # -- answers
