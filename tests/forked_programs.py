@@ -1,0 +1,236 @@
+"""Starts the programs of a run, `python -m megatron_rl...`, as forks of the process that asks for them.
+
+What such a program imports takes it three to five seconds, and whoever uses this has imported it. A fork is given what
+a command line would have: arguments, environment, open files, a session of its own. That the programs start from a
+command line is proven by the runs that a launcher starts (test_death.py, test_stopping.py, test_training.py) and by
+the servers of tests/servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from ranks import start_up  # which prepares the platform first
+
+with start_up.importing():
+    import matplotlib.backends.backend_agg  # noqa: F401  of the report's picture
+    import matplotlib.figure  # noqa: F401
+
+    import megatron_rl.rollout.__main__
+    import megatron_rl.rollout.rollout_rank
+    import megatron_rl.run.rl_run
+    import megatron_rl.run.run
+    import megatron_rl.tools.report.report  # noqa: F401
+    from megatron_rl import cli, train
+    from megatron_rl.launch import local
+    from megatron_rl.rollout import process as rollout_process
+    from megatron_rl.servers import server_process
+    from megatron_rl.tools.embedded_server import server as embedded_server
+
+PROGRAMS: dict[str, Callable[[], object]] = {
+    "megatron_rl.cli": cli.main,
+    "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
+    "megatron_rl.tools.embedded_server.server": embedded_server.main,
+    "megatron_rl.train": train.main,
+}
+STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)
+"""The modules that start them."""
+POLL_S = 0.01
+COMMAND = """#!{python} -SE
+import json, os, socket, sys
+asked = socket.socket(socket.AF_UNIX)
+asked.connect({address!r})
+socket.send_fds(asked, [b"."], [1, 2])
+asked.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
+asked.shutdown(socket.SHUT_WR)
+sys.exit(int(asked.recv(8) or 1))
+"""
+"""The file `megatron-rl`, which asks for a fork and ends as that does. It imports next to nothing."""
+
+
+def fork_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process, and all that are forked from it, start those programs by a fork."""
+    forking = SimpleNamespace(**vars(subprocess) | {"Popen": start, "run": run})
+    for module in STARTERS:
+        monkeypatch.setattr(module, "subprocess", forking)
+
+
+class Forked:
+    """A forked process, with the part of subprocess.Popen that those who start programs use."""
+
+    def __init__(self, pid: int, command: list[str]) -> None:
+        self.pid, self.args = pid, command
+        self.returncode: int | None = None
+        self._waiting = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._waiting:
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(command: list[str], **options: Any) -> Forked | subprocess.Popen[bytes]:
+    """Start a command as subprocess.Popen does, one of PROGRAMS by a fork."""
+    module = command[command.index("-m") + 1] if "-m" in command else ""
+    if module not in PROGRAMS:
+        return subprocess.Popen(command, **options)
+    is_ready, says_so = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(module, command, says_so, **options)
+    os.close(says_so)
+    os.read(is_ready, 1)  # it has its session by now, in which its owner may kill it
+    os.close(is_ready)
+    return Forked(pid, command)
+
+
+def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """The part of subprocess.run that captures text, by a fork for one of PROGRAMS."""
+    if "-m" not in command or command[command.index("-m") + 1] not in PROGRAMS:
+        return subprocess.run(command, **options)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        code = start(command, env=options["env"], stdout=stdout, stderr=stderr).wait()
+        said = [file.seek(0) or file.read() for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(command, code, *said)
+
+
+@contextlib.contextmanager
+def forked_command(folder: Path) -> Iterator[None]:
+    """Put a `megatron-rl` into `folder` that runs the real one's function in a fork, while this lasts."""
+    address = str(folder / "asked")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            _answer(listener)
+    command = folder / "megatron-rl"
+    command.write_text(COMMAND.format(python=sys.executable, address=address))
+    command.chmod(0o755)
+    try:
+        yield
+    finally:
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            process.kill()
+        os.waitpid(pid, 0)
+
+
+def _answer(listener: socket.socket) -> None:
+    """Run one command after the other."""
+    try:
+        while True:
+            asked, _ = listener.accept()
+            _, files, _, _ = socket.recv_fds(asked, 1, 2)
+            words, cwd, env = json.loads(asked.makefile().read())
+            os.chdir(cwd)
+            command = [sys.executable, "-m", "megatron_rl.cli", *words]
+            with os.fdopen(files[0], "w") as stdout, os.fdopen(files[1], "w") as stderr:
+                process = start(command, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+            asked.sendall(str(process.wait()).encode())
+            asked.close()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become(
+    module: str,
+    command: list[str],
+    says_so: int,
+    *,
+    env: dict[str, str],
+    stdin: int | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    pass_fds: Collection[int] = (),
+    start_new_session: bool = False,
+) -> None:
+    """Be what the command's interpreter would be: alone, with its own files, environment and arguments, and run it."""
+    code = 1
+    try:
+        if start_new_session:
+            os.setsid()
+        if stdin == subprocess.DEVNULL:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if stdout is not None:
+            os.dup2(stdout.fileno(), 1)
+        if stderr is not None:
+            os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
+        _let_go_of_files({*pass_fds, says_so})
+        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        logging.getLogger().handlers.clear()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module, *command[command.index(module) + 1 :]]
+        if "-P" not in command:
+            sys.path.insert(0, os.getcwd())
+        os.write(says_so, b".")
+        os.close(says_so)
+        PROGRAMS[module]()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _let_go_of_files(kept: Collection[int]) -> None:
+    """Close the parent's files. Their numbers stay in use, as its objects may yet close them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept and number != nothing:
+            try:
+                os.fstat(number)
+            except OSError:  # the listing's own
+                continue
+            os.dup2(nothing, number, inheritable=False)
