@@ -98,6 +98,7 @@ def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
 def test_critic_reference_and_warm_start_are_resumed_too(server, tmp_path):
     # The warm start is kept nowhere but in the run itself.
     overrides = ("warm_start.folder=", "warm_start.updates=5", "run.steps=4", "run.checkpoint_every_steps=2")
+    overrides += ("batch.prompts_per_step=8", "generation.n_samples=4")
     overrides += ("algo.kl_coefficient=0.1", "critic.warmup_steps=1", "algo.kl_estimator=k3", "run.save_at_end=false")
     # And what adapts: the penalty's weight, the rewards' moments, the entropy bonus.
     overrides += ("algo.kl_in=reward", "algo.kl_target=0.001", "algo.kl_horizon=100", "reward_shaping.running=mean_std")

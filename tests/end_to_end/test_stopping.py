@@ -1,5 +1,6 @@
 """SIGTERM and SIGUSR1: the run saves and stops, says so by its exit code, and goes on as if it had never stopped."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -18,13 +19,15 @@ from megatron_rl.train import main, train
 
 pytestmark = pytest.mark.slow
 
+STEPS = 8
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     with one_server(folder / "servers") as server:
         settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
-        settings += (*SMALL, "run.checkpoint_every_steps=100")
+        settings += (*SMALL, f"run.steps={STEPS}", "run.checkpoint_every_steps=100")
         (folder / "whole").mkdir()
         run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings))
         yield settings, losses(folder / "whole")
@@ -57,7 +60,7 @@ def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(setting
     assert run.returncode == EXIT_STOPPED, output
     done = len(steps_of(folder))
     assert f"stopped after step {done} on SIGTERM; --resume auto continues the run" in output
-    assert newest_checkpoint(folder) == done < 12 and "Traceback" not in output
+    assert newest_checkpoint(folder) == done < STEPS and "Traceback" not in output
 
 
 def experiment(overrides):
@@ -80,23 +83,39 @@ def test_all_ranks_stop_together_where_one_alone_was_told(settings, tmp_path):
     os.kill(pids[1], signal.SIGUSR1)
     assert [ended(pid) for pid in pids] == [EXIT_STOPPED] * 2, (tmp_path / "output.txt").read_text()
     assert "on another rank's stop signal" in (tmp_path / "output.txt").read_text()
-    assert newest_checkpoint(folder) == len(steps_of(folder)) < 12
+    assert newest_checkpoint(folder) == len(steps_of(folder)) < STEPS
     run_to_the_end(folder, overrides)
     rewards = [step["reward/mean"] for step in steps_of(folder)]
     assert rewards[:3] == [loss[1] for loss in expected[:3]], "the same replies, from two replicas as from one"
 
 
+def tells_of_its_third_rollout(run, is_there):
+    """The run, which makes that file when it begins to wait for the third step's replies."""
+
+    def telling_run(overrides):
+        batch, calls = Rollouts.batch, itertools.count(1)
+
+        def batch_and_tell(self):
+            if next(calls) == 3:
+                is_there.touch()
+            return batch(self)
+
+        Rollouts.batch = batch_and_tell
+        run(overrides)
+
+    return telling_run
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(staleness, settings, tmp_path):
     settings, expected = settings
-    folder = tmp_path / "run"
+    folder, is_there = tmp_path / "run", tmp_path / "is_there"
     folder.mkdir()
     overrides = (f"run.folder={folder}", *settings, "run.import_from=[third_step]")
     overrides += ("rollout.workflow=third_step:StuckInTheThirdStep",)
     overrides += (f"rollout.max_staleness={staleness}", "run.grace_s=30")
-    (pid,) = start_ranks(1, experiment, overrides, tmp_path / "output.txt")
-    wait_until_logged(folder, 2, lambda: True)
-    time.sleep(0.5)
+    (pid,) = start_ranks(1, tells_of_its_third_rollout(experiment, is_there), overrides, tmp_path / "output.txt")
+    wait_until(is_there.exists)
     for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):  # as schedulers do
         process.send_signal(signal.SIGTERM)
     assert ended(pid) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()  # 1 where it is ended in the end
@@ -112,7 +131,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
 
 def test_a_run_whose_servers_ended_before_it_was_told_saves_instead_of_waiting_for_them(settings, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    publishes, is_gone = tmp_path / "publishes", tmp_path / "is_gone"
+    publishes, is_gone, asks = (tmp_path / name for name in ("publishes", "is_gone", "asks"))
     folder.mkdir()
 
     def run(overrides):
@@ -123,6 +142,8 @@ def test_a_run_whose_servers_ended_before_it_was_told_saves_instead_of_waiting_f
             if len(calls) == 4:  # behind the third step; the first is the start's
                 publishes.touch()
                 wait_until(is_gone.exists)
+                select = self.process.select_servers
+                self.process.select_servers = lambda: (asks.touch(), select())
             publish(self)
 
         Rollouts.publish = publish_without_servers
@@ -133,7 +154,7 @@ def test_a_run_whose_servers_ended_before_it_was_told_saves_instead_of_waiting_f
         (pid,) = start_ranks(1, run, overrides, output)
         wait_until(publishes.exists)
     is_gone.touch()
-    time.sleep(1.0)
+    wait_until(asks.exists)
     os.kill(pid, signal.SIGTERM)
     assert ended(pid) == EXIT_STOPPED, output.read_text()
     assert newest_checkpoint(folder) == 3 and "stopped after step 3 on SIGTERM" in output.read_text()
@@ -168,7 +189,7 @@ def test_an_evaluation_that_a_notice_cuts_short_is_begun_again_by_the_next_life(
     assert [evaluation["step"] for evaluation in evaluations_of(folder)] == [0]
     monkeypatch.delenv("TEST_STUCK_FROM")
     run_to_the_end(folder, overrides)
-    assert [evaluation["step"] for evaluation in evaluations_of(folder)] == [0, 2, 4, 6, 8, 10, 12]
+    assert [evaluation["step"] for evaluation in evaluations_of(folder)] == list(range(0, STEPS + 1, 2))
 
 
 def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_an_evaluation, tmp_path, monkeypatch):
@@ -184,13 +205,13 @@ def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_a
 
 
 def test_ctrl_c_in_a_rollout_without_checkpoints_leaves_it_and_ends_the_run_with_its_report(settings, tmp_path):
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    folder, output, is_there = tmp_path / "run", tmp_path / "output.txt", tmp_path / "is_there"
     folder.mkdir()
     overrides = (*settings[0], "run.import_from=[third_step]", f"run.folder={folder}", "run.grace_s=1")
     overrides += ("rollout.workflow=third_step:StuckInTheThirdStep", "run.checkpoint_every_steps=0")
-    (pid,) = start_ranks(1, lambda settings: main([COUNT, *settings]), overrides, output)
-    wait_until_logged(folder, 2, lambda: True)
-    time.sleep(0.5)
+    run = tells_of_its_third_rollout(lambda settings: main([COUNT, *settings]), is_there)
+    (pid,) = start_ranks(1, run, overrides, output)
+    wait_until(is_there.exists)
     for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):  # as a terminal does
         process.send_signal(signal.SIGINT)
     assert ended(pid) == EXIT_INTERRUPTED, output.read_text()
