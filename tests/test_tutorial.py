@@ -1,7 +1,8 @@
 """Every block of docs/tutorial.md runs, in the order in which a reader types them.
 
 Two things are changed, and no others: the path of SmolLM2 becomes that of a model of 140 k parameters, and run.steps
-becomes 2, with a checkpoint after the first one. The block that installs is left to `make --dry-run`.
+becomes 2, with a checkpoint after the first one. The block that installs is left to `make --dry-run`. `megatron-rl`
+is forked from this process, whose imports its programs need not repeat.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,13 +58,21 @@ def test_make_knows_what_the_first_block_asks_for():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute on a quiet machine, for its eight processes that load torch one after the other
-def test_a_reader_can_type_every_block_in_order(tmp_path):
+@pytest.fixture
+def programs(monkeypatch):
+    """The folders of `megatron-rl` and `python`, as a PATH."""
     pytest.importorskip("megatron", reason="megatron-core is not installed")
+    from tests.forked_programs import fork_programs, forked_command
+
+    fork_programs(monkeypatch)
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder, forked_command(Path(folder)):
+        yield os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.mark.slow
+def test_a_reader_can_type_every_block_in_order(tmp_path, programs):
     model = make_tiny_model(tmp_path / "model")
-    programs = Path(sys.executable).parent
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": programs}
     printed = ""
     (tmp_path / "my_task").mkdir()
     for language, written in BLOCKS[1:]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train
+from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_rl.data.tasks import count_ones
@@ -43,7 +43,7 @@ def warm(supervised):
 
 @pytest.fixture(scope="module")
 def reward_model(folder):
-    settings = ("run.steps=120", f"run.folder={folder}/judge")
+    settings = ("run.steps=80", f"run.folder={folder}/judge")
     run(main, "configs/count_reward_model.yaml", *settings)
     return folder / "judge"
 
@@ -72,7 +72,8 @@ def test_reward_model_learns_which_reply_is_right(reward_model):
 def test_policy_learns_from_the_reward_model_alone(reward_model, warm, folder):
     model = (f"model.path={warm}", "model.init=hf", "warm_start.updates=0", f"reward_model.path={reward_model}/final")
     watched = "rollout.recipe=[{reward: 'megatron_rl.rewards:exact_match', weight: 0}]"
-    train(COUNT, *model, watched, *BY_TOKEN, "rollout.server_count=1", "run.steps=25", f"run.folder={folder}/taught")
+    settings = ("rollout.server_count=1", "optimizer.lr=1e-3", "run.steps=16", f"run.folder={folder}/taught")
+    train_forked(COUNT, *model, watched, *BY_TOKEN, *settings)
     steps = steps_of(folder / "taught")
     for step in steps:  # the scores stand on the last of the tokens, whose own rewards are 0
         assert step["reward/mean"] == pytest.approx(step["reward/model"], abs=1e-5)
@@ -127,7 +128,7 @@ def test_remax_compares_with_what_the_reward_model_makes_of_the_greedy_reply(rew
 
 
 def test_dpo_makes_the_preferred_replies_likelier(warm, folder):
-    settings = (f"model.path={warm}", "run.steps=40", f"run.folder={folder}/dpo")
+    settings = (f"model.path={warm}", "run.steps=25", f"run.folder={folder}/dpo")
     run(main, "configs/count_dpo.yaml", *settings)
     steps, evaluations = steps_of(folder / "dpo"), evaluations_of(folder / "dpo")
     assert steps[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5), "it starts at its reference"

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from kills import served_by
+from kills import exit_codes, served_by, start_ranks
 from ranks import run_ranks
-from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train, train_forked
+from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked, train_under_torchrun
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import RolloutConfig
@@ -14,6 +14,8 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
+
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def folder(tmp_path_factory):
 def warm(folder):
     """The kept warm start: one run makes it, all others start from its bits. 128 replies a step are enough to learn."""
     arguments = (f"warm_start.folder={folder}/warm", "batch.prompts_per_step=16")
-    train(COUNT, *arguments, "run.steps=2", f"run.folder={folder}/one")
+    train_forked(COUNT, *arguments, "run.steps=2", f"run.folder={folder}/one")
     return arguments
 
 
@@ -39,13 +41,17 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def four_ranks(folder, warm):
-    layout = ("parallel.tensor=2", "parallel.pipeline=2", "run.steps=45")
-    return train(COUNT, *warm, *layout, f"run.folder={folder}/four", ranks=4, timeout_s=280)
+    """What the run printed."""
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", f"run.steps={STEPS}")
+    settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/four"), folder / "four.txt"
+    codes = exit_codes(start_ranks(4, lambda settings: main(list(settings)), settings, output))
+    assert codes == [0] * 4, output.read_text()
+    return output.read_text()
 
 
 def test_count_task_is_learned_on_four_ranks_with_two_servers(four_ranks, folder):
     rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
-    assert len(rewards) == 45
+    assert len(rewards) == STEPS
     assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25
     scores = [line["accuracy"] for line in evaluations_of(folder / "four")]
     assert scores[-1] >= scores[0] and "held-out accuracy" in four_ranks
@@ -60,9 +66,9 @@ def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
     assert four["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
-def test_two_data_parallel_replicas_take_the_same_first_step(folder, warm, servers):
+def test_two_data_parallel_replicas_under_torchrun_take_the_same_first_step(folder, warm, servers):
     arguments = ("run.steps=1", "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={folder}/two")
-    train_forked(COUNT, *warm, *servers, *arguments, ranks=2)
+    train_under_torchrun(COUNT, *warm, *servers, *arguments, ranks=2)
     one, two = steps_of(folder / "one")[0], steps_of(folder / "two")[0]
     assert one["reward/mean"] == two["reward/mean"], "the replicas' executors sampled the same replies"
     assert one["publish/verified_tensors"] == two["publish/verified_tensors"] > 0, "whatever the transport"

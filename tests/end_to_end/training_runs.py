@@ -23,18 +23,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def train(*arguments: str, ranks: int = 0, timeout_s: float = 240.0) -> str:
-    """Run to the end, under torchrun where `ranks` is given, and return what it printed.
-
-    AssertionError shows the output of a run that failed.
-    """
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def train_under_torchrun(*arguments: str, ranks: int, timeout_s: float = 240.0) -> None:
+    """Run to the end. AssertionError shows the output of a run that failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "megatron_rl.train", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def train_forked(*arguments: str, ranks: int = 1, timeout_s: float = 240.0) -> None:
