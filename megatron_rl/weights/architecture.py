@@ -18,7 +18,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 CLASSIFIERS = {name.replace("ForCausalLM", "ForSequenceClassification"): name for name in FAMILIES}
-CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForSequenceClassification")  # sees images
+# Gemma3ForSequenceClassification is the classifier of the model with images; the one of text has a name of its own.
+CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForSequenceClassification")
 """The models of these families whose head is one number per token, and what they are called as language models."""
 
 
@@ -59,7 +60,14 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens."""
+    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens.
+
+    For example:
+
+        arch = read_architecture("models/qwen3-4b")
+        arch.family, arch.layers, arch.heads, arch.kv_heads  # ("qwen3", 36, 32, 8)
+        arch.with_head("value")  # the same trunk as a critic
+    """
 
     family: str
     layers: int
@@ -93,6 +101,7 @@ class Architecture:
                 "model.path: a ForSequenceClassification folder has a scalar head and no language-model head; give a "
                 "ForCausalLM folder for the policy, and this one as critic or reward model."
             )
+        # One row of numbers cannot be the embedding's transpose: a value head is never tied.
         return replace(self, head=head, tied=self.tied and head == "policy")
 
     @property
@@ -136,13 +145,15 @@ def read_architecture(folder: str | Path) -> Architecture:
     family = FAMILIES[names[0]]
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        # A key that is not there has its class's default in transformers, which these repeat, family by family.
         arch = Architecture(
             family=family,
             layers=config["num_hidden_layers"],
             hidden=hidden,
             ffn=config["intermediate_size"],
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
+            kv_heads=config.get("num_key_value_heads") or heads,  # absent or null in models without grouped queries
+            # DeepSeek's first: the rotary embedding is what needs the width, and it turns a part of each head only.
             head_dim=config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
             tied=config.get("tie_word_embeddings", family == "gemma3") and head == "policy",
@@ -154,6 +165,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             mixture=_mixture(config, family),
             latent=_latent(config) if family == "deepseek_v3" else None,
             window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
+            # Not of head_dim: in Gemma 3 of 27 billion the two differ.
             softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
             head=head,
         )
@@ -167,6 +179,7 @@ def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the same model as a critic or reward model is saved."""
     classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
     names = [classifier_of.get(name, name) for name in config["architectures"]]
+    # transformers counts the labels of id2label and saves them alone; other readers look for num_labels.
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config | {"architectures": names} | labels
 
@@ -187,7 +200,7 @@ def _head(config: dict[str, Any], path: Path) -> tuple[str, list[str]]:
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("full_attention", rope)
+    return rope.get("full_attention", rope)  # Gemma's has one entry for each kind of layer
 
 
 def _window_rope_theta(config: dict[str, Any]) -> float:
@@ -202,7 +215,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
     """Return the scaling as transformers 5 writes it, or None. Scalings that depend on the batch are refused."""
     rope = dict(_rope(config))
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))  # `type`: as early versions wrote it
     if kind == "default":
         return None
     if kind not in ROPE_SCALINGS:
@@ -229,6 +242,7 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
             per_token=config["num_experts_per_tok"],
             ffn=config["moe_intermediate_size"],
+            # The step counts layers from 1, the list from 0.
             layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
             renormalised=config.get("norm_topk_prob", False),
         )
@@ -239,6 +253,7 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             per_token=config["num_experts_per_tok"],
             ffn=config["moe_intermediate_size"],
             layers=tuple(layer >= config["first_k_dense_replace"] for layer in layers),
+            # All shared experts are one feed-forward in the model's files, as wide as they are together.
             shared_ffn=shared * config["moe_intermediate_size"] or None,
             groups=config["n_group"] if is_grouped else None,
             groups_per_token=config["topk_group"] if is_grouped else None,
@@ -268,6 +283,7 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
         return tuple(window if (layer + 1) % every else None for layer in range(layers))
     if not config.get("use_sliding_window", False):
         return (None,) * layers
+    # Qwen3MoeModel gives every layer the window, whatever max_window_layers says; of the others the first have none.
     whole = 0 if family == "qwen3_moe" else config["max_window_layers"]
     return tuple(None if layer < whole else window for layer in range(layers))
 
@@ -301,6 +317,8 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
             )
+    # The model ranks groups by their two best experts, group_limited_topk in megatron.core 0.20 by their best
+    # `per_token // groups_per_token`.
     mixture = arch.mixture
     if mixture is not None and mixture.groups is not None and mixture.per_token != 2 * mixture.groups_per_token:
         raise ValueError(

@@ -14,7 +14,15 @@ from megatron_rl.weights.update_group import digest
 
 
 class ExpectedChecksums:
-    """The checksums that every server must report once it holds the tensors that passed through `watch`."""
+    """The checksums that every server must report once it holds the tensors that passed through `watch`.
+
+    For example:
+
+        form = ChecksumForm(kind="embedded", dtype=None)
+        expected = ExpectedChecksums([form])
+        send(expected.watch(tensors))
+        wrong = differences(expected.of(form), held.checksums, complete=True)
+    """
 
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
@@ -24,7 +32,9 @@ class ExpectedChecksums:
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on. On a GPU nothing is waited for: the sums are read in `of`."""
         for name, tensor in tensors:
+            # Before the tensor goes on: its receiver may send it from where it lies, and then forget it.
             for form in self.forms:
+                # A server that keeps another dtype rounds as it loads, and its checksums are of what it keeps.
                 self._add(name, tensor if form.dtype is None else tensor.to(getattr(torch, form.dtype)), form)
             yield name, tensor
 

@@ -39,6 +39,8 @@ class DeltaPublisher(WeightPublisher):
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.last.sent_bytes = 0
+        # A generator begins at its first next(), which is after the holders are known; made out here, it can be
+        # exhausted whatever fails before.
         holders: set[str] = set()
         parcels = self._parcels(specs, tensors, holders)
         try:
@@ -48,6 +50,7 @@ class DeltaPublisher(WeightPublisher):
         finally:
             for _ in parcels:  # the other ranks wait for the rest of the stream, and all of it becomes the base
                 pass
+            # Also after a failure: whoever does not hold this base is found out by its checksums next time.
             self._base_checksums = {form: checksums.of(form) for form in checksums.forms}
             self._resume()
 
@@ -83,6 +86,7 @@ class DeltaPublisher(WeightPublisher):
                 change = encode(part, None if old is None else old[start : start + RUN_NUMBERS])
                 if all_hold and change.places == "none":
                     continue
+                # Servers without the base are sent the numbers themselves: the larger of the two bodies counts.
                 run_bytes = change.nbytes if all_hold else part.nbytes
                 if parcel and size + run_bytes > self.parcel_bytes:
                     yield parcel
@@ -90,7 +94,7 @@ class DeltaPublisher(WeightPublisher):
                 parcel.append((Run(spec.name, dtype, start, change), part))
                 size += run_bytes
             self._base[spec.name] = new
-        yield parcel
+        yield parcel  # an empty one, too, where nothing changed: it is what carries the new version
         for name, tensor in stream:
             raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
 

@@ -25,7 +25,14 @@ VALUES = ("whole", "added")
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a run of numbers, as bytes (`[n]` uint8 on the CPU) and how to read them."""
+    """The change of a run of numbers, as bytes (`[n]` uint8 on the CPU) and how to read them.
+
+    For example:
+
+        change = encode(bits_of(new), bits_of(old))
+        places, values = decode(change, torch.int16)  # of bfloat16
+        put(old, places, values, is_added=change.values == "added")  # now old has the bits of new
+    """
 
     count: int
     """Numbers in the run, changed or not."""
@@ -63,8 +70,10 @@ def encode(new: Tensor, old: Tensor | None) -> Change:
         places = is_changed.nonzero().view(-1)
         after, before = new[places], old[places]
         gaps = torch.diff(places, prepend=places.new_tensor([-1])) - 1
+        # Sizes are counted first, and only what is the shortest is written.
         options = ("gaps", int(_sizes(gaps).sum())), ("bitmap", (count + 7) // 8)
         kind, place_size = min(options, key=lambda option: option[1])
+    # In the integers' own width, where it may wrap around: so does adding it in `put`, back to the same bits.
     added = (after - before).to(torch.int64)
     added = added << 1 ^ added >> 63  # 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
     added_size = int(_sizes(added).sum())
@@ -95,6 +104,7 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         places = torch.from_numpy(is_changed).nonzero().view(-1)
     elif change.places == "gaps":
         places = (_read(change.place_bytes) + 1).cumsum(0) - 1
+        # Gaps are never negative, so the last place is the largest, and no place is named twice.
         if len(places) and places[-1] >= count:
             raise ValueError(f"delta: place {places[-1]} in {count} numbers")
     else:
@@ -102,7 +112,7 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if change.values == "whole":
         if change.value_bytes.numel() % dtype.itemsize:
             raise ValueError(f"delta: {change.value_bytes.numel()} bytes of {dtype}")
-        values = change.value_bytes.clone().view(dtype)
+        values = change.value_bytes.clone().view(dtype)  # a copy, as a part of a body may begin at an odd byte
     else:
         coded = _read(change.value_bytes)
         values = (coded >> 1 ^ -(coded & 1)).to(dtype)
@@ -131,6 +141,7 @@ def _write(numbers: Tensor) -> Tensor:
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]
+    # One pass for each byte of the longest number, over those that are not written out yet.
     while len(numbers):
         is_longer = numbers > 127
         written[places] = (numbers & 127 | is_longer.to(torch.int64) << 7).to(torch.uint8)
@@ -144,6 +155,7 @@ def _read(data: Tensor) -> Tensor:
     sizes = ends - starts
     if (len(ends) and ends[-1] or 0) != len(data) or (len(sizes) and sizes.max() > LONGEST):
         raise ValueError(f"delta: {len(data)} bytes that are no numbers of seven bits a byte")
+    # The checks above make every index below one of `data`, whatever a body of the network holds.
     numbers = data[starts].to(torch.int64) & 127
     for position in range(1, LONGEST):
         longer = (sizes > position).nonzero().view(-1)
@@ -180,7 +192,7 @@ def unpack(body: bytes) -> tuple[list[Run], str]:
         rows, version = header["runs"], header["weight_version"]
         if not isinstance(version, str):
             raise ValueError(f"weight_version = {version!r}")
-        runs, data = [], torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        runs, data = [], torch.frombuffer(bytearray(body), dtype=torch.uint8)  # a copy: torch wants what can be written
         for row in rows:
             name, dtype, first, count, places, values, *sizes = row
             numbers = (first, count, *sizes)

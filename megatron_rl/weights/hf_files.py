@@ -1,7 +1,4 @@
-"""Hugging Face safetensors folders.
-
-Sliced reading with checks, streamed and atomic writing, and random initial weights.
-"""
+"""Hugging Face safetensors folders: read in slices and checked, written as a stream and at once; random weights."""
 
 from __future__ import annotations
 
@@ -46,7 +43,13 @@ class WeightSource(Protocol):
 
 
 class HFFolder:
-    """The safetensors of a folder. Opening checks every expected tensor's presence and shape against the headers."""
+    """The safetensors of a folder. Opening checks every expected tensor's presence and shape against the headers.
+
+    For example:
+
+        folder = HFFolder("models/qwen3-4b", hf_shapes(arch))
+        rows = folder.read("model.embed_tokens.weight", 0, 1000, 2000)  # of dimension 0
+    """
 
     def __init__(self, folder: str | Path, expected: dict[str, Shape]) -> None:
         self.folder = Path(folder)
@@ -56,19 +59,18 @@ class HFFolder:
             if name not in self.file_of:
                 raise ValueError(
                     f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); "
-                    f"config.json promises "
-                    f"a tensor of shape {shape}; copy the model folder again or correct config.json."
+                    f"config.json promises a tensor of shape {shape}; copy the model folder again or correct "
+                    f"config.json."
                 )
             found = tuple(self._handle(name).get_slice(name).get_shape())
             if found != shape:
                 raise ValueError(
                     f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it "
-                    f"{shape}; copy the "
-                    f"model folder again or correct config.json."
+                    f"{shape}; copy the model folder again or correct config.json."
                 )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        part = self._handle(name).get_slice(name)
+        part = self._handle(name).get_slice(name)  # no bytes yet: only those of the slice are read
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -82,6 +84,7 @@ class HFFolder:
 
     def _handle(self, name: str):
         path = self.folder / self.file_of[name]
+        # Each file is opened once and stays open: opening parses its whole header.
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt")
@@ -100,8 +103,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     if not files:
         raise ValueError(
             f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set "
-            f"model.init=random to "
-            f"train from scratch."
+            f"model.init=random to train from scratch."
         )
     names = {}
     for path in files:
@@ -121,6 +123,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise TypeError("weight_map must give each tensor the name of its file")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: unreadable index ({error}); copy the model folder again.") from error
+    # With folders in it a name would have a file from elsewhere on this host read, and sent to the servers.
     for tensor, name in files.items():
         if PurePath(name).name != name or name == ".." or not name.endswith(".safetensors"):
             raise ValueError(
@@ -146,6 +149,7 @@ class RandomWeights:
         elif name.endswith("bias"):
             full = torch.zeros(shape)
         else:
+            # crc32, as hash() of a text is another in every process. All of it is drawn, whatever part is asked for.
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
             full = torch.empty(shape).normal_(std=0.02, generator=generator)
         return full.narrow(dim, start, stop - start)
@@ -181,6 +185,7 @@ def write_hf_folder(
     OSError where a file cannot be written: the earlier folder is untouched then.
     """
     folder = Path(folder)
+    # Beside the folder, as a rename is atomic on one file system only; with a dot, as others look for `version-*`.
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -189,6 +194,7 @@ def write_hf_folder(
         copy_model_files(model_folder, aside, head=head)
         if dtype is not None:
             config = json.loads((aside / "config.json").read_text())
+            # transformers 5 reads the one, earlier versions and other readers the other.
             config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
             (aside / "config.json").write_text(json.dumps(config, indent=2))
         replace_folder(aside, folder)
@@ -223,6 +229,7 @@ def _write_tensors(
         shard_size += tensor.nbytes
         total += tensor.nbytes
     flush()
+    # A file's name holds the count of files, which nobody knows before the end of the stream.
     names = {
         n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)
     }
@@ -248,6 +255,8 @@ def replace_folder(aside: Path, folder: Path) -> None:
 
     Killed between its two renames it leaves the earlier folder under another name: `recover_folder` brings it back.
     """
+    # What a file holds before its name, and every name before the rename that shows it: a host that loses power in
+    # between keeps the earlier folder, or the whole new one.
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
     old = _old_name(folder)

@@ -38,6 +38,7 @@ class IPCPublisher(WeightPublisher):
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
+            # Before the servers go on: a GPU that they share with the trainer has the memory back for their caches.
             self._left += [file for bucket in buckets if (file := bucket.close()) is not None]
             self._resume()
 
@@ -50,6 +51,7 @@ class IPCPublisher(WeightPublisher):
             first = _planned(stream, specs[0])
             if len(buckets) < min(2, len(plan)):
                 buckets.append(SharedBucket(size, first.device))
+            # No server reads it any more: `_send_all` has one bucket on its way, while the next is made ready.
             bucket = buckets[number % 2]
             parts = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
             parts[0].copy_(first)
@@ -65,6 +67,8 @@ class IPCPublisher(WeightPublisher):
         """Tell every server where a bucket is."""
         told: dict[str, Any] = {}
         for server, ranks in self.receiver.server_ranks.items():
+            # A handle for each reader, and made now, as it carries an event: on a GPU the reader's stream waits for
+            # the copies that were asked for before it.
             is_pickled = forms[server] == "pickle"
             told[server] = [bucket.pickled(specs) for _ in range(ranks)] if is_pickled else bucket.handle()
         return self.receiver.load_shared(

@@ -108,6 +108,7 @@ def largest_tensor(arch: Architecture) -> int:
 
 def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
     words, shares = sizes(arch), Shares()
+    # Each rank has as many rows of the vocabulary; the last ones of the last rank are padding.
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
     for rule in rules:
         whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())

@@ -27,6 +27,7 @@ class Replicated:
 
     split_dim: int | None = None
 
+    # `load` of all layouts: shape is the shard's, rank and size are those of the axis that the parameter is cut along.
     def load(self, source: WeightSource, names: list[str], shape: Shape, rank: int, size: int, arch: Architecture):
         return source.read(names[0], 0, 0, shape[0])
 
@@ -42,13 +43,13 @@ class VocabRows:
     def load(self, source, names, shape, rank, size, arch):
         start = rank * shape[0]
         stop = min(start + shape[0], arch.vocab)
-        if stop <= start:
+        if stop <= start:  # with many ranks the last one may have nothing but padding
             return torch.zeros(shape)
         rows = source.read(names[0], 0, start, stop)
         return rows if rows.shape == shape else torch.cat([rows, rows.new_zeros(shape[0] - len(rows), *shape[1:])])
 
     def export(self, shards, arch):
-        return [_joined(shards)[: arch.vocab]]
+        return [_joined(shards)[: arch.vocab]]  # HF knows no padding
 
 
 class Rows:
@@ -98,10 +99,9 @@ class FusedQKV:
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
         group_rows = q_rows + 2 * kv_rows
         start, stop = rank * shape[0], (rank + 1) * shape[0]
-        first, last = (
-            start // group_rows,
-            (stop - 1) // group_rows + 1,
-        )  # with fewer KV heads than ranks groups are shared
+        # With fewer KV heads than ranks a rank's rows may begin and end within a group: its groups are read whole, and
+        # cut at the end.
+        first, last = start // group_rows, (stop - 1) // group_rows + 1
         parts = []
         for group in range(first, last):
             for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=True):
@@ -111,6 +111,7 @@ class FusedQKV:
     def export(self, shards, arch):
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
         whole = _joined(shards)
+        # `shape[1:]` is empty of a bias. HF has all query heads in one tensor, then all keys, then all values.
         groups = whole.view(arch.kv_heads, q_rows + 2 * kv_rows, *whole.shape[1:])
         return [part.reshape(-1, *whole.shape[1:]) for part in groups.split([q_rows, kv_rows, kv_rows], dim=1)]
 
@@ -118,6 +119,10 @@ class FusedQKV:
 @dataclass(frozen=True)
 class Rule:
     """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
+
+        rule = rule_for("mlp.linear_fc1.weight", 3, arch)
+        rule.names()  # ["model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"]
+        shard = rule.layout.load(source, rule.names(), shape, rank=0, size=2, arch=arch)
 
     A rule with a word that the architecture has no size for is not the model's. Of an expert's rule `{}` in both names
     is its number, on this rank in Megatron's and in the whole model in HF's.
@@ -140,8 +145,11 @@ EDGES = (
     Rule("output_layer.weight", {"lm_head.weight": "vocab hidden"}, VocabRows()),
 )
 VALUE_HEAD = "score.weight"
+# One row cannot be cut: every tensor rank has the whole value head.
 VALUE_EDGES = (*EDGES[:2], Rule("output_layer.weight", {VALUE_HEAD: "label hidden"}, Replicated()))
 # Parts of a layer: left to right to publish, right to left to load.
+# HF calls the norm before the feed-forward after what it follows: `post_attention_layernorm`. Gemma has norms in both
+# places, and there the same name is that of the norm right behind attention.
 NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
     Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
@@ -164,17 +172,20 @@ ATTENTION = (
     ),
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, Columns()),
 )
-QKV_BIAS = (
+QKV_BIAS = (  # Qwen2: the output projection has none
     Rule(
         "self_attention.linear_qkv.bias",
         {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "key", "self_attn.v_proj.bias": "key"},
         FusedQKV(),
     ),
 )
-QK_NORM = (
+QK_NORM = (  # one weight for all heads, of a head's width
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, Replicated()),
 )
+# A model has queries of a low rank or not, and then none of the words of the others' rules (see `sizes`). What projects
+# down is small and comes before a norm over its whole width: every tensor rank has it whole. `with_mqa` is the rotated
+# part of the keys, one for all heads, in the same tensor.
 LATENT_ATTENTION = (
     Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "latent_query no_query_rank"}, Rows()),
     Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, Replicated()),
@@ -197,7 +208,7 @@ DENSE = (
     ),
     Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, Columns()),
 )
-EXPERTS = (
+EXPERTS = (  # HF's `mlp.gate` is the router; `gate_proj` is a part of each expert
     Rule("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, Replicated()),
     Rule(
         "mlp.experts.local_experts.{}.linear_fc1.weight",
@@ -218,8 +229,9 @@ SHARED_EXPERTS = (
     ),
     Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
 )
+# A buffer in Megatron, and always float32: gradients do not reach it (reshard.py adds it to the parameters).
 ROUTER_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
-MIXTRAL_EXPERTS = (
+MIXTRAL_EXPERTS = (  # w1 is the gate, w3 goes up, w2 down
     Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
     Rule(
         "mlp.experts.local_experts.{}.linear_fc1.weight",
@@ -277,6 +289,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
             "latent_query": arch.heads * (latent.plain_dim + arch.head_dim),
             "latent_kv": arch.heads * (latent.plain_dim + latent.value_dim),
             "latent_value": arch.heads * latent.value_dim,
+            # One of two words, so that only the rules of one kind of queries are the model's.
             "query_rank" if latent.query_rank else "no_query_rank": latent.query_rank or arch.hidden,
         }
     return words
@@ -319,12 +332,13 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
     A value head that the folder lacks is zeros. ValueError where the folder does not hold what `arch` needs.
     """
     found, shapes = read_architecture(folder), hf_shapes(arch)
+    # Of a critic that starts from a policy, whose folder has a head of another kind.
     starts_at_zero = found.head != found.with_head(arch.head).head
     head = shapes.pop(VALUE_HEAD) if starts_at_zero else None
     source: WeightSource = (
         HFFolder(folder, shapes)
         if random_seed is None
-        else RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)
+        else RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)  # a norm that adds 1 starts at 0
     )
     return source if head is None else ValueHeadFromZero(source, VALUE_HEAD, head)
 
@@ -335,6 +349,7 @@ def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     name: the parameter's name within the model, or within its layer where `layer_number` (global, from 0) is given; as
     upstream's local layers or those of Transformer Engine have it.
     """
+    # First to the names of local layers, as the tables are in these.
     for pattern, local in TRANSFORMER_ENGINE:
         if match := pattern.fullmatch(name):
             name = match.expand(local)

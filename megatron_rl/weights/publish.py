@@ -10,7 +10,7 @@ server that fails, on the way or by its checksums, is dropped, and the others ge
 A server that cannot be reached, is late, or holds other bits is dropped at the end of its column, and never resumed
 with weights that nobody knows. Two transports are here: buckets over a process group (NCCL or gloo), the next one being
 gathered while one is on the wire, so that two buckets and two tensors are all the extra memory; or a HF folder on a
-disk that the servers share.
+disk that the servers share. ipc.py has memory that both sides map, delta.py the changes alone.
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ class WeightPublisher(abc.ABC):
         finally:
             if self.receiver.server_ranks:
                 self.receiver.end_weight_update(version)
+        # Not finished before the checksums agree: `resume` after an update that was not ends what servers generate.
         self._confirm(checksums)
         self.receiver.finish_update(version)
 
@@ -270,6 +271,7 @@ class GroupPublisher(WeightPublisher):
         """Send a bucket, whose pieces are gathered meanwhile."""
         self._join()
         deadline = time.monotonic() + self.timeout_s
+        # Asked first: a server takes part in the broadcast once it has this request, and not before.
         loads = self.receiver.load_bucket(
             names=[spec.name for spec in specs],
             dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
@@ -367,6 +369,7 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
     """Cut the stream into runs of one dtype of at most `bucket_bytes` (a larger tensor is a bucket of its own)."""
     buckets: list[list[TensorSpec]] = []
     size = 0
+    # Of one dtype, so that every tensor of a flat bucket begins at a multiple of its item size.
     for spec in specs:
         if not buckets or size + spec.nbytes > bucket_bytes or spec.dtype != buckets[-1][0].dtype:
             buckets.append([])
@@ -399,7 +402,7 @@ def fill_buckets(
             yield bucket, itertools.chain([next(planned)], planned)
             continue
         first = _planned(stream, bucket[0])
-        while len(buffers) < 2:
+        while len(buffers) < 2:  # made here, as the first tensor tells the device
             buffers.append(torch.empty(size, dtype=torch.uint8, device=first.device))
         flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
         parts = unpack_bucket(flat, bucket)
@@ -442,7 +445,7 @@ class DiskPublisher(WeightPublisher):
         self.folder, self.model_folder = folder.absolute(), model_folder
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
-        target = self._written(tensors, specs[0].dtype, version)
+        target = self._written(tensors, specs[0].dtype, version)  # while the servers still generate
         self._pause()
         try:
             began = time.monotonic()
@@ -452,6 +455,7 @@ class DiskPublisher(WeightPublisher):
             self.receiver.finish_update(version)
         finally:
             self._resume()
+        # The disk holds two versions at most: the one before goes once no server reads it any more.
         for other in self.folder.glob("version-*"):
             if other != target:
                 shutil.rmtree(other)

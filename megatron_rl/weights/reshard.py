@@ -25,9 +25,11 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
     """Yield each parameter of a model chunk, and each router's bias, with its rule."""
+    # Trained by counting tokens and not by gradients, so Megatron has it among the buffers; HF's files have it, too.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     for name, parameter in itertools.chain(model.named_parameters(), biases):
         if match := _LAYER.fullmatch(name):
+            # The name counts layers within this chunk, `layer_number` over the whole model and from 1.
             layer_number = model.decoder.layers[int(match[1])].layer_number - 1
             yield parameter, rule_for(match[2], layer_number, arch)
         else:
@@ -54,6 +56,9 @@ class HFExport:
     """The way from a live model's shards to HF tensors on global rank 0. All ranks make it and exhaust its streams.
 
     What is to be sent, by whom and in which order is agreed on here, once; a stream then moves nothing but weights.
+
+        export = HFExport(model_chunks, arch, groups)
+        publisher.publish(export.specs, export.stream(), version=7)
     """
 
     def __init__(self, chunks: list[Any], arch: Architecture, groups: ParallelGroups) -> None:
@@ -75,6 +80,7 @@ class HFExport:
         """Every HF tensor in the order of the stream; the same on all ranks."""
 
     def _own_specs(self) -> Iterator[TensorSpec]:
+        # In the order of `_joined` and `_experts_of_all_ranks`: a receiver knows a tensor by its place in the stream.
         shapes = hf_shapes(self.arch)
         for parameter, rule in self._plan:
             for rank in range(1 if rule.expert is None else self.groups.expert.size):
@@ -124,6 +130,8 @@ def _joined(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards."""
     for parameter, rule in plan:
+        # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one kind
+        # of parameter and not for the other, and skips each by itself.
         replica = groups.data_context if rule.expert is None else groups.expert_data
         axis = _split_axis(rule, groups)
         if replica.rank != 0:
@@ -141,6 +149,7 @@ def _joined(
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [shard]
+    # A gather and no all-gather: the other ranks have no use for the whole tensor, nor memory to spare for it.
     shards = [torch.empty_like(shard) for _ in range(axis.size)] if axis.rank == 0 else None
     dist.gather(shard.contiguous(), shards, group_dst=0, group=axis.group)
     return shards or []
@@ -156,7 +165,7 @@ def _experts_of_all_ranks(
             dist.send(tensor, group_dst=0, group=axis.group)
         return
     for rank in range(axis.size):
-        if rank > 0:
+        if rank > 0:  # new ones: those before may still be on their way to a server
             tensors = [torch.empty_like(tensor) for tensor in tensors]
             for tensor in tensors:
                 dist.recv(tensor, group_src=rank, group=axis.group)

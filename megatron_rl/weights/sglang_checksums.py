@@ -41,6 +41,7 @@ class SGLangChecksums:
         for whole, parts in FUSED.items():
             if last in parts:
                 key = f"{parent}.{whole}.{leaf}"
+                # Without a copy: the parts come from one Megatron parameter, so the others follow at once.
                 found = self._parts.setdefault(key, {})
                 found[last] = tensor
                 if len(found) == len(parts):
@@ -58,7 +59,7 @@ class SGLangChecksums:
         """Yield what each rank keeps, one above the other; nothing where that is not known."""
         ranks, kv_heads = self.form.ranks, self.form.kv_heads
         (last, first), is_weight = next(iter(parts.items())), name.endswith(".weight")
-        if last in EMBEDDINGS and is_weight:
+        if last in EMBEDDINGS and is_weight:  # the one kind that is padded, with a single rank, too
             yield from ([part] for part in _padded(first, ranks).chunk(ranks))
         elif ranks == 1:
             yield list(parts.values())
@@ -68,6 +69,7 @@ class SGLangChecksums:
             if all(len(part) % ranks == 0 for part in parts.values()):
                 yield from (list(kept) for kept in zip(*(part.chunk(ranks) for part in parts.values()), strict=True))
         elif last in SPLIT_BY_COLUMNS:
+            # Weights only: no family here has a bias behind these.
             if is_weight and first.shape[1] % ranks == 0:
                 yield from ([part] for part in first.chunk(ranks, dim=1))
         elif last.endswith("norm") and is_weight:
@@ -80,6 +82,7 @@ class SGLangChecksums:
 
 def _padded(embedding: Tensor, ranks: int) -> Tensor:
     rows = len(embedding)
+    # To 64 rows as on one rank; where the ranks cannot share these equally, to 64 for each.
     multiple = VOCAB_MULTIPLE * (ranks if (rows + -rows % VOCAB_MULTIPLE) % ranks else 1)
     return torch.nn.functional.pad(embedding, (0, 0, 0, -rows % multiple)) if rows % multiple else embedding
 
@@ -108,12 +111,13 @@ POSITION_TURNS = (15, 13)
 def gpu_hash_sum(parts: list[Tensor]) -> Tensor:
     """The sum mod 2^64 of the hashes of all tiles of 8192 words of four bytes: 0-dim int64 on the parts' device."""
     data = torch.cat(_bytes_of(parts)) if len(parts) > 1 else _bytes_of(parts)[0]
-    if data.numel() % 4 or data.storage_offset() % 4:
+    if data.numel() % 4 or data.storage_offset() % 4:  # padding also copies what does not begin at a word
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, words.numel(), TILE_WORDS * TILES_AT_ONCE):
         chunk = words[start : start + TILE_WORDS * TILES_AT_ONCE]
+        # Torch has no unsigned arithmetic: int32 wraps around in the same bits, and so do the sums in int64.
         place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=data.device).to(torch.int32)
         halves = []
         for seed, factor, turn in zip(SEEDS, POSITION_FACTORS, POSITION_TURNS, strict=True):

@@ -34,7 +34,14 @@ WAY_OUT = (
 
 
 class SharedBucket:
-    """`flat` is `[nbytes]` uint8 in shared memory. RuntimeError where there is not enough of it."""
+    """`flat` is `[nbytes]` uint8 in shared memory. RuntimeError where there is not enough of it.
+
+    For example:
+
+        bucket = SharedBucket(1024, torch.device("cpu"))
+        bucket.flat.fill_(7)
+        open_bucket(bucket.handle(), 1024)  # in another process: 1024 sevens, and nothing was copied
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.file: Path | None = None
@@ -110,6 +117,7 @@ def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
     if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or type(offset) is not int or offset < 0:
         raise ValueError(f"shared_memory = {handle!r}: must be a handle that the trainer made of a bucket")
     try:
+        # The name matches FILE_NAME, so it has no folder in it; and it must not be a link to a file elsewhere.
         file = os.open(SHARED_FILES / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise ValueError(f"shared_memory.file = {name!r}: {error.strerror}. {WAY_OUT}") from None

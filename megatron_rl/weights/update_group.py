@@ -39,9 +39,11 @@ def join_update_group(
     store = dist.TCPStore(
         address, port, world_size, rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
+    # As SGLang's init_custom_process_group does, prefix and all. `[]`: the group is no part of a default group.
     group, _ = c10d._new_process_group_helper(
         world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
     )
+    # The helper leaves this to its caller: collectives look up `group_src` here.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
@@ -53,7 +55,14 @@ def leave_update_group(group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name, dtype and shape of one tensor of a bucket, as a receiver must know them."""
+    """The name, dtype and shape of one tensor of a bucket, as a receiver must know them.
+
+    For example:
+
+        specs = [TensorSpec("model.norm.weight", torch.bfloat16, (2048,)), ...]
+        flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+        norm, *others = unpack_bucket(flat, specs)  # views: what is written to them is in the bucket
+    """
 
     name: str
     dtype: torch.dtype
@@ -95,6 +104,7 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
 
 def digest(sums: Tensor, nbytes: int) -> str:
     """The checksum (hex) of a tensor of `nbytes` bytes with these `word_sums`."""
+    # A tensor with a few zeros more may have the same sums, so its length is hashed with them.
     return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.cpu().numpy().tobytes()).hexdigest()
 
 
