@@ -78,6 +78,7 @@ class AgentWorkflow(RolloutWorkflow):
         self, sample: int, engine: InferenceEngine, proxy: AgentProxy, data: dict[str, Any]
     ) -> list[Trajectory]:
         session = AgentSession(engine, self.options, sample_key(data, sample))
+        # The prompt as its file has it: `sample_key` is the run's own bookkeeping.
         given = {name: value for name, value in data.items() if name != "sample_key"}
         call = partial(self.agent, proxy.base_url, session.key, given, **self.agent_args)
         async with proxy.serving(session):
@@ -86,12 +87,15 @@ class AgentWorkflow(RolloutWorkflow):
             except (AgentTimeout, RunBroken):
                 raise
             except Exception as error:  # of the agent's or its client's
+                # OpenAI's clients raise when they are told that the context is full: then the dialogue is over, and
+                # nothing has failed.
                 if session.outgrown is None:
                     raise
                 if session.last_reply is None:
                     raise ContextOutgrown(session.outgrown) from error
                 logger.info("agent %s ended with its context: %s", self.threads.name, session.outgrown)
                 value = None
+        # Here the session is closed: nothing changes its dialogues while they are scored.
         if value is None and session.last_reply is None:
             return []
         reward = await self.reward(session.last_reply, data) if value is None else float(value)
@@ -106,4 +110,4 @@ def finished(result: Any) -> Any:
 
 
 async def as_coroutine(awaitable: Any) -> Any:
-    return await awaitable
+    return await awaitable  # asyncio.run takes coroutines alone before Python 3.14

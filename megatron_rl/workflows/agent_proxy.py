@@ -90,6 +90,7 @@ class AgentSession:
     engine: InferenceEngine
     options: ProxyOptions
     sample_key: str | None
+    """The key of its sample; the keys of its requests begin with it."""
     key: str = field(default_factory=lambda: secrets.token_hex(24))
     """The agent's API key: it names the session, and opens nothing else. Hexadecimal, as an agent may make it a word of
     a command, where a dash would begin an option."""
@@ -97,7 +98,7 @@ class AgentSession:
     outgrown: str | None = None
     """Why the last request was not answered, where its dialogue had no room for a reply."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """The key of its sample; the keys of its requests begin with it."""
+    """Of the task that made the session: requests come in on the HTTP server's tasks, which belong to no attempt."""
     is_over: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class AgentSession:
             if self.is_over:
                 call.cancel()
             return await call
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `close`, or because the agent hung up
             if self.is_over:
                 raise SessionOver("the agent's time is over: nobody waits for its answer any more") from None
             raise
@@ -161,12 +162,15 @@ class AgentSession:
             conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
         reply = await self._generate(conversation, body, names[-1])
         conversation.take(reply)
+        # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
+        # come back takes its line along. The others are lines of their own, without the tokens that it trains.
         if parent is None or parent.is_continued:
             conversation.leave_out_before(0 if parent is None else parent.length)
             line = Line(conversation)
         else:
             parent.is_continued, line = True, parent.line
-            line.conversation = conversation
+            line.conversation = conversation  # the line's other states are its beginnings, which stay as they are
+        # Named as it will come back in the next request, whatever the agent's client adds to it or leaves out.
         message = self._message(reply, bool(tools))
         name = name_after(names[-1], normal(message, "reply"))
         state = State(line, len(conversation), conversation.replies, conversation.last_reply)
@@ -176,6 +180,7 @@ class AgentSession:
 
     def _continued(self, names: list[str]) -> tuple[State | None, int]:
         """Return the state with the most of these messages, and how many that is; one nobody has continued first."""
+        # Never the whole request: its last message is what the agent has to say.
         for kept in range(len(names) - 1, 0, -1):
             if states := self._states.get(names[kept - 1]):
                 return min(states, key=lambda state: state.is_continued), kept
@@ -184,6 +189,7 @@ class AgentSession:
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
         """Render and tokenise what an agent said, not on the event loop where that takes long."""
         characters = sum(map(len, texts_in(rendered)))
+        # Refused by its length alone: to tokenise megabytes takes seconds.
         if characters > self.options.max_tokens * self.options.longest_token:
             raise ContextOutgrown(
                 f"messages: have {characters} characters, more than the {self.options.max_tokens} tokens of the "
@@ -200,6 +206,7 @@ class AgentSession:
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
         stop = body.get("stop") or []
         gconfig = within(self.options.gconfig, min(room, asked))
+        # Temperature and top-p stay the run's: the trainer's log-probabilities are those of its config.
         gconfig = gconfig.new(stop=[*gconfig.stop, *([stop] if isinstance(stop, str) else stop)])
         # Agents ask in parallel, so a number in the order of asking would not be the same after a restart.
         self._asked[name] += 1
@@ -281,12 +288,12 @@ class AgentProxy:
             return refusal(400, str(error), error.field)
         except SessionOver as error:
             return refusal(403, str(error))
-        except ContextOutgrown as error:
-            session.outgrown = str(error)
+        except ContextOutgrown as error:  # before RequestRefused, whose kind it is
+            session.outgrown = str(error)  # also of a body too large to read, which the session never saw
             return refusal(400, str(error), "messages", "context_length_exceeded")
         except (RequestRefused, ValueError, RecursionError) as error:
             return refusal(400, str(error))
-        except RuntimeError as error:
+        except RuntimeError as error:  # no server can answer now: OpenAI's clients try again by themselves
             return refusal(503, str(error))
         model = body.get("model") or "policy"
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -326,6 +333,7 @@ def name_after(name: str, message: Message) -> str:
 
 def prefix_names(messages: list[Message], tools: list[Message] | None) -> list[str]:
     """Return a name for each beginning of the dialogue: of the first message, of the first two, and so on."""
+    # The template renders the tools into the dialogue's beginning: with others it is another dialogue.
     names, name = [], hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).hexdigest()
     for message in messages:
         name = name_after(name, message)

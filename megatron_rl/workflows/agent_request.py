@@ -35,7 +35,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not is_truth(value)
+    return isinstance(value, int | float) and not is_truth(value)  # to Python true is the number 1
 
 
 def is_count(value: Any) -> bool:
@@ -97,6 +97,7 @@ def normal(message: Any, field: str) -> Message:
     require(is_object(message), field, message, "must be an object with a role and content")
     role = message.get("role")
     require(is_text(role), f"{field}.role", role, "must be text")
+    # What OpenAI's own objects bring besides (refusal, annotations, audio) is left out, null or not.
     found: Message = {"role": role, "content": content_of(message.get("content"), f"{field}.content")}
     for name in ("name", "tool_call_id"):
         if value := message.get(name):
@@ -110,6 +111,7 @@ def normal(message: Any, field: str) -> Message:
 
 def content_of(content: Any, field: str) -> str:
     """Return the text of a message's content, or of the parts that it is in."""
+    # Null is the content of a message that only calls tools.
     parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
     for part in parts:
         is_right = is_object(part) and is_text(part.get("text"))
@@ -133,6 +135,7 @@ def normal_call(call: Any, field: str) -> Message:
 def as_rendered(messages: list[Message]) -> list[Message]:
     """The same as chat templates take it: a call's arguments as an object, and not as its text."""
     rendered = []
+    # Templates write arguments with `tojson`, which would put a text in quotes once more.
     for message in messages:
         if calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]

@@ -26,6 +26,7 @@ class BestOfNWorkflow(RLVRWorkflow):
 
     @classmethod
     def evaluating(cls, *, candidates: int, keep: str = "best", **arguments: Any) -> RLVRWorkflow:
+        # The two that RLVRWorkflow does not know are named, and so left out.
         return RLVRWorkflow(**arguments)
 
     def __init__(
@@ -48,6 +49,7 @@ class BestOfNWorkflow(RLVRWorkflow):
         self.kept, self.keep = gconfig.n_samples, keep
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        # sorted() keeps the order of equal rewards: ties go to the earlier sample.
         falling = sorted(await super().arun_episode(engine, data), key=lambda trajectory: -trajectory.reward)
         worst = self.kept // 2 if self.keep == "extremes" else 0
-        return falling[: self.kept - worst] + falling[len(falling) - worst :]
+        return falling[: self.kept - worst] + falling[len(falling) - worst :]  # [-worst:] would be all where it is 0

@@ -25,7 +25,15 @@ REPLY = "THEREPLYSTANDSHERE"
 
 
 class Conversation:
-    """The tokens of one dialogue so far. Entry t of each list belongs to token t."""
+    """The tokens of one dialogue so far. Entry t of each list belongs to token t.
+
+    For example:
+
+        talk = Conversation(template.opening({"messages": messages}))
+        talk.take(reply := await engine.agenerate(LLMRequest(rid=rid, input_ids=list(talk.ids))))
+        talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
+        trajectory = talk.trajectory(reward=1.0)
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids: list[int] = []
@@ -48,6 +56,7 @@ class Conversation:
 
     def take(self, reply: LLMResponse) -> None:
         """Append a reply to exactly these tokens. RuntimeError for an aborted one: the episode is tried again."""
+        # Otherwise the trainer would compute log-probabilities of these tokens after others than the server saw.
         if reply.input_tokens != self.ids:
             raise RuntimeError(
                 f"the reply is to {reply.input_len} tokens that are not the conversation's {len(self)}: the workflow "
@@ -64,6 +73,7 @@ class Conversation:
 
     def fork(self, length: int) -> Conversation:
         """Return a copy of the first `length` tokens that goes its own way. It does not know the replies in them."""
+        # Lists of its own: the same dialogue may go on in two ways at once.
         copy = Conversation(())
         copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length]
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]

@@ -27,7 +27,16 @@ class Turn:
 
 
 class Environment(abc.ABC):
-    """The world of one sample of one prompt."""
+    """The world of one sample of one prompt.
+
+    For example:
+
+        class Guess(Environment):
+            async def step(self, reply, score):
+                if reply.strip() == self.data["answer"]:
+                    return Turn(reward=1.0)  # without messages the episode is over
+                return Turn(messages=[{"role": "user", "content": "Try again."}])
+    """
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
@@ -48,7 +57,12 @@ class Environment(abc.ABC):
 
 
 class SelfCorrection(Environment):
-    """Tells the policy that it is wrong until it is right. The reward is the last try's, less for each try before."""
+    """Tells the policy that it is wrong until it is right. The reward is the last try's, less for each try before.
+
+    For example:
+
+        MultiTurnWorkflow(reward, gconfig, tokenizer, SelfCorrection, max_tokens=2048, environment_args={"decay": 0.5})
+    """
 
     def __init__(
         self,
@@ -66,6 +80,7 @@ class SelfCorrection(Environment):
     async def step(self, reply: str, score: Score) -> Turn:
         value = await score()
         worth = value * self.decay**self.tries
+        # A trajectory's reward sums its turns: with the differences the sum is always the last try's worth.
         gained, self.earned, self.tries = worth - self.earned, worth, self.tries + 1
         if value >= self.enough:
             return Turn(reward=gained)
@@ -73,7 +88,10 @@ class SelfCorrection(Environment):
 
 
 class ToolUse(Environment):
-    """Runs the tools that a reply calls; one that calls none is the answer, which the reward function scores."""
+    """Runs the tools that a reply calls; one that calls none is the answer, which the reward function scores.
+
+    ToolUseWorkflow makes one for each dialogue.
+    """
 
     def __init__(self, data: dict[str, Any], *, tools: Sequence[Tool]) -> None:
         super().__init__(data)
@@ -88,6 +106,7 @@ class ToolUse(Environment):
             return Turn(reward=await score())
         if len(calls) > MOST_CALLS:
             fault = f"a reply has at most {MOST_CALLS} calls; those after the first {MOST_CALLS} were not run"
+            # As a call that is wrong: run_call tells the policy of it in the place of a result.
             calls = [*calls[:MOST_CALLS], ToolCall(name="", arguments={}, fault=fault)]
         results = await together(run_call(call, self.tools) for call in calls)
         return Turn(

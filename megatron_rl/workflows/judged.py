@@ -60,9 +60,11 @@ class JudgedWorkflow(RLVRWorkflow):
 
     async def _grade(self, engine: InferenceEngine, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
         """Return the grade in [0, 1]. NoVerdict fails the episode."""
+        # Without special tokens: the marks of the policy's dialogue would be marks of the judge's own.
         asked = self.tokenizer.decode(reply.input_tokens, skip_special_tokens=True)
         shown = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
         prompt = self.template.opening({"messages": self.grading.asked(asked, shown, data)})
+        # A key for each attempt: with the same one the judge would be sampled by the same seed, to the same words.
         for attempt in range(self.grading.attempts):
             metadata = {"sample_key": f"{key}/judge {attempt}"} if key is not None else {}
             request = LLMRequest(rid=uuid.uuid4().hex, input_ids=prompt, gconfig=self.judging, metadata=metadata)

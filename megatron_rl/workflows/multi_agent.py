@@ -60,6 +60,7 @@ class DebateWorkflow(RolloutWorkflow):
             Conversation(self.form.opening({"messages": [{"role": "system", "content": system}, *messages]}))
             for system in self.agents.values()
         ]
+        # One for a whole dialogue: a router sends it to the server that knows its beginning.
         rids = [uuid.uuid4().hex for _ in talks]
 
         async def speak(number: int) -> LLMResponse:
@@ -71,7 +72,8 @@ class DebateWorkflow(RolloutWorkflow):
             talk.take(reply)
             return reply
 
-        self._check_room(max(map(len, talks)))
+        if (longest := max(map(len, talks))) >= self.max_tokens:
+            raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {longest}; raise it.")
         replies = await together(map(speak, range(len(talks))))
         for _ in range(self.rounds - 1):
             heard = [
@@ -85,6 +87,7 @@ class DebateWorkflow(RolloutWorkflow):
             try:
                 replies = await together(map(speak, range(len(talks))))
             except ContextOutgrown:  # of the server's context
+                # Also of agents that have replied in this round: rewards go by `replies`, those of the round before.
                 for talk, length in zip(talks, lengths, strict=True):
                     talk.take_back(length)
                 break
@@ -101,10 +104,6 @@ class DebateWorkflow(RolloutWorkflow):
             if other != number
         ]
         return [{"role": "user", "content": "\n\n".join(said)}]
-
-    def _check_room(self, tokens: int) -> None:
-        if tokens >= self.max_tokens:
-            raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {tokens}; raise it.")
 
 
 def messages_of(data: dict[str, Any]) -> list[dict[str, Any]]:

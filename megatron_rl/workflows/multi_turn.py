@@ -90,11 +90,11 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     f"max_tokens = {self.max_tokens}: the prompt alone has {len(conversation)}; raise it, or leave "
                     f"such prompts out."
                 )
-            length = len(conversation)
+            length = len(conversation)  # up to the last reply: whatever comes behind it may have to be taken back
             while True:
                 try:
                     reply = await self._reply(engine, conversation, rid, key)
-                except ContextOutgrown:
+                except ContextOutgrown:  # the server's context is shorter than max_tokens
                     if conversation.replies == 0:
                         raise
                     conversation.take_back(length)
@@ -102,6 +102,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 length = len(conversation)
                 step = environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
+                # The turn's reward counts in every case, its messages only if a reply to them has room.
                 reward += turn.reward
                 if not turn.messages or conversation.replies == self.max_turns:
                     break
@@ -109,7 +110,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 if len(conversation) + len(added) >= self.max_tokens:
                     break
                 conversation.add(added)
-        finally:
+        finally:  # also of a sample that is cancelled: a world may have processes or files
             await self._in_time(environment, "close", environment.close())
         return conversation.trajectory(reward, turns=conversation.replies)
 
@@ -131,6 +132,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ) -> LLMResponse:
         metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
         options = within(self.gconfig, self.max_tokens - len(conversation))
+        # A copy of the ids: the conversation's own list grows, and the reply is compared with what was asked.
         request = LLMRequest(rid=rid, input_ids=list(conversation.ids), gconfig=options, metadata=metadata)
         reply = await engine.agenerate(request)
         conversation.take(reply)
@@ -168,6 +170,7 @@ class ToolUseWorkflow(MultiTurnWorkflow):
         for make, args in tools.items():
             check_call(make, 0, args, key=f"rollout.workflow_args.tools: the arguments of {make.__name__}")
 
+        # New tools for each dialogue: a tool may keep state.
         def environment(data: dict[str, Any]) -> ToolUse:
             return ToolUse(data, tools=[make(**args) for make, args in tools.items()])
 
@@ -187,4 +190,5 @@ class ToolUseWorkflow(MultiTurnWorkflow):
 def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
     """Return the options of a reply for which there are `room` tokens left, at least 1."""
     longest = min(gconfig.max_new_tokens, room)
+    # GenerationConfig refuses a least length above the longest.
     return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -23,11 +23,16 @@ START_S = 30.0
 """For the interpreter's start on a busy host, which is not the program's doing."""
 
 AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""The slots of running programs, one per core. The others wait for one, and their time has not begun."""
+"""The slots of running programs, one per core and event loop. The others wait for one, and their time has not begun."""
 
 
 class Python(Tool):
-    """Runs a program and returns what it printed, with the traceback where it failed. Linux on x86_64 only."""
+    """Runs a program and returns what it printed, with the traceback where it failed. Linux on x86_64 only.
+
+    For example:
+
+        await Python(time_s=2.0)(code="print(sum(range(10)))")  # "45"
+    """
 
     name = "python"
     description = "Runs a Python program with the standard library and returns what it prints. No files, no network."
@@ -54,6 +59,7 @@ class Python(Tool):
     async def _run_with(self, threads: locked.Threads, code: str) -> str:
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
+        # Isolated from the user's settings, without site-packages, without writing bytecode: nothing but the library.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
             stdin=asyncio.subprocess.PIPE,
@@ -67,10 +73,11 @@ class Python(Tool):
 
         def grant() -> None:
             threads.grant()
-            if threads.listener < 0:
+            if threads.listener < 0:  # closed, and its number may soon be another file's: hence the one kept here
                 loop.remove_reader(listener)
 
         try:
+            # The program is sent only once its process is locked in, and its time begins then.
             await self._wait_until_ready(process.stdout)
             threads.take_listener()
             listener = threads.listener

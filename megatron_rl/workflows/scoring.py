@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RewardFn = Callable[..., float]
+# What a reward function is given beside the prompt's data, and the run's own key, which it is not given.
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
 
 
@@ -51,7 +52,7 @@ def prompt_ids(
                 data["messages"],
                 tokenize=True,
                 add_generation_prompt=True,
-                return_dict=False,
+                return_dict=False,  # the default of transformers 5 is another one
                 enable_thinking=enable_thinking,
             )
         )
@@ -74,14 +75,13 @@ class RewardCall:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         timeout_s: float,
-        key: str = "reward_fn",
     ) -> None:
-        self.function: RewardFn = (
-            resolve(reward_fn, key=key, kind="reward", import_from=None) if isinstance(reward_fn, str) else reward_fn
-        )
-        if not callable(self.function):
-            raise ValueError(f"{key} = {reward_fn!r}: is a {type(self.function).__name__}; must be a function.")
-        self.tokenizer, self.timeout_s, self.key = tokenizer, timeout_s, key
+        if isinstance(reward_fn, str):
+            reward_fn = resolve(reward_fn, key="reward_fn", kind="reward", import_from=None)
+        if not callable(reward_fn):
+            raise ValueError(f"reward_fn = {reward_fn!r}: is a {type(reward_fn).__name__}; must be a function.")
+        self.function: RewardFn = reward_fn
+        self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self._under_way: set[object] = set()
         self._warned: set[tuple[str, str]] = set()
         is_plain = isinstance(self.function, FunctionType)
@@ -105,6 +105,7 @@ class RewardCall:
             completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
         arguments = {"prompt": prompt, "completions": completion, **others}
         arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": reply.output_tokens}
+        # It ends with the attempt at its episode: afterwards nobody reads the value.
         with call_here():
             if isinstance(self.function, Recipe):
                 value: Any = await self._served(self.function, arguments)
@@ -113,7 +114,7 @@ class RewardCall:
         try:
             return as_reward(value)
         except ValueError as error:
-            raise ValueError(f"{self.key} {self.name}: {error}") from error
+            raise ValueError(f"reward_fn {self.name}: {error}") from error
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
         """Note in the span what each part gave and how long it took, as metrics."""
@@ -126,6 +127,7 @@ class RewardCall:
                     span.args["metrics"] = {f"rollout/reward_failed/{failure.reward}": 1.0}
                 raise
             if span is not None:
+                # Failures of 0 as well: a step's metric is the mean over its replies.
                 metrics = {f"rollout/reward/{name}": score.value for name, score in scored.parts.items()}
                 metrics |= {f"rollout/reward_s/{name}": score.seconds for name, score in scored.parts.items()}
                 span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.parts}
@@ -147,7 +149,7 @@ class RewardCall:
                 return await asyncio.to_thread(self._timed, **arguments)
         except TimeoutError as error:
             raise RewardTimeout(
-                f"{self.key} {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
+                f"reward_fn {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
                 f"still run, each in a thread that no other reward can have. Let it stop by itself, or raise the "
                 f"workflow's reward_timeout_s."
             ) from error
@@ -160,6 +162,6 @@ class RewardCall:
             with span_here("rewards", self.name):
                 return self.function(**arguments)
         except (SystemExit, StopIteration) as error:  # no future takes the one, and the other would end the event loop
-            raise RuntimeError(f"{self.key} {self.name}: ended by {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"reward_fn {self.name}: ended by {type(error).__name__}: {error}") from error
         finally:
             self._under_way.discard(call)

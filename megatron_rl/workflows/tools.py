@@ -30,11 +30,13 @@ class ToolError(Exception):
 class Tool(abc.ABC):
     """A tool that a policy may call. Each sample has an object of its own, which may keep state.
 
-    class Shout(Tool):
-        name, description = "shout", "Repeats a text in capitals."
-        parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-        async def __call__(self, text):
-            return str(text).upper()
+    For example:
+
+        class Shout(Tool):
+            name, description = "shout", "Repeats a text in capitals."
+            parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+            async def __call__(self, text):
+                return str(text).upper()
     """
 
     name: str
@@ -76,7 +78,7 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 def parse_call(text: str) -> ToolCall:
     try:
         call = json.loads(text) if len(text) <= LONGEST_CALL else None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # thousands of brackets are too deep for json
         call = None
     if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
         return ToolCall(name="", arguments={}, fault="a call must be a JSON object with a name and arguments")
@@ -93,6 +95,7 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
     if call.name not in tools:
         return f"error: there is no tool {call.name[:100]!r}, only {', '.join(tools)}"
     tool = tools[call.name]
+    # The names are checked here and the values by the tool: what a policy writes may be of any JSON type.
     known = tool.parameters.get("properties", {})
     strange = [name for name in call.arguments if name not in known]
     missing = [name for name in tool.parameters.get("required", []) if name not in call.arguments]
@@ -105,7 +108,12 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
 
 
 class Calculator(Tool):
-    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code."""
+    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code.
+
+    For example:
+
+        await Calculator()(expression="(12 + 30) / 8")  # "21/4 = 5.25"
+    """
 
     name = "calculator"
     description = "Evaluates an arithmetic expression of numbers, + - * / and brackets."
@@ -133,7 +141,13 @@ REFUSALS = (400, 413, 414, 422)
 
 
 class Search(Tool):
-    """Asks a search service over HTTP: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}."""
+    """Asks a search service over HTTP: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
+
+    For example:
+
+        search = Search("http://127.0.0.1:8321/", top=3)
+        await search(query="height of Mont Blanc")  # examples/search_tool has such a service
+    """
 
     name = "search"
     description = "Searches documents and returns the passages that fit best."
@@ -149,6 +163,7 @@ class Search(Tool):
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self.url, json=body) as answer:
+                # ToolError passes the `except` below: the policy reads it, and the episode goes on.
                 if answer.status in REFUSALS:
                     raise ToolError(f"the search service refuses this query (status {answer.status})")
                 answer.raise_for_status()
