@@ -201,13 +201,13 @@ def train_and_measure(settings: dict) -> None:
     print(json.dumps(result))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = frame.parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--etas", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--decode-ms", type=float, help="of a full decode step; measured if left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = frame.arguments(parser, steps=2, etas=[1], decode_ms=0.1)
+    args = frame.arguments(parser, argv, steps=2, etas=[1], decode_ms=0.1)
     if args.child:
         return train_and_measure(json.loads(args.child))
 
@@ -256,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -11,7 +11,6 @@ is sent anywhere.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def measure(lr: float, before: Weights, after: Weights, dtype: torch.dtype) -> s
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("bench_delta", description="Changes of weights beside whole weights.")
+    parser = frame.parser(__doc__)
     parser.add_argument("--updates", type=int, default=8, help="updates from the pretrained weights (default 8)")
     args = frame.arguments(parser, argv, updates=2)
     with frame.model_of(args, MODEL) as model:
@@ -105,4 +104,4 @@ def compare(model: Path, updates: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -179,13 +179,13 @@ def slow_down(rollout: Rollout, step, rate: float, pairs: int, watched_s: float)
     return statistics.median(alone[1:]), statistics.median(slower[1:]) - 1, statistics.median(dearer[1:]) - 1, cores
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = frame.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0], help="requests/s beside the step")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = frame.arguments(parser, rounds=1, pairs=1)
+    args = frame.arguments(parser, argv, rounds=1, pairs=1)
     requests, trained_tokens, watched_s = (64, 256, 0.2) if args.quick else (4096, 16_384, 5.0)
     if args.serve:
         return uvloop.run(serve())
@@ -215,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -5,7 +5,6 @@ medians of `--repeats`; extra memory is the largest resident size during a run a
 logits included, without the logits themselves. "ours" overwrites the logits with their gradient, as the engine does.
 """
 
-import argparse
 import gc
 import os
 import statistics
@@ -163,16 +162,19 @@ def gae_table(arguments):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = frame.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = frame.arguments(parser, argv, rows=[16], vocab=[64], repeats=1)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}\n")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.ops.megatron_rl.instruction_set()}, "
+        f"median of {arguments.repeats}, {frame.Machine()}\n"
+    )
     logprob_table(arguments)
     head_table(arguments)
     gae_table(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -119,8 +119,8 @@ def measure(plan: Plan, lengths: list[int], budget: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = frame.parser(__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[8192, 1024])
     parser.add_argument("--mean", type=float, default=2000.0)
     parser.add_argument("--sigma", type=float, default=1.0)
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=32768)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--batches", type=int, default=10)
-    args = parser.parse_args()
+    args = frame.arguments(parser, argv, sequences=[64], ranks=2, batches=1)
 
     machine = frame.Machine()
     print(
@@ -158,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -226,7 +226,7 @@ def measure(engine: MegatronEngine, model: Path, count: int, repeats: int, bucke
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("bench_publish", description="Weight publication beside a bare broadcast.")
+    parser = frame.parser(__doc__)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=11, help="rounds")
     parser.add_argument("--bucket-mib", type=int, default=EngineConfig.bucket_bytes // 2**20)
@@ -249,4 +249,4 @@ def compare(model: Path, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -14,7 +14,6 @@ first step that it trained: fresh, and with `--resume auto` in the same folder, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
@@ -39,20 +38,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK_BYTES = 16 * 1024 * 1024
 
 
-def seconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    if platform.has_cuda():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def in_background(engine, step: Callable[[], object], path: Path) -> tuple[float, list[float], float]:
     """Return the standstill, the steps meanwhile, and the seconds until the checkpoint was there."""
     began = time.perf_counter()
-    standstill, steps, is_there = seconds(lambda: engine.save_async(path)), [], False
+    standstill, steps, is_there = frame.seconds(lambda: engine.save_async(path)), [], False
     while not is_there:
-        steps.append(seconds(step))
+        steps.append(frame.seconds(step))
         looked = time.perf_counter()
         is_there = engine.finish_saves(wait=False)
         standstill += time.perf_counter() - looked
@@ -112,7 +103,7 @@ def measure_starts(folder: Path, starts: int) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     on_gpu = platform.has_cuda()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = frame.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1b" if on_gpu else "135m")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training process")
     parser.add_argument("--steps", type=int, default=5)
@@ -137,13 +128,13 @@ def main(argv: list[str] | None = None) -> None:
             engine.train().train_batch(batch, loss)
 
         step()
-        alone = statistics.median(seconds(step) for _ in range(args.steps))
+        alone = statistics.median(frame.seconds(step) for _ in range(args.steps))
         background = [in_background(engine, step, path) for _ in range(2)]
-        waiting = seconds(lambda: engine.save(path, with_optimizer=True))
+        waiting = frame.seconds(lambda: engine.save(path, with_optimizer=True))
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        plain = seconds(lambda: write_plainly(folder / "plain", size))
+        plain = frame.seconds(lambda: write_plainly(folder / "plain", size))
         checked, unchecked = (
-            seconds(lambda is_checked=is_checked: engine.load(path, with_optimizer=True, is_checked=is_checked))
+            frame.seconds(lambda is_checked=is_checked: engine.load(path, with_optimizer=True, is_checked=is_checked))
             for is_checked in (False, True)
         )
     device = torch.cuda.get_device_name() if on_gpu else f"{args.threads} of {machine.cores}"
@@ -162,4 +153,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -10,7 +10,6 @@ what is left of it is for requests. Medians over rounds, after one that warms up
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -61,12 +60,12 @@ def line(case: str, how: str, measured: tuple[float, ...]) -> None:
     print(f"{case:<32} {how:<22} {measured[0]:>10.0f} {measured[1]:>12.0f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = frame.parser(__doc__)
     parser.add_argument("--replies", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    args = parser.parse_args()
+    args = frame.arguments(parser, argv, replies=16, rounds=1, workers=[1])
     print(frame.Machine())
     print(f"{'':<32} {'':<22} {'rewards/s':>10} {'own CPU us':>12}")
     for case, path, data in CASES:
@@ -89,4 +88,4 @@ def served(path: str, data: dict[str, Any], workers: int, replies: int, rounds: 
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

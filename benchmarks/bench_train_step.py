@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,17 +202,8 @@ def model_flops(arch: Architecture, batch: TrajectoryBatch) -> float:
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
     """FLOP/s of a square matrix product, the median of ten."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = [seconds(lambda: a @ b) for _ in range(13)][3:]
+    times = [frame.seconds(lambda: a @ b) for _ in range(13)][3:]
     return 2 * size**3 / statistics.median(times)
-
-
-def seconds(work) -> float:
-    wait = torch.cuda.synchronize if platform.has_cuda() else (lambda: None)
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
 
 
 def peak_memory_bytes() -> int:
@@ -232,7 +222,7 @@ def measure_side(args: argparse.Namespace) -> dict:
         step = SIDES[args.side](folder, batch, args.tokens_per_microbatch)
         for _ in range(2):
             step()
-        times = [seconds(step) for _ in range(args.steps)]
+        times = [frame.seconds(step) for _ in range(args.steps)]
     peak = peak_memory_bytes()
     dtype, size = (torch.bfloat16, 8192) if platform.has_cuda() else (torch.float32, 1024)
     return {
@@ -256,7 +246,7 @@ def run_side(side: str, workload: str, args: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     has_cuda = platform.has_cuda()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = frame.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1b" if has_cuda else "135m")
     default = ["long"] if has_cuda else ["demo", "log-normal"]
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=default)
@@ -302,4 +292,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

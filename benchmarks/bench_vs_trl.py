@@ -116,7 +116,7 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = frame.parser(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2-135m-instruct")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl/bin/python", help="TRL's interpreter")
     parser.add_argument("--shapes", nargs="+", choices=["demo", "log-normal"], default=["demo", "log-normal"])
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
                     measured = run(data, Path(folder) / f"{side}-{turn}", args)[WARM_UP:]
                     steps[side] += measured
                     shown = ", ".join(f"{step['step']:.2f}" for step in measured)
-                    print(f"{shape}, {side}: {shown} s", file=sys.stderr, flush=True)
+                    print(f"{shape}, {side}: {shown} s", flush=True)
         assert [s["tokens"] for s in steps["TRL"]] == [s["tokens"] for s in steps["megatron_rl"]]
         rows.append((shape, summary(steps["TRL"]), summary(steps["megatron_rl"])))
 
@@ -157,4 +157,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

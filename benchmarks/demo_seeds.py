@@ -60,17 +60,18 @@ def standard_error(runs: list[dict[str, float]]) -> float:
     return max(of_sums, of_seeds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = frame.parser(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both configs, e.g. run.steps=3")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    args = frame.arguments(parser, seeds=[1])
+    args = frame.arguments(parser, argv, seeds=[1])
     with frame.tiny_model() if args.quick else contextlib.nullcontext() as model:
         args.overrides = [*QUICK, f"model.path={model}", *args.overrides] if args.quick else args.overrides
-        compare(args)
+        return compare(args)
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> int:
+    """Train, print the table, and return 0 if the difference is noise."""
     machine = frame.Machine()
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGS}
     with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +100,8 @@ def compare(args: argparse.Namespace) -> None:
     is_noise = abs(difference) <= allowed
     print(f"asynchronous - synchronous = {difference:+.3f}, two standard errors are {allowed:.3f}: ", end="")
     print("within noise" if is_noise else "NOT within noise")
-    sys.exit(not is_noise)
+    return int(not is_noise)
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

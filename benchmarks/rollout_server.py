@@ -100,7 +100,7 @@ def measure_transformers(args: argparse.Namespace) -> dict[int, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = frame.parser(__doc__)
     parser.add_argument("model", type=Path, help="folder in Hugging Face format; with --quick a tiny one replaces it")
     parser.add_argument("--sglang-url", help="a running SGLang server with the same model")
     parser.add_argument("--sglang-token-file", type=Path, help="the file with that server's token")
@@ -138,4 +138,4 @@ def compare(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)
