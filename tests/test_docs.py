@@ -1,4 +1,4 @@
-"""README and docs: links, lines, config keys, code blocks and figures are true.
+"""README, docs and the examples' READMEs: links, lines, config keys, code blocks and figures are true.
 
     python tests/test_docs.py --write
 
@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import json
+import os
 import re
 import statistics
 import sys
@@ -21,7 +22,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -37,6 +39,8 @@ TRIED = {
     ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
     "python -m megatron_rl.train ": "tests/end_to_end/test_data_runs.py",
     "sbatch ": "tests/slurm",
+    ".venv/bin/megatron-rl sft ": "tests/end_to_end/test_examples.py",
+    ".venv/bin/python examples/": "tests/end_to_end/test_examples.py",
     ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
     ".venv/bin/python tests/test_docs.py": "is this file",
     "python csrc/build.py": "tests/conftest.py builds the operators for every session",
@@ -64,7 +68,7 @@ WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/", "my_task/")
 FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
 """File endings: `name.yaml` is a file and no config key."""
 PLAIN = ("README.md", "architecture.md", "asynchronous.md", "workflows.md", "benchmarks.md", "correctness.md")
-"""Pages for a first reader."""
+"""Pages for a first reader, beside those of the examples."""
 MOST_WORDS_ON_AVERAGE, MOST_WORDS, MOST_WORDS_OF_A_PARAGRAPH = 14, 30, 60
 
 LINE_LINK = re.compile(r"\[`([\w.]+?)(?:\(\))?`\]\(([\w./-]+\.py)#L(\d+)\)")
@@ -83,8 +87,13 @@ def prose_of(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
 
 
+def name_of(page: Path) -> str:
+    """Return a page's name, with the folder of those that are all called README.md."""
+    return page.relative_to(ROOT).as_posix() if page in EXAMPLES else page.name
+
+
 def by_page(*pages: Path) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("page", pages or PAGES, ids=lambda page: page.name)
+    return pytest.mark.parametrize("page", pages or PAGES, ids=name_of)
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -103,9 +112,9 @@ def test_every_link_resolves(page):
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
-        assert path.exists(), f"{page.name}: {target}"
+        assert path.exists(), f"{name_of(page)}: {target}"
         if anchor and path.suffix == ".md":
-            assert anchor in anchors_of(path), f"{page.name}: {target}"
+            assert anchor in anchors_of(path), f"{name_of(page)}: {target}"
 
 
 @functools.cache
@@ -130,7 +139,7 @@ def test_every_link_to_a_line_finds_its_name_there(page):
     for name, target, line in LINE_LINK.findall(text_of(page)):
         found = names_of((page.parent / target).resolve()).get(name)
         assert found == int(line), (
-            f"{page.name}: {name} stands on line {found} of {target}, not {line}; python tests/test_docs.py --write"
+            f"{name_of(page)}: {name} stands on line {found} of {target}, not {line}; python tests/test_docs.py --write"
         )
     others = [link for link in re.findall(r"\]\((\S+#L\d+)\)", text_of(page))]
     assert len(others) == len(LINE_LINK.findall(text_of(page))), "write [`name`](../file.py#L1), for --write to renew"
@@ -150,7 +159,7 @@ def test_every_path_in_code_is_there(page):
         it for code in code_of(page) for it in re.findall(r"(?<![\w./:*-])[\w.-]+/[\w./-]+\.(?:py|yaml|md|sh)\b", code)
     }
     missing = [it for it in named if not it.startswith(WRITTEN_BY_RUNS) and not (ROOT / it).exists()]
-    assert not missing, f"{page.name}: {missing}"
+    assert not missing, f"{name_of(page)}: {missing}"
 
 
 @by_page()
@@ -159,7 +168,7 @@ def test_every_name_of_the_package_in_code_is_there(page):
         *parts, last = re.split(r"[.:]", name)
         homes = [ROOT.joinpath(*parts).with_suffix(".py"), ROOT.joinpath(*parts, "__init__.py")]
         is_module = ROOT.joinpath(*parts, last).is_dir() or ROOT.joinpath(*parts, f"{last}.py").is_file()
-        assert is_module or any(home.is_file() and _has(home, last) for home in homes), f"{page.name}: {name}"
+        assert is_module or any(home.is_file() and _has(home, last) for home in homes), f"{name_of(page)}: {name}"
 
 
 def _has(path: Path, name: str) -> bool:
@@ -187,7 +196,7 @@ def test_every_config_key_in_code_is_one_of_the_config(page):
         for section, key in re.findall(r"(?<![\w./:-])(\w+)\.(\w+)\b(?![(/:])", code):
             if section in SECTIONS and key not in FILES:
                 fields = {field.name for field in dataclasses.fields(SECTIONS[section])}
-                assert key in fields, f"{page.name}: `{code}`: {section} has no {key}"
+                assert key in fields, f"{name_of(page)}: `{code}`: {section} has no {key}"
 
 
 # -- code blocks ------------------------------------------------------------------------------------------------------
@@ -205,9 +214,9 @@ def _joined(body: str) -> list[str]:
 
 
 def test_every_command_is_tried_or_says_why_not():
-    commands = [(page, line) for page in PAGES if page.name not in RUN_BY for line in commands_of(page)]
+    commands = [(page, line) for page in PAGES if name_of(page) not in RUN_BY for line in commands_of(page)]
     for page, line in commands:
-        assert any(line.startswith(beginning) for beginning in TRIED), f"{page.name}: {line}: add it to TRIED"
+        assert any(line.startswith(beginning) for beginning in TRIED), f"{name_of(page)}: {line}: add it to TRIED"
     for beginning, by in TRIED.items():
         assert any(line.startswith(beginning) for _, line in commands), f"{beginning}: is in no page any more"
         for path in re.findall(r"tests/[\w/.]+\w", by):
@@ -220,19 +229,19 @@ def test_overrides_in_commands_are_options(page):
 
     for line in commands_of(page):
         words = line.split()
-        config = [word for word in words if re.fullmatch(r"configs/\w+\.yaml", word)]
+        config = [word for word in words if re.fullmatch(r"(configs/\w+|examples/\w+/config)\.yaml", word)]
         if config:
             load_config(ROOT / config[0], [word for word in words if "=" in word and not word.startswith("-")])
 
 
 @by_page()
 def test_every_block_says_what_it_is_and_runs(page, tmp_path):
-    if page.name in RUN_BY:
+    if name_of(page) in RUN_BY:
         assert (ROOT / RUN_BY[page.name]).is_file()
         return
     for language, body in BLOCK.findall(text_of(page)):
-        assert language in ("bash", "python", "yaml", "json", "text"), f"{page.name}: a block of {language!r}"
-        if language == "python" and not any(page.name == name and word in body for name, word in TRIED_BY):
+        assert language in ("bash", "python", "yaml", "json", "text"), f"{name_of(page)}: a block of {language!r}"
+        if language == "python" and not any(name_of(page) == name and word in body for name, word in TRIED_BY):
             exec(compile(body, page.name, "exec"), {"__name__": page.stem})
         elif language == "json":
             assert all(json.loads(line) for line in body.splitlines())
@@ -253,7 +262,7 @@ def _load(body: str, folder: Path) -> None:
 
 def test_blocks_that_others_run_are_there():
     for (name, word), by in TRIED_BY.items():
-        (page,) = [page for page in PAGES if page.name == name]
+        (page,) = [page for page in PAGES if name_of(page) == name]
         assert any(word in body for language, body in BLOCK.findall(text_of(page)) if language == "python"), word
         for path in re.findall(r"tests/[\w/.]+\w", by):
             assert (ROOT / path).exists(), path
@@ -335,7 +344,7 @@ def style_of(text: str) -> dict[str, float]:
     }
 
 
-@by_page(*(page for page in PAGES if page.name in PLAIN))
+@by_page(*(page for page in PAGES if name_of(page) in PLAIN or page in EXAMPLES))
 def test_sentences_and_paragraphs_are_short(page):
     style = style_of(text_of(page))
     assert style["words a sentence"] <= MOST_WORDS_ON_AVERAGE, style
@@ -365,11 +374,11 @@ def write() -> None:
             if not path.is_file() or name not in names_of(path):
                 homes = [home for home, names in package.items() if name in names]
                 if len(homes) != 1:
-                    print(f"{page.name}: {name}: {len(homes)} files have it")
+                    print(f"{name_of(page)}: {name}: {len(homes)} files have it")
                     return link[0]
                 path = homes[0]
             line = names_of(path)[name]
-            target = f"{'../' if page.parent != ROOT else ''}{path.relative_to(ROOT)}"
+            target = os.path.relpath(path, page.parent)
             return f"{link[0].partition('](')[0]}]({target}#L{line})"
 
         text = LINE_LINK.sub(renewed, text)
@@ -382,8 +391,9 @@ def test_writing_finds_a_name_that_moved_to_another_line_or_file(tmp_path, monke
     (tmp_path / "page.md").write_text(f"# A page\n\n[`{there[1]}`](../megatron_rl/train.py#L9999)\n")
     monkeypatch.setattr(sys.modules[__name__], "PAGES", [tmp_path / "page.md"])
     write()
-    found = names_of((ROOT / "docs" / there[2]).resolve())[there[1]]
-    assert (tmp_path / "page.md").read_text() == f"# A page\n\n[`{there[1]}`]({there[2]}#L{found})\n"
+    path = (ROOT / "docs" / there[2]).resolve()
+    target = f"{os.path.relpath(path, tmp_path)}#L{names_of(path)[there[1]]}"
+    assert (tmp_path / "page.md").read_text() == f"# A page\n\n[`{there[1]}`]({target})\n"
 
 
 if __name__ == "__main__":
