@@ -123,7 +123,7 @@ class Architecture:
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Read and check `folder/config.json`. ValueError names the key, the value, the rule and the way out."""
+    """Read and check `folder/config.json`. ValueError names the key, the value, the rule and the remedy."""
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.api import WeightReceiver
 from megatron_rl.weights.checksums import ExpectedChecksums
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned, plan_buckets
-from megatron_rl.weights.shared_bucket import WAY_OUT, SharedBucket
+from megatron_rl.weights.shared_bucket import REMEDY, SharedBucket
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 
@@ -33,7 +33,7 @@ class IPCPublisher(WeightPublisher):
         filled = self._filled(plan_buckets(specs, self.bucket_bytes), tensors, buckets)
         try:
             forms = self.receiver.shared_memory_forms()
-            self._lose({server: f"is on another host. {WAY_OUT}" for server, form in forms.items() if form is None})
+            self._lose({server: f"is on another host. {REMEDY}" for server, form in forms.items() if form is None})
             self._send_all(filled, lambda shipment: self._show(*shipment, forms), self._collect, checksums)
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here

@@ -27,7 +27,7 @@ from megatron_rl.weights.update_group import TensorSpec
 
 SHARED_FILES = Path("/dev/shm")
 FILE_NAME = re.compile(r"torch_\d+_\d+_\d+")
-WAY_OUT = (
+REMEDY = (
     "rollout.publication = ipc needs trainer and server on one host, with one /dev/shm or with the trainer's GPU "
     "visible to the server; set rollout.publication=group."
 )
@@ -120,7 +120,7 @@ def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
         # The name matches FILE_NAME, so it has no folder in it; and it must not be a link to a file elsewhere.
         file = os.open(SHARED_FILES / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        raise ValueError(f"shared_memory.file = {name!r}: {error.strerror}. {WAY_OUT}") from None
+        raise ValueError(f"shared_memory.file = {name!r}: {error.strerror}. {REMEDY}") from None
     try:
         size = os.fstat(file).st_size
         if offset + nbytes > size:
@@ -136,7 +136,7 @@ def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
 def _open_on_gpu(handle: dict[str, Any]) -> Tensor:
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
     if handle["gpu"] not in uuids:
-        raise ValueError(f"shared_memory.gpu = {handle['gpu']!r}: not among this server's, {uuids}. {WAY_OUT}")
+        raise ValueError(f"shared_memory.gpu = {handle['gpu']!r}: not among this server's, {uuids}. {REMEDY}")
     number = uuids.index(handle["gpu"])
     with torch.cuda.device(number):
         parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle["parts"]]

@@ -67,7 +67,7 @@ class AgentThreads:
 def run_and_tell(call: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
     """In the thread."""
 
-    def settle(value: Any, error: BaseException | None) -> None:
+    def set_outcome(value: Any, error: BaseException | None) -> None:
         if future.done():  # given up
             return
         if error is None:
@@ -85,4 +85,4 @@ def run_and_tell(call: Callable[[], Any], loop: asyncio.AbstractEventLoop, futur
             error = RuntimeError(f"the agent ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
     if not loop.is_closed():
-        loop.call_soon_threadsafe(settle, value, error)
+        loop.call_soon_threadsafe(set_outcome, value, error)
