@@ -150,13 +150,13 @@ class Recipe:
 
 
 async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
-    begin = time.monotonic()
+    begin, limit = time.monotonic(), asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             value = as_reward(await ingredient.function(**arguments))
-    except TimeoutError as error:
-        raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
-    except Exception as error:  # users' code may raise anything
+    except Exception as error:  # users' code may raise anything, a TimeoutError of its own too
+        if limit.expired() and isinstance(error, TimeoutError):
+            raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
         place = place_of(error, ingredient.function)
         raise RewardFailed.by(words_of(error), ingredient.name, place) from error
     return [Score(value, time.monotonic() - begin)]

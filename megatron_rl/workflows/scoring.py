@@ -145,9 +145,11 @@ class RewardCall:
 
     async def _in_a_thread(self, arguments: dict[str, Any]) -> float:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.timeout_s) as limit:
                 return await asyncio.to_thread(self._timed, **arguments)
         except TimeoutError as error:
+            if not limit.expired():  # it is the reward's own
+                raise
             raise RewardTimeout(
                 f"reward_fn {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
                 f"still run, each in a thread that no other reward can have. Let it stop by itself, or raise the "

@@ -79,5 +79,9 @@ async def awaited_for_long(**_):
     await asyncio.sleep(60)
 
 
+async def awaits_a_slow_service(**_):
+    raise TimeoutError("the service took its time")
+
+
 def half(scale=1.0, **_):
     return 0.5 * scale

@@ -338,6 +338,14 @@ def test_an_awaited_part_has_the_deadline_too(serve):
     service.close()
 
 
+def test_an_awaited_part_that_raises_a_timeout_of_its_own_has_failed_and_is_not_late(serve):
+    recipe, service = recipe_of(serve, {"reward": f"{TRYING}:awaits_a_slow_service"})
+    error, metrics = score(recipe, "")
+    assert isinstance(error, RewardFailed) and "the service took its time" in str(error)
+    assert metrics["rollout/reward_failed/awaits_a_slow_service"] == 1.0
+    service.close()
+
+
 def test_recipes_that_cannot_be_are_refused():
     for parts, message in [
         ([{"reward": f"{TRYING}:half", "args": {"scale": 1, "most": 2}}] * 2, "parts' names are .*give each a `name`"),

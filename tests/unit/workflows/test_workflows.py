@@ -120,6 +120,15 @@ def test_reward_that_exits_is_an_error(tokenizer, ends_by):
         run(workflow, OneReplyEngine(tokenizer), prompt="a")
 
 
+def test_reward_that_raises_a_timeout_of_its_own_is_not_called_late(tokenizer):
+    def asks_a_service(**_):
+        raise TimeoutError("the service took its time")
+
+    workflow = RLVRWorkflow(asks_a_service, GenerationConfig(), tokenizer, reward_timeout_s=5.0)
+    with pytest.raises(TimeoutError, match="the service took its time"):
+        run(workflow, OneReplyEngine(tokenizer), prompt="a")
+
+
 def test_reward_that_hangs_is_an_error(tokenizer):
     def never_ends(**_):
         time.sleep(0.5)
