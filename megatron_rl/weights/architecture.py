@@ -289,30 +289,30 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
 
 
 def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) -> None:
-    demands = {
-        "hidden_act": ("silu", "silu"),
-        "mlp_bias": (False, False),
-        "attention_bias": (False, False),
-        "quantization_config": (None, None),
+    # A key that is not there has the supported value: these are transformers' defaults, too.
+    demands: dict[str, Any] = {
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "quantization_config": None,
     }
     if arch.family == "gemma3":
-        tanh = "gelu_pytorch_tanh"
         demands |= {
-            "hidden_activation": (tanh, tanh),
-            "attn_logit_softcapping": (None, None),
-            "final_logit_softcapping": (None, None),
-            "use_bidirectional_attention": (False, False),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
         }
     if arch.family == "deepseek_v3":
         demands |= {
-            "norm_topk_prob": (True, True),
-            "rope_interleave": (True, True),
-            "scoring_func": ("sigmoid", "sigmoid"),
-            "topk_method": ("noaux_tc", "noaux_tc"),
-            "moe_layer_freq": (1, 1),
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
         }
-    for key, (default, supported) in demands.items():
-        value = config.get(key, default)
+    for key, supported in demands.items():
+        value = config.get(key, supported)
         if value != supported:
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."

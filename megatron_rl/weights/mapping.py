@@ -183,9 +183,9 @@ QK_NORM = (  # one weight for all heads, of a head's width
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, Replicated()),
 )
-# A model has queries of a low rank or not, and then none of the words of the others' rules (see `sizes`). What projects
-# down is small and comes before a norm over its whole width: every tensor rank has it whole. `with_mqa` is the rotated
-# part of the keys, one for all heads, in the same tensor.
+# Queries go through a low rank or not: `sizes` has the words of one kind only, so the other kind's rules are left out.
+# What projects down is small and stands before a norm over its whole width: every tensor rank has all of it. `with_mqa`
+# is the rotated part of the keys, one for all heads, in the same tensor.
 LATENT_ATTENTION = (
     Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "latent_query no_query_rank"}, Rows()),
     Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, Replicated()),
