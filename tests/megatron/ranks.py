@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,28 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: f
             ]
             raise AssertionError("\n".join(texts))
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]
+
+
+def run_each(
+    count: int, function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]], *, timeout_s: float = 240.0
+) -> dict[Any, list[Any]]:
+    """Run `function(*arguments)` of each case, one after the other on the same ranks; by case, what each rank returned.
+
+    Starting a world takes longer than most cases, and so do its layouts, of which `tiny.start` builds each once.
+    """
+    ranks = run_ranks(count, _each, function, cases, timeout_s=timeout_s)
+    return {case: [found[case] for found in ranks] for case in cases}
+
+
+def _each(function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
+    found = {}
+    for case, arguments in cases.items():
+        try:
+            found[case] = function(*arguments)
+        except BaseException as error:
+            error.add_note(f"in case {case!r}")
+            raise
+    return found
 
 
 def _child(rank: int, count: int, port: str, folder: Path, function: Callable[..., Any], args: tuple) -> None:

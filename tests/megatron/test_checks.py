@@ -1,23 +1,19 @@
 """Bad input is refused before any process, group or server is started, with key, value, rule and way out."""
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import fork
 
-from megatron_rl import platform
-
-platform.prepare()
-from megatron_rl.config import load_config  # noqa: E402
-from megatron_rl.run.checks import (  # noqa: E402
-    check,
-    check_greedy,  # noqa: E402
-    dry_run,
-)
-from megatron_rl.types import TrajectoryBatch  # noqa: E402
+from megatron_rl.config import load_config
+from megatron_rl.run.checks import check, check_greedy, dry_run
+from megatron_rl.types import TrajectoryBatch
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "count_tiny"
@@ -134,12 +130,6 @@ def test_empty_data_set_is_refused(tmp_path):
     assert "data.train" in message and "train_args" in message or "no prompts" in message
 
 
-def run_cli(module, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-
 # What a user sees: one line and exit status 1, no traceback.
 @pytest.mark.parametrize(
     "module,arguments,words",
@@ -155,14 +145,19 @@ def run_cli(module, *arguments):
         ("megatron_rl.cli", ["serve", "/none"], "no config.json"),
     ],
 )
-def test_command_line_errors_are_one_line(module, arguments, words):
-    done = run_cli(module, *arguments)
-    assert done.returncode == 1 and words in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_command_line_errors_are_one_line(module, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    # Forked, as a process of its own takes seconds to import what is here already.
+    pid = fork(importlib.import_module(module).main, arguments, tmp_path / "said")
+    code, said = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), (tmp_path / "said").read_text()
+    assert code == 1 and words in said, said
+    assert "Traceback" not in said and len(said.strip().splitlines()) == 1, said
 
 
+@pytest.mark.slow  # in a process that imports all for itself
 def test_dry_run_prints_the_whole_config_and_starts_nothing():
-    done = run_cli("megatron_rl.train", "configs/count_grpo.yaml", "--dry-run")
+    command = [sys.executable, "-m", "megatron_rl.train", "configs/count_grpo.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr
     said = done.stdout.strip().splitlines()[-1]
     assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said and "were run" in said

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates
 from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
@@ -119,14 +119,11 @@ def two_updates(folder, layout, batch, tokens_per_microbatch=64, options=None):
     return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
-@pytest.fixture(scope="module")
-def one_process(folder):
-    return run_ranks(1, two_updates, folder, "1", critic_batch())[0]
-
-
-@pytest.mark.parametrize("tokens", [1, 13, 1000])  # every sequence alone; uneven; all in one
-def test_update_does_not_depend_on_the_microbatch_split(tokens, folder, one_process):
-    assert_same_updates(run_ranks(1, two_updates, folder, "1", critic_batch(), tokens)[0], one_process)
+def test_update_does_not_depend_on_the_microbatch_split(folder):
+    splits = (64, 1, 13, 1000)  # some together; every sequence alone; uneven; all in one
+    found = run_each(1, two_updates, {tokens: (folder, "1", critic_batch(), tokens) for tokens in splits})
+    for tokens in splits[1:]:
+        assert_same_updates(found[tokens][0], found[64][0])
 
 
 def test_a_rank_without_trajectories_keeps_step(folder):
@@ -140,17 +137,19 @@ def export(folder, layout, target):
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_tied_one_kv_head"])
-def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, tmp_path):
-    model = make_value_model(family, tmp_path / "in")
-    run_ranks(LAYOUTS[layout][0], export, tmp_path / "in", layout, tmp_path / "out")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    ids = make_batch()["input_ids"][None]
-    assert torch.equal(again(ids).logits, model(ids).logits)
+def test_hf_to_megatron_to_hf_returns_the_same_bytes(layout, tmp_path):
+    folders = {family: tmp_path / family for family in ("llama", "qwen3_tied_one_kv_head")}
+    models = {family: make_value_model(family, folder / "in") for family, folder in folders.items()}
+    cases = {family: (folder / "in", layout, folder / "out") for family, folder in folders.items()}
+    run_each(LAYOUTS[layout][0], export, cases)
+    for family, folder in folders.items():
+        before, after = (load_file(folder / name / "model.safetensors") for name in ("in", "out"))
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+        again = AutoModelForSequenceClassification.from_pretrained(folder / "out")
+        ids = make_batch()["input_ids"][None]
+        assert torch.equal(again(ids).logits, models[family](ids).logits)
 
 
 def critic_of_a_policy(policy_folder, target):
@@ -166,15 +165,18 @@ def critic_of_a_policy(policy_folder, target):
     return start, moved, reset, engine.forward(make_batch())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_tied"])
-def test_critic_from_a_policy_starts_at_zero_and_is_kept_as_a_classifier(family, tmp_path):
-    make_model(family, tmp_path / "policy")
-    start, moved, reset, loaded = run_ranks(2, critic_of_a_policy, tmp_path / "policy", tmp_path / "critic")[0]
-    assert not start.any() and not reset.any()
-    assert moved.abs().max() > 1e-3 and torch.equal(loaded, moved)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
-    expected = hf_values(model, make_batch())[0] * make_batch()["loss_mask"]
-    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
+def test_critic_from_a_policy_starts_at_zero_and_is_kept_as_a_classifier(tmp_path):
+    folders = {family: tmp_path / family for family in ("llama", "qwen2_tied")}
+    for family, folder in folders.items():
+        make_model(family, folder / "policy")
+    cases = {family: (folder / "policy", folder / "critic") for family, folder in folders.items()}
+    for family, ranks in run_each(2, critic_of_a_policy, cases).items():
+        start, moved, reset, loaded = ranks[0]
+        assert not start.any() and not reset.any()
+        assert moved.abs().max() > 1e-3 and torch.equal(loaded, moved)
+        model = AutoModelForSequenceClassification.from_pretrained(folders[family] / "critic")
+        expected = hf_values(model, make_batch())[0] * make_batch()["loss_mask"]
+        torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
 
 
 def save_checkpoint(folder, layout, target):
@@ -218,6 +220,14 @@ def both_models(policy_folder, critic_folder, policy_layout, critic_layout):
     return (policy_stats, weights[0]), (critic_stats, weights[1]), torch.stack(values)
 
 
+@pytest.fixture(scope="module")
+def both_in_one_process(folder, tmp_path_factory):
+    """The policy's folder, and what both models of one process are."""
+    policy_folder = tmp_path_factory.mktemp("policy")
+    make_model("llama_tied", policy_folder)
+    return policy_folder, run_ranks(1, both_models, policy_folder, folder, ParallelConfig(), ParallelConfig())[0]
+
+
 # Other axes on each side, and each side once with another number of data-parallel ranks.
 @pytest.mark.parametrize(
     ("policy_layout", "critic_layout"),
@@ -228,10 +238,11 @@ def both_models(policy_folder, critic_folder, policy_layout, critic_layout):
     ],
     ids=["tp2_and_dp2", "dp2_and_pp2_vpp2", "pp2_and_tp2"],
 )
-def test_policy_and_critic_in_different_layouts_learn_as_in_one_process(policy_layout, critic_layout, folder, tmp_path):
-    make_model("llama_tied", tmp_path)
-    one = run_ranks(1, both_models, tmp_path, folder, ParallelConfig(), ParallelConfig())[0]
-    two = run_ranks(2, both_models, tmp_path, folder, policy_layout, critic_layout)
+def test_policy_and_critic_in_different_layouts_learn_as_in_one_process(
+    policy_layout, critic_layout, folder, both_in_one_process
+):
+    policy_folder, one = both_in_one_process
+    two = run_ranks(2, both_models, policy_folder, folder, policy_layout, critic_layout)
     assert_same_updates(two[0][0], one[0])
     assert_same_updates(two[0][1], one[1])
     for _, _, values in two:

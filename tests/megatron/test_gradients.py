@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
 
 from megatron_rl import parallel
@@ -15,6 +15,7 @@ from megatron_rl.engine import schedule
 from megatron_rl.ops import gather_logprobs
 
 EIGHT_RANKS = pytest.param("cp2_tp2_pp2", marks=pytest.mark.slow)
+OTHERS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2_sp", "pp2", "dp2")]
 
 
 def user_loss(logits, data):
@@ -92,7 +93,7 @@ BUDGETS = (16, 200)
 
 
 @pytest.mark.parametrize("tokens", BUDGETS)
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", "dp2", "cp2", EIGHT_RANKS])
+@pytest.mark.parametrize("layout", ["1", "cp2", *OTHERS, EIGHT_RANKS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_computed_once_give_the_same_update(kind, layout, tokens, model_folder):
     plain, all_rows = all_shared_prompts(model_folder, "1")[kind, 200, False]
@@ -111,11 +112,12 @@ def logprobs_of_an_update(folder, layout, by_row):
 
 
 @pytest.mark.parametrize("layout", ["1", EIGHT_RANKS])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_an_update_tells_the_logprobs_it_was_computed_from(layout, by_row, model_folder):
-    for before, found in run_ranks(LAYOUTS[layout][0], logprobs_of_an_update, model_folder, layout, by_row):
-        assert before.count_nonzero() > 10
-        torch.testing.assert_close(found, before, rtol=0, atol=1e-6)
+def test_an_update_tells_the_logprobs_it_was_computed_from(layout, model_folder):
+    cases = {by_row: (model_folder, layout, by_row) for by_row in (False, True)}
+    for ranks in run_each(LAYOUTS[layout][0], logprobs_of_an_update, cases).values():
+        for before, found in ranks:
+            assert before.count_nonzero() > 10
+            torch.testing.assert_close(found, before, rtol=0, atol=1e-6)
 
 
 def test_a_rank_without_trajectories_keeps_step(model_folder):
@@ -141,10 +143,6 @@ def fractional_weight(folder):
     engine = make_engine(folder, LAYOUTS["1"][1])
     with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: weights are integer counts"):
         engine.train_batch(make_batch(), user_loss, lambda data: torch.tensor(0.5))
-
-
-def test_fractional_loss_weight_is_refused(model_folder):
-    run_ranks(1, fractional_weight, model_folder)
 
 
 def frozen(folder):
@@ -195,12 +193,13 @@ def learning_rates(folder, schedule):
     return rates
 
 
-# After a warm-up of 2 updates the remaining 8 fall from 1 to 0.1; the value of update 6 is half way.
-@pytest.mark.parametrize("schedule,half_way", [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)])
-def test_learning_rate_follows_the_schedule(schedule, half_way, model_folder):
-    rates = run_ranks(1, learning_rates, model_folder, schedule)[0]
-    assert rates[:3] == pytest.approx([0.0, 0.5, 1.0]) and rates[6] == pytest.approx(half_way)
-    assert rates[10:] == pytest.approx([1.0, 1.0] if schedule == "constant" else [0.1, 0.1])
+def test_learning_rate_follows_the_schedule(model_folder):
+    # After a warm-up of 2 updates the remaining 8 fall from 1 to 0.1; the value of update 6 is half way.
+    half_way = {"constant": 1.0, "linear": 0.55, "cosine": 0.55}
+    found = run_each(1, learning_rates, {name: (model_folder, name) for name in half_way})
+    for name, (rates,) in found.items():
+        assert rates[:3] == pytest.approx([0.0, 0.5, 1.0]) and rates[6] == pytest.approx(half_way[name])
+        assert rates[10:] == pytest.approx([1.0, 1.0] if name == "constant" else [0.1, 0.1])
 
 
 MEGATRON = {
@@ -211,11 +210,11 @@ MEGATRON = {
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2"])
-@pytest.mark.parametrize("section", MEGATRON)
-def test_recomputed_activations_and_fused_functions_give_the_same_update(section, layout, model_folder, one_process):
-    options = {"megatron": MEGATRON[section]}
-    result = run_ranks(LAYOUTS[layout][0], two_updates, model_folder, layout, make_batch(), "logprobs", 64, options)
-    assert_same_updates(result[0], one_process)
+def test_recomputed_activations_and_fused_functions_give_the_same_update(layout, model_folder, one_process):
+    given = (model_folder, layout, make_batch(), "logprobs", 64)
+    cases = {section: (*given, {"megatron": megatron}) for section, megatron in MEGATRON.items()}
+    for ranks in run_each(LAYOUTS[layout][0], two_updates, cases).values():
+        assert_same_updates(ranks[0], one_process)
 
 
 def sequence_above_the_budget(folder):
@@ -225,5 +224,5 @@ def sequence_above_the_budget(folder):
         engine.train_batch(make_batch(), user_loss, user_weight)
 
 
-def test_sequence_above_the_budget_is_refused_where_the_config_says_so(model_folder):
-    run_ranks(1, sequence_above_the_budget, model_folder)
+def test_fractional_loss_weights_and_where_the_config_says_so_sequences_above_the_budget_are_refused(model_folder):
+    run_ranks(1, lambda: (fractional_weight(model_folder), sequence_above_the_budget(model_folder)))

@@ -1,8 +1,10 @@
 """The updates of mixtures of experts do not depend on the layout; test_models has their logits and weights."""
 
+from functools import cache
+
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import DISTRIBUTED, GENTLE, resume_and_save, uninterrupted
 from test_gradients import assert_same_updates, two_updates, user_loss, user_weight
@@ -21,25 +23,36 @@ def folders(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module")
-def one_process(folders):
-    return {f: run_ranks(1, two_updates, folder, "1", make_batch(), "logprobs")[0] for f, folder in folders.items()}
-
-
 # Qwen3-MoE's other layouts are rows of test_theorems. In tp2_sp experts have other replicas than the rest of the layer
 # without expert parallelism.
 UPDATED = [("qwen3_moe", "tp2_sp"), ("qwen3_moe", "pp2_ep2")]
 UPDATED += [(f, layout) for f in MIXTURES if f != "qwen3_moe" for layout in ("cp2_ep2", "tp2_pp2_ep2")]
 
 
-@pytest.mark.parametrize("family,layout", UPDATED)
-def test_update_does_not_depend_on_the_layout(family, layout, folders, one_process):
-    result = run_ranks(LAYOUTS[layout][0], two_updates, folders[family], layout, make_batch(), "logprobs")
-    assert_same_updates(result[0], one_process[family])
-    for name, tensor in one_process[family][1].items():
-        assert (result[0][1][name] - tensor).norm() < 1e-5 * tensor.norm(), name
-    for stats, _ in result[1:]:
-        assert stats == result[0][0], "every rank reports the same step"
+@pytest.fixture(scope="module")
+def updates(folders):
+    """A function: layout -> what each of its ranks finds, by family."""
+
+    @cache
+    def run(layout):
+        families = [family for family in folders if layout == "1" or (family, layout) in UPDATED]
+        cases = {family: (folders[family], layout, make_batch(), "logprobs") for family in families}
+        return run_each(LAYOUTS[layout][0], two_updates, cases)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "family,layout",
+    [pytest.param(*case, marks=pytest.mark.slow if LAYOUTS[case[1]][0] >= 4 else ()) for case in UPDATED],
+)
+def test_update_does_not_depend_on_the_layout(family, layout, updates):
+    (alone,), (first, *others) = updates("1")[family], updates(layout)[family]
+    assert_same_updates(first, alone)
+    for name, tensor in alone[1].items():
+        assert (first[1][name] - tensor).norm() < 1e-5 * tensor.norm(), name
+    for stats, _ in others:
+        assert stats == first[0], "every rank reports the same step"
 
 
 def router_gradients(folder, batch):
@@ -48,24 +61,27 @@ def router_gradients(folder, batch):
     return stats, [layer.mlp.router.weight.main_grad.clone() for layer in engine.chunks[0].decoder.layers[2:]]
 
 
+@pytest.fixture(scope="module")
+def gradients(folders):
+    return run_each(1, router_gradients, {family: (folder, make_batch()) for family, folder in folders.items()})
+
+
 @pytest.mark.parametrize("family", MIXTURES)
-def test_gradient_equals_float64_autograd(family, folders):
-    batch = make_batch()
-    stats, routers = run_ranks(1, router_gradients, folders[family], batch)[0]
-    model = hf_gradients(folders[family], batch, stats)
+def test_gradient_equals_float64_autograd(family, folders, gradients):
+    stats, routers = gradients[family][0]
+    model = hf_gradients(folders[family], make_batch(), stats)
     for ours, layer in zip(routers, model.model.layers[2:], strict=True):
         torch.testing.assert_close(ours.double(), layer.mlp.gate.weight.grad, rtol=0, atol=1e-6)
         assert ours.abs().max() > 1e-4
 
 
 def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
-    alone, shared = (
-        run_ranks(1, two_updates, folders["deepseek_v3"], "1", make_groups(), "logprobs", 64, {"share_prompts": share})
-        for share in (False, True)
-    )
-    assert_same_updates(shared[0], alone[0])
+    given = (folders["deepseek_v3"], "1", make_groups(), "logprobs", 64)
+    found = run_each(1, two_updates, {share: (*given, {"share_prompts": share}) for share in (False, True)})
+    assert_same_updates(found[True][0], found[False][0])
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_experts_elsewhere(folders, tmp_path):
     folder, chain = folders["deepseek_v3"], [("tp2_ep2", GENTLE), ("pp2", DISTRIBUTED), ("ep2", DISTRIBUTED)]
     expected, source = run_ranks(1, uninterrupted, folder, len(chain))[0], None
@@ -96,10 +112,9 @@ def test_router_bias_is_neither_rounded_nor_trained(folders, tmp_path):
 
 
 REFUSED = {
-    "parallel.expert = 2: does not divide": (2, "odd", ParallelConfig(expert=2)),
-    "parallel.expert = 2: llama has no experts": (2, "llama", ParallelConfig(expert=2)),
+    "parallel.expert = 2: does not divide": ("odd", ParallelConfig(expert=2)),
+    "parallel.expert = 2: llama has no experts": ("llama", ParallelConfig(expert=2)),
     "parallel.sequence = False: qwen3_moe under parallel.tensor > 1": (
-        2,
         "qwen3_moe",
         ParallelConfig(tensor=2, sequence=False),
     ),
@@ -111,14 +126,11 @@ def refused(folder, parallel, message):
         make_engine(folder, parallel)
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_layout_that_does_not_fit_the_experts_is_refused(message, tmp_path):
-    ranks, family, parallel = REFUSED[message]
-    if family == "odd":
-        make_model("qwen3_moe", tmp_path, num_experts=3)
-    else:
-        make_model(family, tmp_path)
-    run_ranks(ranks, refused, tmp_path, parallel, message)
+def test_layout_that_does_not_fit_the_experts_is_refused(tmp_path):
+    make_model("qwen3_moe", tmp_path / "odd", num_experts=3)
+    for family in ("llama", "qwen3_moe"):
+        make_model(family, tmp_path / family)
+    run_each(2, refused, {m: (tmp_path / family, parallel, m) for m, (family, parallel) in REFUSED.items()})
 
 
 def grouped_products(folder):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates, two_updates
 from tiny import FAMILIES, LAYOUTS, MIXTURES, VARIANTS, make_batch, make_engine, make_model, share_of
@@ -82,8 +82,15 @@ def layouts_of(family):
     return FEW if family in VARIANTS else SPARSE if family in MIXTURES else DENSE
 
 
+QUICK = ("1", "tp2_sp", "pp2_vpp2", "ep2")
+"""Layouts of `make test-fast`."""
 EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
-    "family,layout", [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+    "family,layout",
+    [
+        pytest.param(family, layout, marks=() if layout in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for layout in layouts_of(family)
+    ],
 )
 
 
@@ -145,33 +152,37 @@ def hf_gradients(folder, batch, stats):
     return model
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    @functools.cache
-    def one_process(family: str):
-        folder = tmp_path_factory.mktemp(family)
-        make_model(family, folder)
-        return folder, run_ranks(1, two_updates, folder, "1", make_batch(), "logits")[0]
-
-    return one_process
-
-
 # Families whose gradients differ from those of test_gradients' model: windows, norms behind matrices, scaled rows.
 UPDATED = ["gemma3", "mistral_windowed", "qwen2"]
 
 
-@pytest.mark.parametrize("family", UPDATED)
-def test_gradient_equals_float64_autograd(family, one_process):
-    folder, (stats, _) = one_process(family)
-    hf_gradients(folder, make_batch(), stats[0])
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory):
+    """Folders of models to update; and a function: layout -> what its first rank finds, by family."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in UPDATED}
+    for family, folder in folders.items():
+        make_model(family, folder)
+
+    @functools.cache
+    def run(layout: str):
+        cases = {family: (folder, layout, make_batch(), "logits") for family, folder in folders.items()}
+        return {family: ranks[0] for family, ranks in run_each(LAYOUTS[layout][0], two_updates, cases).items()}
+
+    return folders, run
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2", "cp2"])
 @pytest.mark.parametrize("family", UPDATED)
-def test_update_does_not_depend_on_the_layout(family, layout, one_process):
-    folder, expected = one_process(family)
-    result = run_ranks(LAYOUTS[layout][0], two_updates, folder, layout, make_batch(), "logits")
-    assert_same_updates(result[0], expected)
+def test_gradient_equals_float64_autograd(family, updated):
+    folders, run = updated
+    stats, _ = run("1")[family]
+    hf_gradients(folders[family], make_batch(), stats[0])
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.slow), "cp2"])
+@pytest.mark.parametrize("family", UPDATED)
+def test_update_does_not_depend_on_the_layout(family, layout, updated):
+    _, run = updated
+    assert_same_updates(run(layout)[family], run("1")[family])
 
 
 def random_init(folder, layout):
@@ -184,17 +195,19 @@ def random_init(folder, layout):
     return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
-@pytest.mark.parametrize(
-    "family,layout,norm", [("llama", "tp2_pp2", 1.0), ("deepseek_v3", "tp2_pp2_ep2", 1.0), ("gemma3", "tp2_pp2", 0.0)]
-)
-def test_random_initial_weights_do_not_depend_on_the_layout(family, layout, norm, tmp_path):
-    make_model(family, tmp_path)
-    one = run_ranks(1, random_init, tmp_path, "1")[0]
-    four = run_ranks(4, random_init, tmp_path, layout)[0]
-    assert one.keys() == four.keys()
-    assert all(torch.equal(one[name], four[name]) for name in one)
-    assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
-    assert (one["model.layers.1.input_layernorm.weight"] == norm).all()
+@pytest.mark.slow
+def test_random_initial_weights_do_not_depend_on_the_layout(tmp_path):
+    layouts = {"llama": "tp2_pp2", "deepseek_v3": "tp2_pp2_ep2", "gemma3": "tp2_pp2"}
+    for family in layouts:
+        make_model(family, tmp_path / family)
+    alone = run_each(1, random_init, {family: (tmp_path / family, "1") for family in layouts})
+    split = run_each(4, random_init, {family: (tmp_path / family, layout) for family, layout in layouts.items()})
+    for family in layouts:
+        one, four = alone[family][0], split[family][0]
+        assert one.keys() == four.keys()
+        assert all(torch.equal(one[name], four[name]) for name in one)
+        assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
+        assert (one["model.layers.1.input_layernorm.weight"] == (0.0 if family == "gemma3" else 1.0)).all()
 
 
 def test_transformer_engine_names_lead_to_the_same_rules(tmp_path):

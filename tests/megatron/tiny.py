@@ -231,7 +231,19 @@ def make_engine(
         groups=groups,
         head=head,
     )
+    return start(engine)
+
+
+_layouts: dict[str, ParallelGroups] = {}
+"""This process's world in each layout that an engine has had there; none in the process that forks ranks."""
+
+
+def start(engine: MegatronEngine) -> MegatronEngine:
+    """Initialise an engine, in groups that an earlier one of its world and layout has built if there is one."""
+    layout = repr(engine.config.parallel)
+    engine.groups = engine.groups or _layouts.get(layout)
     engine.initialize(None, FinetuneSpec(total_updates=10))
+    _layouts.setdefault(layout, engine.groups)
     return engine
 
 
