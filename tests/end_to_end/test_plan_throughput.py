@@ -1,9 +1,13 @@
 """The plan's simulation against the real loop, whose servers take the time that they are told to take."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from kills import exit_codes, start_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
@@ -11,10 +15,17 @@ DECODE_MS, STEPS = 5.0, 8
 
 
 @pytest.fixture
-def bench_async(monkeypatch):
+def bench_async(monkeypatch, tmp_path):
+    """The benchmark, whose training processes are forked."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_async
 
+    def train(command, **_):
+        output = tmp_path / "output.txt"
+        codes = exit_codes(start_ranks(1, bench_async.train_and_measure, json.loads(command[-1]), output))
+        return subprocess.CompletedProcess(command, codes[0], output.read_text(), "")
+
+    monkeypatch.setattr(bench_async, "subprocess", SimpleNamespace(Popen=subprocess.Popen, run=train))
     yield bench_async
     for name in [n for n, module in sys.modules.items() if str(BENCHMARKS) in str(getattr(module, "__file__", ""))]:
         del sys.modules[name]

@@ -15,7 +15,7 @@ from megatron_rl.train import main
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 36
 
 
 @pytest.fixture(scope="module")
