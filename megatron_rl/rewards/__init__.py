@@ -2,7 +2,7 @@
 
 `completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. None of those here
 evaluates the model's text as code, and each takes time in proportion to its length. Those that do run it are in
-`code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`).
+`code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`; `sandbox.py` is the lock).
 
 A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker.py` is what they run,
 `recipe.py` adds several up.

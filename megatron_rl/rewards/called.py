@@ -31,7 +31,8 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
 }
-"""For each tag the type, how one is written, and how one is read. Only this much is sent of a subclass."""
+"""For each tag the type, how one is written, and how one is read. Only this much is sent of a subclass,
+whose own comparisons could make it equal to anything."""
 GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -125,6 +126,7 @@ class Host:
 
 def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
     """Run a program, and answer what is asked of it until nobody asks."""
+    # A program's guarded part runs under this name, under which dataclasses and others look its module up.
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
     scope = vars(program)

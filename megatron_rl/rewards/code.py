@@ -88,6 +88,7 @@ def share_passed(
     deadline, passed = time.monotonic() + time_s, 0
     for test in checked(tests):
         left_s = deadline - time.monotonic()
+        # With `partial` those that come after a late one count as failed, and are not run.
         if left_s > 0 and is_passed(test, left_s):
             passed += 1
         elif not partial:

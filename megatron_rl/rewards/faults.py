@@ -19,6 +19,7 @@ CONTRACT = (
 def as_reward(given: Any) -> float:
     """Return a reward as the number that it is. ValueError for anything else, also for text that spells a number."""
     try:
+        # float("0.5") would pass, and a reward that returns text has most likely returned the wrong thing.
         value = math.nan if isinstance(given, str | bytes | bytearray) else float(given)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
@@ -31,6 +32,7 @@ def as_reward(given: Any) -> float:
 def words_of(error: BaseException) -> str:
     """Return `type: words` of what a call raised; with the contract where the call itself did not fit."""
     words = f"{type(error).__name__}: {error}"
+    # Raised without a frame of the function's own: the arguments did not fit its signature.
     is_of_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
     return f"{words}; {CONTRACT}" if isinstance(error, TypeError) and is_of_the_call else words
 

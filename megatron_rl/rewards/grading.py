@@ -29,7 +29,12 @@ class NoVerdict(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """How replies are graded, from 0 to `best`. The last grade of a verdict counts, and one past the best is none."""
+    """How replies are graded, from 0 to `best`. The last grade of a verdict counts, and one past the best is none.
+
+    grading = Grading(best=5)
+    messages = grading.asked("2+2=", "It is 4.", {})  # for a judge
+    grading.grade_of("Right. <score>4</score>")  # 0.8
+    """
 
     question: str = QUESTION
     """With {reply}, and {question}, {answer} (the prompt's own) and {best} where they are wanted."""
@@ -54,6 +59,7 @@ class Grading:
             prompt = "\n".join(str(message["content"]) for message in data["messages"])
         shown = {
             "question": prompt,
+            # The reply's own grades and control tokens lose their first bracket, and read on as text.
             "reply": TAG.sub(lambda tag: "[" if tag[0] == "<" else "(", reply),
             "best": f"{self.best:g}",
         }

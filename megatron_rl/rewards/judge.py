@@ -20,6 +20,10 @@ class Judge(AwaitedReward):
     """A part of rollout.recipe with `args: {urls: [http://host:port]}`: the grade / best, in [0, 1].
 
     A verdict without a grade is asked for again, with another seed; NoVerdict, a failed episode, after `attempts`.
+
+        judge = Judge(["http://127.0.0.1:31000"], best=5)
+        score = await judge("2+2=", "It is 4.", [], [])  # 0.8 for a verdict that ends with <score>4</score>
+        await judge.close()
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Judge(AwaitedReward):
     ) -> float:
         body = {"messages": self._grading.asked(prompt, completions, data)} | self._options
         for attempt in range(self._grading.attempts):
+            # The seed changes with the attempt: at one temperature and seed the same verdict would come again.
             verdict = await self._servers.ask(body | {"seed": attempt}, verdict_in)
             if (grade := self._grading.grade_of(verdict)) is not None:
                 return grade

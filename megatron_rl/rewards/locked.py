@@ -1,310 +1,32 @@
-"""Runs what a model wrote, in a process that may compute, read what is installed and print, and nothing else.
-
-A filter of the kernel (seccomp) allows it a list of system calls: no second process, no socket, no file opened for
-writing, none removed or renamed, no signal to others. With no second process to hide in, killing it ends it. A program
-has so many threads as its `Threads` grant, and none on a kernel that does not ask (Linux before 5.5). Landlock
-(Linux 5.13) lets it open the interpreter, installed packages and the system's libraries, and no other file. Linux on
-x86_64 only; elsewhere such text is not run at all. What it can still do: learn which files there are; read them on a
-kernel without Landlock; and, as text that is evaluated beside its own scorer, forge that scorer's verdict.
-"""
+"""Runs what a model wrote, locked in (sandbox.py): a program in an interpreter of its own, or a function in a fork."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
-import functools
 import json
 import math
 import os
-import platform
 import resource
 import select
 import signal
-import socket
-import stat
-import struct
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+from megatron_rl.rewards.sandbox import MOST_OPEN_FILES, PR_SET_DUMPABLE, Threads, address_space, check_lockable, lock
+
 MOST_RESULT_BYTES = 1 << 16
-MOST_OPEN_FILES = 64
-MOST_THREADS = 63
-"""That a program may start in its life, beside its first one."""
-READY = b"+"
+MOST_PRINTED_BYTES = 1 << 22
 RESULT = 3
 """File descriptor of a locked fork's result."""
-
-FREE = (
-    *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 32, 33, 34),
-    *(35, 36, 37, 38, 39, 59, 60, 61, 63, 78, 79, 80, 81, 89, 95, 96, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111),
-    *(115, 121, 124, 127, 130, 131, 158, 186, 201, 202, 204, 217, 218, 219, 228, 229, 230, 231, 232, 233, 262, 267),
-    *(269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 295, 309, 318, 324, 332, 334, 436, 439),
-)
-"""System calls of x86_64 allowed with any arguments: reading, memory, time, waiting, what threads need, exec, exit.
-
-Writing is one of them: to the pipe it is given, as no other file can be opened for it.
-"""
-OPEN, IOCTL, CLONE, KILL, FCNTL, TGKILL, OPENAT, PRLIMIT, CLONE3 = 2, 16, 56, 62, 72, 234, 257, 302, 435
-FOR_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
-IS_THREAD = 0x10000  # CLONE_THREAD
-HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)  # duplicate, and get or set flags; none that sends a signal
-HARMLESS_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals and pipes: ask, block, close on exec
-
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-BENEATH, ASK_VERSION = 1, 1
-EXECUTE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
-ALL_RIGHTS = (1 << 13) - 1
-"""The rights of Landlock's first version, which later ones know too."""
-
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
-SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
-HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
-QUESTION_BYTES = 80
-"""The size of `struct seccomp_notif`, which begins with the question's number."""
-X86_64 = 0xC000003E
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
 
 class TextFailed(RuntimeError):
     """The model's text raised, crashed, or took more time, memory or output than it may."""
-
-
-class Instruction(ctypes.Structure):
-    """`struct sock_filter`: classic BPF."""
-
-    _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32)]
-
-
-class Program(ctypes.Structure):
-    """`struct sock_fprog`."""
-
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(Instruction))]
-
-
-Step = tuple[int, int, int, int]
-
-
-def allow_if(test: int, value: int) -> list[Step]:
-    """Allow the call if the loaded argument passes; else go on."""
-    return [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
-
-
-def refuse(error: int) -> list[Step]:
-    return [(RETURN, 0, 0, FAIL | error)]
-
-
-def argument(index: int, *, high: bool = False) -> list[Step]:
-    """Load one half of an argument; the low one holds all of a flag, a command or a process id."""
-    return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * high)]
-
-
-def asking_steps() -> list[Step]:
-    """The filter that asks a listener for each thread, and leaves all else to the other one."""
-    steps: list[Step] = [(LOAD, 0, 0, NUMBER_AT), (EQUAL, 0, 3, CLONE), *argument(0)]
-    return [*steps, (ANY_BIT, 0, 1, IS_THREAD), (RETURN, 0, 0, ASK), (RETURN, 0, 0, ALLOW)]
-
-
-def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
-    """The whole filter, for the process `pid`, which may send signals to itself."""
-    of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
-    only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
-    to_itself = [*argument(0), *allow_if(EQUAL, pid), *refuse(errno.EPERM)]
-    # glibc starts threads by clone where there is no clone3, whose flags a filter cannot see.
-    decided: dict[int, list[Step]] = {
-        OPEN: [*argument(1), *only_reading],
-        OPENAT: [*argument(2), *only_reading],
-        CLONE: [*argument(0), (ANY_BIT, 0, 1, IS_THREAD), *of_thread, *refuse(errno.EPERM)],
-        CLONE3: refuse(errno.ENOSYS),
-        KILL: to_itself,
-        TGKILL: to_itself,
-        FCNTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_FCNTL), []), *refuse(errno.EPERM)],
-        IOCTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_IOCTL), []), *refuse(errno.ENOTTY)],
-        # Limits may be read: there is no pointer to new ones.
-        PRLIMIT: [
-            *argument(2),
-            (EQUAL, 0, 3, 0),
-            *argument(2, high=True),
-            *allow_if(EQUAL, 0),
-            *refuse(errno.EPERM),
-        ],
-    }
-    steps: list[Step] = [(LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL_PROCESS)]
-    steps += [(LOAD, 0, 0, NUMBER_AT)]
-    for number in FREE:
-        steps += allow_if(EQUAL, number)
-    for number, block in decided.items():
-        steps += [(EQUAL, 0, len(block), number), *block]
-    return [*steps, *refuse(errno.EPERM)]
-
-
-class Threads:
-    """Grants a locked program its threads: for each the kernel asks the process that has the program's listener.
-
-    Once MOST_THREADS are granted, nobody listens any more, and the kernel refuses what it would ask for.
-    """
-
-    def __init__(self) -> None:
-        """theirs: for `lock`, which sends the listener through it."""
-        self._ours, self.theirs = socket.socketpair()
-        self._left, self.listener = MOST_THREADS, -1
-
-    def take_listener(self) -> None:
-        """Call it once the process is locked, or has ended. Without a listener, the program has no thread."""
-        self.theirs.close()
-        self._ours.setblocking(False)
-        try:
-            _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
-        except BlockingIOError:
-            descriptors = []
-        self.listener = descriptors[0] if descriptors else -1
-
-    def grant(self) -> None:
-        """Answer one question of the kernel, which waits to be heard."""
-        question = bytearray(QUESTION_BYTES)
-        try:
-            fcntl.ioctl(self.listener, HEAR_QUESTION, question)
-            fcntl.ioctl(
-                self.listener, ANSWER_QUESTION, struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, 0, GO_ON)
-            )
-        except FileNotFoundError:
-            return  # who asked was killed meanwhile
-        except OSError:  # it has ended, or the kernel can only ask
-            self._left = 0
-        self._left -= 1
-        if self._left <= 0:
-            self._stop_listening()
-
-    def _stop_listening(self) -> None:
-        if self.listener >= 0:
-            os.close(self.listener)
-            self.listener = -1
-
-    def close(self) -> None:
-        self._stop_listening()
-        self._ours.close()
-        self.theirs.close()
-
-
-def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
-    """Have the kernel ask for each thread who gets the listener through `asked`; False where it cannot."""
-    steps = asking_steps()
-    program = Program(len(steps), (Instruction * len(steps))(*steps))
-    listener = libc.syscall(ctypes.c_long(SECCOMP), SET_FILTER, NEW_LISTENER, ctypes.byref(program))
-    if listener < 0:
-        return False
-    socket.send_fds(asked, [READY], [listener])
-    os.close(listener)
-    return True
-
-
-def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
-    """Take from this process all that text must not do, for good. It dies with its parent.
-
-    threads: the end that its Threads have for it; None allows no thread.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    nothing = ctypes.c_ulong(0)
-    header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), nothing, nothing, nothing)
-    if os.getppid() != parent:
-        os._exit(1)
-    libc.capset(header, no_capabilities)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), nothing, nothing, nothing)
-    if hides_files():
-        hide_files()
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_FSIZE, 0)
-    limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
-    limit(resource.RLIMIT_CPU, math.ceil(time_s) + 1)
-    limit(resource.RLIMIT_AS, memory_bytes)
-    steps = filter_steps(os.getpid(), has_threads=threads is not None and ask_for_threads(libc, threads))
-    program = Program(len(steps), (Instruction * len(steps))(*steps))
-    if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), nothing, nothing):
-        os._exit(1)  # better no verdict than one beside free text
-
-
-def landlock(call: int, *arguments: Any) -> int:
-    """Return what one of Landlock's system calls gives: -1 where it fails, as on a kernel without them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    as_given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
-    return int(libc.syscall(ctypes.c_long(call), *as_given))
-
-
-def hides_files() -> bool:
-    return landlock(CREATE_RULESET, 0, 0, ASK_VERSION) >= 1
-
-
-def readable() -> list[str]:
-    """The paths that locked text may open: the interpreter, installed packages and the system's libraries."""
-    programs = os.path.dirname(sys.executable)
-    python = [sys.base_prefix, sys.base_exec_prefix, programs, os.path.join(os.path.dirname(programs), "pyvenv.cfg")]
-    packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-    return [path for path in (*python, *packages, *system) if os.path.realpath(path) != "/"]
-
-
-def hide_files() -> None:
-    """Have this process open nothing but what is readable, for good; it has no new privileges already."""
-    rules = landlock(CREATE_RULESET, ctypes.byref(ctypes.c_uint64(ALL_RIGHTS)), 8, 0)
-    for path in readable():
-        try:
-            place = os.open(path, os.O_PATH)
-        except OSError:
-            continue  # not every system has all of them
-        rights = READ_FILE | EXECUTE_FILE | (READ_FOLDER if stat.S_ISDIR(os.fstat(place).st_mode) else 0)
-        landlock(ADD_RULE, rules, BENEATH, struct.pack("<Qi", rights, place), 0)
-        os.close(place)
-    if landlock(RESTRICT_SELF, rules, 0):
-        os._exit(1)  # better no verdict than one beside free text
-    os.close(rules)
-
-
-def limit(what: int, value: int) -> None:
-    """Lower a limit; one that is lower stays."""
-    _, hard = resource.getrlimit(what)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (value, value))
-
-
-@functools.cache
-def check_lockable() -> None:
-    """Raise RuntimeError where this host cannot lock a process."""
-    host = f"{sys.platform} on {platform.machine()}"
-    if host != "linux on x86_64":
-        raise RuntimeError(
-            f"this reward runs what the model writes, which can be locked in on Linux on x86_64 alone, and this is "
-            f"{host}; take a reward that compares text."
-        )
-    parent, pid = os.getpid(), os.fork()
-    if pid == 0:
-        try:
-            lock(parent=parent, time_s=10, memory_bytes=1 << 46)
-            os.kill(parent, 0)
-        except PermissionError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    if os.waitpid(pid, 0)[1] != 0:
-        raise RuntimeError(
-            "this reward runs what the model writes, and this kernel refuses the filter (seccomp) that would lock it "
-            "in; allow seccomp in the container, or take a reward that compares text."
-        )
-    if not hides_files():
-        warnings.warn(
-            "this kernel has no Landlock (Linux 5.13): what the model writes can read the files that this user may "
-            "read, such as the run's token; run as a user whose files are no secrets.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def evaluate(
@@ -321,6 +43,7 @@ def evaluate(
     descriptors there as its last arguments. threads: of another program, which are granted meanwhile.
     """
     check_lockable()
+    # A fork has what the caller has imported. A pipe alone leads back from it, so that it can do nothing but answer.
     parent, deadline = os.getpid(), time.monotonic() + time_s
     reader, writer = os.pipe()
     pid = os.fork()
@@ -331,6 +54,7 @@ def evaluate(
         content = read_to_the_end(reader, deadline, MOST_RESULT_BYTES, threads)
     finally:
         os.close(reader)
+        # Also where it has ended: until it is waited for, its number is given to no other process.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if not content:
@@ -365,6 +89,7 @@ def answer_and_exit(
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nowhere, standard)
+        # Sockets and files of the parent would stay open past the lock, which only keeps new ones from being opened.
         os.closerange(kept.stop, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         lock(parent=parent, time_s=time_s, memory_bytes=address_space() + memory_bytes)
         try:
@@ -376,16 +101,10 @@ def answer_and_exit(
         os._exit(0)
 
 
-def address_space() -> int:
-    """Bytes of address space that this process has."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
-def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int, most_output: int = 1 << 22) -> str | None:
+def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int) -> str | None:
     """Run Python source in an interpreter of its own, locked; return what it printed.
 
-    None where it ended with an error, printed more than `most_output` bytes or took longer than `time_s`. It has the
+    None where it ended with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It has the
     standard library and no other package.
     """
     deadline, given = time.monotonic() + time_s, memory_file(stdin)
@@ -393,7 +112,8 @@ def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int, mo
     try:
         with started_program(source, **ends, time_s=time_s, memory_bytes=memory_bytes) as (process, threads):
             assert process.stdout is not None
-            printed = read_to_the_end(process.stdout.fileno(), deadline, most_output, threads)
+            printed = read_to_the_end(process.stdout.fileno(), deadline, MOST_PRINTED_BYTES, threads)
+            # It may have closed its output and go on.
             code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         code = None
@@ -419,6 +139,7 @@ def started_program(
     with closing(Threads()) as threads:
         try:
             process = subprocess.Popen(
+                # Isolated, without site packages or what they run at the start, and without writing .pyc files.
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}", *arguments],
                 stdin=stdin,
                 stdout=stdout,
@@ -432,6 +153,7 @@ def started_program(
         finally:
             os.close(script)
         try:
+            # Popen has returned: the program was executed, and so has locked itself.
             threads.take_listener()
             yield process, threads
         finally:
@@ -443,6 +165,7 @@ def started_program(
 
 def memory_file(text: str) -> int:
     """Return the descriptor of a file in memory, at its beginning."""
+    # No folder has it, so that no other program finds it and nothing is left of it.
     file = os.memfd_create("text")
     content = memoryview(text.encode("utf-8", "replace"))
     while content:
@@ -462,6 +185,7 @@ def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | Non
     if listener >= 0:
         poll.register(listener, select.POLLIN)
     while (left_s := deadline - time.monotonic()) > 0:
+        # Rounded up, or the last millisecond would be spent asking again and again.
         ready = dict(poll.poll(math.ceil(left_s * 1000)))
         if threads is not None and listener in ready:
             threads.grant()
@@ -479,20 +203,3 @@ def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | Non
         if len(content) > most:
             break
     return None
-
-
-def become_program() -> None:
-    """Lock this process in, say so, and become the Python program that stdin holds. The launcher of a tool's calls.
-
-    Arguments: the parent's process id, seconds of processor time, bytes of address space, and the descriptor of the end
-    that its Threads have for it.
-    """
-    parent, time_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    with socket.socket(fileno=int(sys.argv[4])) as threads:
-        lock(parent=parent, time_s=time_s, memory_bytes=memory_bytes, threads=threads)
-    os.write(1, READY)
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-"])
-
-
-if __name__ == "__main__":
-    become_program()

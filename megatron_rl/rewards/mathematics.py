@@ -127,6 +127,7 @@ def values_of(given: str, wanted: str) -> list[str]:
         text = whole[1].strip()
     if len(text) > LONGEST_ANSWER + 4 * len(wanted) or ("boxed" in text and "boxed" not in wanted):
         return []
+    # A right answer of several parts is compared as a whole; beside a single one, a list is a wrong answer or a guess.
     is_single = not any(mark in right for mark in (",", "[", "\\{", "\\text{", "\\cup", "\\in", "matrix"))
     relates = bool(relations_of(wanted) or commands_of(wanted) & RELATIONS)
     is_single = is_single and not relates

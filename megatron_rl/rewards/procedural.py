@@ -40,6 +40,7 @@ def reasoning_gym(
         score = float(evaluate(scorer(task), text, entry, time_s=time_s, memory_bytes=MEMORY_BYTES))
     except TextFailed:
         return 0.0
+    # Scorers give a little for an answer of the right form too.
     return score if partial else float(score == 1.0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.api import together
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import as_reward, place_of, words_of
-from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout, Score
+from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout, Score
 from megatron_rl.rewards.worker import with_args
 
 Part = dict[str, Any]
@@ -25,7 +25,15 @@ Part = dict[str, Any]
 
 
 class AwaitedReward(abc.ABC):
-    """A reward that waits for something else and holds on to it, such as connections. Used in one event loop."""
+    """A reward that waits for something else and holds on to it, such as connections. Used in one event loop.
+
+    class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
+        async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
+            return float(await self.index.knows(completions))
+
+        async def close(self):
+            await self.index.close()
+    """
 
     @abc.abstractmethod
     async def __call__(
@@ -112,7 +120,7 @@ class Recipe:
             raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
         own = {"prompt": prompt, "completions": completions}
         own |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        return self.added(self.service.call_now(own | data, SYNCHRONOUS_S)).value
+        return self.added(self.service.call_now(own | data)).value
 
     async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
         """Compute all parts, each within `timeout_s` of its begin. RewardFailed and RewardTimeout name what failed."""
@@ -123,6 +131,7 @@ class Recipe:
         parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in awaited]
         if plain:
             parts.append(self.service.call(arguments, timeout_s))
+        # Of several that fail, the first one's error counts, and the others are ended.
         scores = sum(await together(parts), [])
         by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])

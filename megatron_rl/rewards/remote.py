@@ -27,7 +27,12 @@ class Asked:
 
 
 class RemoteReward(AwaitedReward):
-    """A part of rollout.recipe with `args: {urls: [..]}`."""
+    """A part of rollout.recipe with `args: {urls: [..]}`.
+
+    remote = RemoteReward(["http://127.0.0.1:8000/score"])
+    score = await remote("2+2=", "It is 4.", [], [], answer="4")  # what the server gives for these three
+    await remote.close()
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class RemoteReward(AwaitedReward):
         if len(self._waiting) >= self._most_items:
             self._send()
         elif len(self._waiting) == 1:
+            # Not cancelled where the batch fills before: it then sends a later one early, which does no harm.
             asyncio.get_running_loop().call_later(self._patience_s, self._send)
         return await asked.score
 
@@ -68,6 +74,7 @@ class RemoteReward(AwaitedReward):
         """Let what waits go, all but what nobody waits for any more."""
         waiting, self._waiting = [asked for asked in self._waiting if not asked.score.done()], []
         if waiting:
+            # Kept, as the event loop itself holds a task only weakly.
             task = asyncio.get_running_loop().create_task(self._score(waiting))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
@@ -91,6 +98,7 @@ class RemoteReward(AwaitedReward):
                 return
             for asked in batch:
                 if not asked.score.done():
+                    # One of its own for each: raised in several tasks, one error would gather all of their tracebacks.
                     asked.score.set_exception(type(error)(str(error)))
             return
         for asked, score in zip(batch, scores, strict=True):

@@ -42,6 +42,7 @@ class Circuit:
     rests_until: float = 0.0
 
     def is_open(self) -> bool:
+        # After its rest one request at a time, until one succeeds.
         return self.failures >= FAILURES_TO_OPEN and (self.rests() or self.in_flight > 0)
 
     def rests(self) -> bool:
@@ -59,7 +60,11 @@ class Circuit:
 
 
 class Servers:
-    """Several that answer the same. Used in one event loop; `close` it there."""
+    """Several that answer the same. Used in one event loop; `close` it there.
+
+    servers = Servers(["http://a:8000/score", "http://b:8000/score"], concurrent=4, timeout_s=30)
+    scores = await servers.ask({"items": items}, lambda answer: answer["scores"])
+    """
 
     def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
         """concurrent: requests at a time to one server. timeout_s: of one request. token_file: holds what they ask for
@@ -84,6 +89,7 @@ class Servers:
         """
         for attempt in range(1, ATTEMPTS + 1):
             circuit = await self._choose(is_wanted)
+            # Nothing is awaited since it was chosen, so that no other task has chosen the same place.
             circuit.in_flight += 1
             try:
                 found = await self._post(circuit.url, body, read)
@@ -114,6 +120,7 @@ class Servers:
             free = [it for it in self._circuits if it.in_flight < self._concurrent and not it.is_open()]
             if free:
                 return min(free, key=lambda it: (it.in_flight, it.failures))
+            # One event for all that wait: it may be cleared under another's eyes, which looks again a little later.
             self._has_room.clear()
             try:
                 async with asyncio.timeout(FIRST_RETRY_S):  # a rest ends without a word

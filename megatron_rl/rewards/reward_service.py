@@ -170,6 +170,7 @@ class RewardService:
         except WorkerDied as error:
             raise RewardFailed(self._died()) from error
         finally:
+            # After a cancellation too: an answer that is still on its way would be taken for the next caller's.
             self._release(worker) if is_whole else self._discard(worker)
 
     def show_stacks(self) -> None:
@@ -183,7 +184,9 @@ class RewardService:
         """Start the process that forks workers; it removes their folder at its end."""
         shutil.rmtree(self._setup.folder, ignore_errors=True)  # what one before, which was killed, has left
         os.mkdir(self._setup.folder, 0o700)
+        # A message is received as it was sent, so that a descriptor comes with the command that it belongs to.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -P: without the current folder in front of the path, which comes with the setup.
         command = [sys.executable, "-P", "-m", "megatron_rl.rewards", "--control", str(theirs.fileno())]
         command += [] if self._stacks is None else ["--stacks", str(self._stacks)]
         self._process = subprocess.Popen(
@@ -191,6 +194,7 @@ class RewardService:
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": python_path()},
             pass_fds=[theirs.fileno(), *([] if self._stacks is None else [self._stacks])],
+            # A terminal's Ctrl-C is the run's to answer; this process ends with its socket.
             start_new_session=True,
         )
         theirs.close()
@@ -215,6 +219,7 @@ class RewardService:
             )
             for worker in self._idle:
                 worker.socket.close()
+            # The busy ones are counted on until their callers find them dead.
             self._count -= len(self._idle)
             self._idle.clear()
             self._control.close()
@@ -237,6 +242,7 @@ class RewardService:
         try:
             async with asyncio.timeout(START_S):
                 await worker.hear()
+        # A cancelled caller gives the place back too, or there would be one worker less for ever.
         except BaseException as error:
             self._discard(worker)
             if isinstance(error, TimeoutError):
@@ -253,6 +259,7 @@ class RewardService:
             return await asyncio.wrap_future(waiter)
         except asyncio.CancelledError:
             with self._lock:
+                # Given at the moment of the cancellation, it is known to nobody else.
                 is_given = waiter.done() and not waiter.cancelled()
             if is_given:
                 self._release(waiter.result())
@@ -284,6 +291,7 @@ class RewardService:
                 return
             while self._waiting:
                 waiter = self._waiting.popleft()
+                # False for one that was cancelled; later it no longer can be.
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(worker)
                     return
@@ -392,6 +400,7 @@ class Worker:
     def _hear_now(self, deadline: float) -> bytes:
         frame = bytearray()
         while (missing := missing_bytes(frame)) > 0:
+            # 0 would be non-blocking, and its error not a timeout's.
             self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
             part = self.socket.recv(missing)
             if not part:
@@ -416,6 +425,7 @@ def missing_bytes(frame: bytearray) -> int:
     WorkerDied for one that is longer than an answer may be: its worker is not to be listened to any more.
     """
     if len(frame) < LENGTH.size:
+        # With its length a small answer has come as a whole: one call of the system instead of two.
         return 1 << 16
     (length,) = LENGTH.unpack_from(frame)
     if length > MOST_ANSWER_BYTES:

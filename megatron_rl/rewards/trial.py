@@ -33,26 +33,15 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
     asked, questions = os.pipe()
     answers, answered = os.pipe()
     text = memory_file(source)
-    given = (text, asked, answered)
+    given, bounds = (text, asked, answered), {"time_s": time_s, "memory_bytes": memory_bytes}
     try:
-        with started_program(script(), map(str, given), pass_fds=given, time_s=time_s, memory_bytes=memory_bytes) as (
-            _,
-            threads,
-        ):
+        with started_program(script(), map(str, given), pass_fds=given, **bounds) as (_, threads):
+            # At once: as long as anyone has the other ends open, neither side hears that the other one has gone.
             for end in given:
                 os.close(end)
             given = ()
-            is_held = evaluate(
-                run_test,
-                test,
-                names,
-                modules,
-                keep=(questions, answers),
-                threads=threads,
-                time_s=time_s,
-                memory_bytes=memory_bytes,
-            )
-            return is_held is True
+            ends = (questions, answers)
+            return evaluate(run_test, test, names, modules, keep=ends, threads=threads, **bounds) is True
     except TextFailed:
         return False
     finally:
@@ -93,6 +82,7 @@ def names_of_program(test: str) -> tuple[list[str], list[str]]:
     names = {name for _, name in called_names}
     modules = sorted((free & holders & sys.stdlib_module_names) - names)
     of_program = sorted(free - set(vars(builtins)) - set(modules) - {"__name__"})
+    # `assert sum([1, 2]) == 3` tests a function of the task that is called as a built-in one is.
     if not of_program:
         of_program = [name for has_calls, name in called_names if not has_calls and name in free][:1]
     return of_program, modules
@@ -108,6 +98,7 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
             scope[name] = program.ask("name", name)
         except NameError:
             continue  # for the test to raise, if it comes to that
+    # optimize=0 keeps assertions whatever flags this process was started with.
     exec(compile(test, "test", "exec", dont_inherit=True, optimize=0), scope)
     return True
 

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import as_reward, place_of, words_of
-from megatron_rl.rewards.locked import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
+from megatron_rl.rewards.sandbox import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 
 LENGTH = struct.Struct("<I")
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -89,6 +89,7 @@ class Parent:
         self._workers: dict[str, tuple[int, str]] = {}
 
     def run(self) -> NoReturn:
+        # Without threads of our own: a fork would take along whatever lock another one holds.
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
             if not message:
@@ -118,6 +119,7 @@ class Parent:
                 os._exit(1)
         os.close(end)
         try:
+            # Here and in the worker, whoever is first: it may be killed, with its group, before it has run at all.
             os.setpgid(pid, pid)
         except (PermissionError, ProcessLookupError):
             pass  # it has done so itself
@@ -134,19 +136,17 @@ class Parent:
 
 
 def work(
-    end: socket.socket,
-    folder: str,
-    rewards: dict[str, Callable[..., Any]],
-    memory_bytes: int,
-    parent: int,
+    end: socket.socket, folder: str, rewards: dict[str, Callable[..., Any]], memory_bytes: int, parent: int
 ) -> None:
     """Answer requests until the service hangs up. The first frame says that this worker is ready."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died before the kernel was told to watch it.
     if os.getppid() != parent:
         return
     os.chdir(folder)
     limit(resource.RLIMIT_CORE, 0)
+    # Beside what it has: a module such as torch maps gigabytes that it never touches.
     limit(resource.RLIMIT_AS, address_space() + memory_bytes)
     send(end, {"ready": os.getpid()})
     while (request := receive(end)) is not None:

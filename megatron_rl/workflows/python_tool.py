@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool. What the policy writes is locked in (rewards/locked.py): it computes and prints.
+"""A Python interpreter as a tool. What the policy writes is locked in (rewards/sandbox.py): it computes and prints.
 
 Each call is a program of its own, in a new process that is killed at its deadline; nothing is left for the next one.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl.rewards import locked
+from megatron_rl.rewards import sandbox
 from megatron_rl.workflows.tools import Tool, ToolError
 
-LAUNCHER = str(Path(locked.__file__))
+LAUNCHER = str(Path(sandbox.__file__))
 MOST_PRINTED_BYTES = 1 << 20
 START_S = 30.0
 """For the interpreter's start on a busy host, which is not the program's doing."""
@@ -53,10 +53,10 @@ class Python(Tool):
         return self._cut(printed.strip()) or "(the program printed nothing)"
 
     async def _run(self, code: str) -> str:
-        with closing(locked.Threads()) as threads:
+        with closing(sandbox.Threads()) as threads:
             return await self._run_with(threads, code)
 
-    async def _run_with(self, threads: locked.Threads, code: str) -> str:
+    async def _run_with(self, threads: sandbox.Threads, code: str) -> str:
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
         # Isolated from the user's settings, without site-packages, without writing bytecode: nothing but the library.
@@ -108,7 +108,7 @@ class Python(Tool):
             raise RuntimeError(
                 f"the Python tool's process was not ready within {START_S:g} s; the host has too much to do."
             ) from error
-        if said != locked.READY:
+        if said != sandbox.READY:
             raise RuntimeError(
                 "the Python tool's process ended before it was locked in, which takes Linux on x86_64 with seccomp; "
                 "run there, or leave the tool out."

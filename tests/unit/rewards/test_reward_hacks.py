@@ -10,7 +10,8 @@ import pytest
 from megatron_rl.data.recipes import code as code_rows
 from megatron_rl.data.recipes import countdown_reward
 from megatron_rl.rewards import code, last_number, mathematics, procedural
-from megatron_rl.rewards.locked import MOST_THREADS, run_program
+from megatron_rl.rewards.locked import run_program, started_program
+from megatron_rl.rewards.sandbox import MOST_THREADS
 from megatron_rl.rewards.trial import names_of_program
 
 
@@ -161,6 +162,13 @@ def test_a_program_cannot_take_the_hosts_processes(bomb):
     assert printed is not None and int(printed) <= MOST_THREADS <= 64
     assert time.monotonic() - begin < 8
     assert subprocess.run(["true"]).returncode == 0
+
+
+def test_a_program_that_has_ended_asks_for_no_thread_and_is_not_waited_for():
+    with started_program("pass", time_s=5, memory_bytes=1 << 29) as (process, threads):
+        process.wait()
+        threads.grant()
+        assert threads.listener < 0
 
 
 def test_a_program_may_have_some_threads():

@@ -19,14 +19,14 @@ from megatron_rl.rewards import (
     find_last_number,
     last_number,
     length,
-    locked,
     matches,
     mathematics,
     procedural,
     right_positions,
+    sandbox,
     tagged_answer,
 )
-from megatron_rl.rewards.locked import TextFailed, evaluate, hides_files, run_program
+from megatron_rl.rewards.locked import TextFailed, evaluate, run_program
 
 
 def score(reward, completion, answer, **data):
@@ -374,14 +374,14 @@ def test_what_is_evaluated_gives_json_or_fails():
 
 
 def test_a_kernel_that_hides_no_files_is_warned_of(monkeypatch):
-    monkeypatch.setattr(locked, "hides_files", lambda: False)
-    locked.check_lockable.cache_clear()
+    monkeypatch.setattr(sandbox, "hides_files", lambda: False)
+    sandbox.check_lockable.cache_clear()
     with pytest.warns(RuntimeWarning, match="no Landlock .*can read the files that this user may read"):
         assert run_program("print(1)", "", time_s=5, memory_bytes=1 << 29) == "1\n"
-    locked.check_lockable.cache_clear()
+    sandbox.check_lockable.cache_clear()
 
 
-@pytest.mark.skipif(not hides_files(), reason="this kernel has no Landlock")
+@pytest.mark.skipif(not sandbox.hides_files(), reason="this kernel has no Landlock")
 def test_locked_text_reads_no_file_but_what_is_installed(tmp_path):
     secret = tmp_path / "token"
     secret.write_text("hunter2")

@@ -76,7 +76,7 @@ def test_late_and_endless_programs_are_killed_and_said_to_be():
     assert "did not end" in show("import os\nos.close(1); os.close(2)\nwhile True: pass", time_s=0.3)
     assert time.monotonic() - begin < 20
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
-    assert "locked.py" not in children.stdout and " -X utf8 -" not in children.stdout
+    assert "sandbox.py" not in children.stdout and " -X utf8 -" not in children.stdout
 
 
 def test_a_host_that_starts_no_interpreter_in_time_is_not_the_programs_fault(monkeypatch):
