@@ -11,6 +11,7 @@ from megatron_rl.data.data_files import read_rows
 
 def digest_of(prompt: dict[str, Any]) -> str:
     """Name a prompt by its content, whatever data set or mixture it is in."""
+    # A mixture adds the source, and what is measured may be one of its parts alone.
     own = {name: value for name, value in prompt.items() if name != "source"}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

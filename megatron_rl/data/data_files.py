@@ -51,6 +51,7 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
+                # Of a name that comes twice json would keep the last, and it would read NaN.
                 rows.append(json.loads(line.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant))
                 if b"\\ud" in line.lower():  # half of a character, which no tokenizer takes
                     json.dumps(rows[-1], ensure_ascii=False).encode()
@@ -98,6 +99,7 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
     try:
         if source.startswith(HUB):
             name, _, config = source.removeprefix(HUB).partition(":")
+            # Asked first, with a limit of our own: load_dataset tries a hub that is away again for minutes.
             if not datasets.config.HF_HUB_OFFLINE:
                 find_hub(name)
             found = datasets.load_dataset(name, config or None)

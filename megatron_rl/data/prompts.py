@@ -35,12 +35,12 @@ def load_prompts(
     """
     args = args or {}
     if source == MIXTURE:
-        return load_mixture(args, key=key, import_from=import_from)
+        return load_mixture(args, key=key_of_args(key), import_from=import_from)
     if holds_rows(source):
         taken = () if is_file(source) else ("split",)
         if others := {name: value for name, value in args.items() if name not in taken}:
             takes = "a folder or hub name, which takes split alone" if taken else "a file, which takes no arguments"
-            raise ValueError(f"{key}_args = {others}: {key} = {source!r} is {takes}; remove them.")
+            raise ValueError(f"{key_of_args(key)} = {others}: {key} = {source!r} is {takes}; remove them.")
         prompts = read_rows(source, key=key, split=args.get("split", ""))
     else:
         prompts = call_source(source, args, key, import_from)
@@ -63,17 +63,22 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def key_of_args(key: str) -> str:
+    """Return the key beside that of a source: data.train_args of data.train, eval.sets.NAME.args of its source."""
+    return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
+
+
 def load_mixture(parts: dict[str, Any], *, key: str, import_from: Sequence[str]) -> list[dict[str, Any]]:
     prompts = []
     for name, part in parts.items():
         if not isinstance(part, Mapping) or not isinstance(part.get("source"), str):
-            raise ValueError(f"{key}_args.{name} = {part!r}: must have source, and may have args and weight.")
+            raise ValueError(f"{key}.{name} = {part!r}: must have source, and may have args and weight.")
         if part["source"] == MIXTURE:
-            raise ValueError(f"{key}_args.{name}: is a mixture in a mixture; name its parts here.")
+            raise ValueError(f"{key}.{name}: is a mixture in a mixture; name its parts here.")
         args = dict(part.get("args", {}))
-        for prompt in load_prompts(part["source"], args, key=f"{key}_args.{name}.source", import_from=import_from):
+        for prompt in load_prompts(part["source"], args, key=f"{key}.{name}.source", import_from=import_from):
             if "source" in prompt:
-                raise ValueError(f"{key}_args.{name}: its prompts have 'source', which the mixture writes; rename it.")
+                raise ValueError(f"{key}.{name}: its prompts have 'source', which the mixture writes; rename it.")
             prompts.append(prompt | {"source": name})
     return prompts
 
@@ -87,9 +92,10 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
             f"{key} = {source!r}: {error}; name a Python function that returns a list of dicts."
         ) from error
     try:
+        # Before the call: a TypeError from inside the function says nothing of its arguments.
         signature.bind(**args)
     except TypeError as error:
-        raise ValueError(f"{key}_args = {args}: {error}; the signature is {source}{signature}.") from error
+        raise ValueError(f"{key_of_args(key)} = {args}: {error}; the signature is {source}{signature}.") from error
     prompts = function(**args)
     if not isinstance(prompts, list):
         raise ValueError(f"{key} = {source!r}: returned {type(prompts).__name__}; must return a list of dicts.")
@@ -145,6 +151,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
             if not members:
                 raise ValueError(f"prompts of {name!r}: none is left for its share of the mixture; leave it out.")
         self._shares = shares(self.weights, BLOCK) if self.weights else {}
+        # Both only keep what was computed last: `at` is a function of the number and the seed, whatever came before.
         self._block = -1, [("", 0)]
         self._orders = {name: (0, self._order_of(name, 0)) for name in self._members}
 
@@ -188,6 +195,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         """Continue where `state_dict` was taken; ValueError for the state of other prompts or another order."""
         mine = {"weights": {}} | self.state_dict()
         state = {"weights": {}} | state  # which a run without a mixture does not have
+        # Before the digest, which differs where the count does and says less.
         for name in ("count", "seed", "shuffle", "weights"):
             if state[name] != mine[name]:
                 raise ValueError(
@@ -210,7 +218,9 @@ class PromptIterator(Iterator[dict[str, Any]]):
         block, position = divmod(number, BLOCK)
         if block != self._block[0]:
             names = [name for name, share in self._shares.items() for _ in range(share)]
+            # Changing this text, or those in `_order_of`, would give every resumed run other prompts.
             random.Random(f"{self.seed} mixture {block}").shuffle(names)
+            # All blocks have the same shares, so that a source's place follows from the number of the block.
             next_of = {name: block * share for name, share in self._shares.items()}
             places = []
             for name in names:

@@ -87,6 +87,7 @@ def countdown(
             continue
         if target.denominator != 1 or not 1 <= target <= most:
             continue
+        # In another order than the solution has them.
         given = draw.sample(given, len(given))
         text = (
             f"Use the numbers {', '.join(map(str, given))}, each exactly once, with + - * / and brackets to make "
@@ -152,6 +153,7 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
         return f"{field_of(row, 'question', source, number)}\n{INPUT_INSTRUCTION}", tests
     if "test_list" in row:
         shown = "\n".join(row["test_list"])
+        # All of MBPP has `text`, its sanitized part `prompt`.
         problem = row["text"] if "text" in row else field_of(row, "prompt", source, number)
         before = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
         tests = ["\n".join([*before, test]).strip() for test in row["test_list"]]

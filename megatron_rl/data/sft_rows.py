@@ -67,6 +67,7 @@ class ReplyRows(ABC):
         kept = []
         for number, row in enumerate(rows, start=1):
             self._check(row, f"{key}, {self.WORD} {number}")
+            # The lengths alone are kept: the tokens of all rows would take several times the memory of their texts.
             prompt, *replies = self._encode(row)
             kept.append(Measured(number, row, len(prompt), len(prompt) + max(map(len, replies))))
         if limits is not None:
@@ -98,7 +99,11 @@ class ReplyRows(ABC):
 
 
 class PairRows(ReplyRows):
-    """Prompts with the replies `chosen` and `rejected`."""
+    """Prompts with the replies `chosen` and `rejected`.
+
+    pairs = PairRows("data.train", rows, tokenizer, context=512)
+    batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
+    """
 
     WORD = "pair"
 
@@ -120,7 +125,12 @@ class PairRows(ReplyRows):
 
 
 class AnswerRows(ReplyRows):
-    """Prompts with an answer: the text, or the number, in a column, or a dialogue's last message."""
+    """Prompts with an answer: the text, or the number, in a column, or a dialogue's last message.
+
+    asked = {"column": "answer", "setting": "supervised.answer = 'answer'"}
+    answers = AnswerRows("data.train", rows, tokenizer, **asked, context=512)
+    batch = answers.batch(range(8))  # the answers are trained, their prompts are not
+    """
 
     WORD = "row"
 
@@ -178,7 +188,7 @@ def is_text(value: Any) -> bool:
 def load_replies(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int
 ) -> tuple[ReplyRows, dict[str, TrajectoryBatch]]:
-    """Return the rows of data.train that an experiment learns from, and the held-out ones of each set.
+    """Return the rows of data.train that a run learns from, and the held-out ones of each set.
 
     These are batches, as they are evaluated. ValueError for a row that has no replies, or whose longest does not fit
     into `context` tokens behind the prompt.
@@ -197,6 +207,7 @@ def load_replies(
 def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
     """Return the replies of all rows, one row's side by side; they are trained. `group` is the row's number."""
     sequences = [(prompt, reply) for prompt, *replies in rows for reply in replies]
+    # With 0 in front, so that the running sum is where each sequence begins and the last one ends.
     lengths = torch.tensor([0] + [len(prompt) + len(reply) for prompt, reply in sequences])
     tokens = {
         "input_ids": torch.tensor([token for prompt, reply in sequences for token in (*prompt, *reply)]),

@@ -99,6 +99,7 @@ def choose(task: str, total: int, split: str, seed: int, count: int | None, held
         raise ValueError(f"split = {split!r}: must be one of {', '.join(SPLITS)}.")
     if not 1 <= held_out < total:
         raise ValueError(f"held_out = {held_out}: {task} has {total} problems; keep at least 1 and fewer than all.")
+    # Without the seed: no seed may train what another one holds out.
     reserved = random.Random(f"{task} held out").sample(range(total), held_out)
     size = held_out if split == "held_out" else total - held_out
     wanted = size if count is None else count

@@ -25,6 +25,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 def reply_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a reply that is given as text, with the end-of-sequence token that a model ends it by."""
+    # The prompt has brought the token that begins a sequence, where the model wants one.
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 

@@ -86,6 +86,19 @@ def test_bad_source_is_refused_with_the_way_out(source, args, message):
         load_prompts(source, args, key="data.train")
 
 
+@pytest.mark.parametrize(
+    ("key", "source", "args", "message"),
+    [
+        ("eval.sets.hard.source", COUNT, {"digit": 8}, r"eval.sets.hard.args = \{'digit': 8\}: .*'digit'; the"),
+        ("data.train", "mixture", {"a": {"source": COUNT, "args": {"digit": 8}}}, "data.train_args.a.args = "),
+        ("data.train", "mixture", {"a": {}}, r"data.train_args.a = \{\}: must have source"),
+    ],
+)
+def test_arguments_of_a_part_are_named_by_their_own_key(key, source, args, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_prompts(source, args, key=key)
+
+
 def test_source_of_a_declared_package_is_called():
     with pytest.raises(ValueError, match="data.train = 'json:dumps': returned str; must return a list of dicts"):
         load_prompts("json:dumps", {"obj": 1}, key="data.train", import_from=["json"])
