@@ -30,6 +30,7 @@ NAMES = {"is_cuda": "is_cpu"}  # the MoE dispatcher turns split sizes into ints 
 
 def rewrite_code(code: CodeType) -> CodeType:
     """Return the code object with CONSTANTS and NAMES swapped, nested functions included."""
+    # co_names are globals and attributes; arguments and locals that are called so stay as they are.
     return code.replace(
         co_consts=tuple(_swap(c) for c in code.co_consts), co_names=tuple(NAMES.get(n, n) for n in code.co_names)
     )
@@ -85,6 +86,7 @@ class _Stream:
 
     def wait_stream(self, *args, **kwargs) -> None: ...
 
+    # Everything is done in order already, so that there is nothing to wait for.
     wait_event = synchronize = record = wait = wait_stream
 
     def record_event(self, event=None):
@@ -119,6 +121,7 @@ def use_onednn_for_matrix_products() -> torch.library.Library:
     def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= SMALLEST_PRODUCT:
             return linear(a, b.t(), None, "none", [], "")
+        # The out variant, as aten::mm itself is this function from now on.
         return plain(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
     library = torch.library.Library("aten", "IMPL")
@@ -143,6 +146,7 @@ def keep_freed_memory() -> None:
         mallopt = libc.mallopt
     except AttributeError:  # not glibc
         return
+    # Both: large blocks are mapped one by one by default, and would be given back whatever the threshold.
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
 

@@ -43,6 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        # Exactly this loader: what another hook or an extension module loads has no code to rewrite.
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
         return spec
@@ -54,11 +55,12 @@ def install(
     """Install the hook; False where it is installed already. RuntimeError once megatron.core has been imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return False
+    # Half of it rewritten would be worse than an error.
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError(
             "megatron.core is imported already: megatron_rl.platform.prepare() must run first; import "
-            "megatron_rl.engine "
-            "before anything that imports megatron.core."
+            "megatron_rl.engine before anything that imports megatron.core."
         )
+    # In front: the usual finder would answer first.
     sys.meta_path.insert(0, _Finder(rewrite, surroundings, after_import))
     return True

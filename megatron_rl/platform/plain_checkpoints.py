@@ -99,16 +99,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
-    for _code in (
-        pickle.DICT,
-        pickle.ADDITEMS,
-        pickle.FROZENSET,
-        pickle.INST,
-        pickle.OBJ,
-        pickle.EXT1,
-        pickle.EXT2,
-        pickle.EXT4,
-    ):
+    _extensions = (pickle.EXT1, pickle.EXT2, pickle.EXT4)
+    for _code in (pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET, pickle.INST, pickle.OBJ, *_extensions):
         del dispatch[_code[0]]  # which nothing of ours is written with
 
 

@@ -54,6 +54,7 @@ def distributed_adam_resume(module: ModuleType) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:
+            # Where a version keeps it in the checkpoint too, that one counts.
             tensors.setdefault("step", state["step"])
         return set_states(self, model_param, tensors)
 
@@ -76,6 +77,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
     def gather_parts(input_: Tensor, group, output_split_sizes=None, *args, **kwargs) -> Tensor:
         if output_split_sizes is None:
             return gather(input_, group, None, *args, **kwargs)
+        # To the longest part, since gloo wants equal ones; the padding is cut off again below.
         padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
@@ -86,6 +88,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
         if input_split_sizes is None:
             return scatter(input_, group, None, *args, **kwargs)
         total = input_.clone()
+        # All of the sum, of which this rank keeps its part: more bytes than a scatter, and the same numbers.
         dist.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()].clone()
 
@@ -103,6 +106,7 @@ class _ResultsFile:
         self.file.write(pickle.dumps(item))
 
     def get_nowait(self) -> Any:
+        # pread, as the file's own position is shared with the writers that were forked with it.
         data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.read_bytes, self.read_bytes)
         if not data:
             raise queue.Empty

@@ -73,6 +73,12 @@ class RolloutMetrics:
     """Sums by name, from any thread. `generating` of them is the time with at least one request in flight.
 
     Where `is_counted` is False, calls do nothing.
+
+        metrics = RolloutMetrics()
+        metrics.enter()
+        metrics.add(tokens=12, replies=1)
+        metrics.leave()
+        metrics_of([metrics.take()])["rollout/reply_tokens"]  # 12.0
     """
 
     def __init__(self) -> None:
@@ -109,31 +115,32 @@ class RolloutMetrics:
 
     def enter(self) -> None:
         """A request goes out."""
-        if not is_counted.get():
-            return
-        with self._lock:
-            self._accrue()
-            self._in_flight += 1
+        self._change_in_flight(+1)
 
     def leave(self) -> None:
         """A request is over."""
-        if not is_counted.get():
-            return
-        with self._lock:
-            self._accrue()
-            self._in_flight -= 1
+        self._change_in_flight(-1)
 
     def take(self) -> Counts:
         """Return what happened since the last call and begin anew."""
         with self._lock:
             self._accrue()
+            # `_accrue` has just set it to now: both spans of time end at the same moment.
             seconds, self._taken = self._busy_since - self._taken, self._busy_since
+            # Requests in flight stay counted: the rest of their time is the next call's.
             counts = Counts(seconds=seconds, sums=dict(self._sums), most=self._most, observed=self._observed)
             self._sums, self._most, self._observed = defaultdict(float), {}, {}
         return counts
 
+    def _change_in_flight(self, by: int) -> None:
+        if is_counted.get():
+            with self._lock:
+                self._accrue()
+                self._in_flight += by
+
     def _accrue(self) -> None:
         now = time.monotonic()
+        # Charged at each change of the number in flight, so that time with several requests counts once.
         if self._in_flight:
             self._sums["generating_s"] += now - self._busy_since
         self._busy_since = now

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import importlib
 import logging
+import math
 import re
 import time
 import uuid
@@ -44,6 +45,7 @@ class TensorBoard(Sink):
         self._events = _package("tensorboard.compat.proto.event_pb2", self.name)
         self._summary = _package("tensorboard.compat.proto.summary_pb2", self.name)
         self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
+        # A reader drops what an earlier process has logged from this event's step on.
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
 
@@ -68,6 +70,7 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
         wandb = _package("wandb", self.name)
         id_file = folder / "wandb_id"
+        # A new run in an old folder must not go on in the old one's curves.
         if first_step == 0 or not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
@@ -79,6 +82,7 @@ class WeightsAndBiases(Sink):
             config=settings,
             settings=wandb.Settings(silent=True),
         )
+        # wandb counts one step for each call, and a step and its evaluation are two.
         self._run.define_metric("*", step_metric="finished_steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -140,7 +144,12 @@ class Prometheus(Sink):
 
 
 class Sinks:
-    """The loggers that a run's config names. ValueError, naming the key, for one that cannot be opened."""
+    """The loggers that a run's config names. ValueError, naming the key, for one that cannot be opened.
+
+    sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
+    sinks.log(1, {"reward/mean": 0.5})
+    sinks.close()
+    """
 
     def __init__(self, config: TelemetryConfig, folder: Path, first_step: int, settings: dict[str, Any]) -> None:
         self._open: list[Sink] = []
@@ -154,6 +163,7 @@ class Sinks:
                     self._open.append(Trackio(folder, first_step, config.project, settings))
             if config.prometheus:
                 self._open.append(Prometheus(config.prometheus, folder.name))
+        # The ones that were opened have threads and files, which an error behind them must not leave.
         except BaseException:
             self.close()
             raise
@@ -190,6 +200,4 @@ def _package(module: str, name: str) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return value == value and abs(value) != float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

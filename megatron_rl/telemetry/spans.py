@@ -70,10 +70,12 @@ class Spans:
     def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Iterator[Span]:
         """The `with` block is the span, and the parent of those that begin in it, in its tasks and its threads."""
         within = _inside.get()
+        # Of another object's span it is no child: the two are recorded and taken apart.
         parent = within[1] if within is not None and within[0] is self else None
         span = Span(row=row, name=name, begin_s=time.monotonic(), parent=parent, place=place, args=args)
         with self._lock:
             self._open[id(span)] = span
+        # A context variable: tasks that begin in this block inherit it, and those beside it do not see it.
         token = _inside.set((self, span))
         try:
             yield span
@@ -88,6 +90,7 @@ class Spans:
                 self._last.append(span)
                 if self._recorded is not None:
                     self._keep(span, self._recorded)
+            # Outside of the lock, as it may begin or list spans itself.
             self._on_end(span)
 
     def open(self) -> list[Span]:
@@ -111,6 +114,7 @@ class Spans:
             recorded, self._recorded = self._recorded or [], None
             for span in self._open.values():
                 self._keep(span, recorded)
+            # Copied under the lock, while no span can end.
             return copied(recorded)
 
     def _keep(self, span: Span, recorded: list[Span]) -> None:

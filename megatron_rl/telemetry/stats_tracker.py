@@ -57,6 +57,7 @@ class StatsTracker:
         for name, mask in masks.items():
             name = self._within(name)
             self._masks[name] = mask.bool()
+            # Over 1, as what is exported of a mask is the number of its entries and no mean.
             total, _ = self._sums.get(name, (0.0, 1.0))
             self._sums[name] = total + self._masks[name].sum(), 1.0
 
@@ -74,6 +75,7 @@ class StatsTracker:
                     f"stat({name}=...) has shape {tuple(value.shape)}, and its denominator {denominator!r} "
                     f"{tuple(mask.shape)}: must be the same."
                 )
+            # Sums stay tensors until they are exported: a float here would wait for the GPU in every call.
             self._add(name, value.detach()[mask].double().sum(), mask.sum())
 
     def export(self) -> dict[str, float]:

@@ -38,6 +38,7 @@ class PhaseTimers:
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds of the `with` block as phase `name`; a block that raises counts too."""
         self._charge()
+        # The outer phase has its seconds up to here, and pauses.
         parent = self._open[-1] if self._open else None
         span = Span(row="phases", name=name, begin_s=self._mark, parent=parent)
         self._open.append(span)
@@ -55,6 +56,7 @@ class PhaseTimers:
         self._charge()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = self._mark - self._start
+        # Phases under way stay open: the rest of their time is the next step's.
         self._seconds, self._start = {}, self._mark
         self.last_spans, self._ended = self._ended, []
         return result

@@ -75,6 +75,7 @@ def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
     servers: dict[str, list[Span]] = defaultdict(list)
     left_out = 0
     for trace in ranks:
+        # Hosts of one name may differ, and containers of one host have other names: the boot says which clock it is.
         offset = 0.0 if trace.boot == ranks[0].boot else ranks[0].clock_s - trace.clock_s
         own = moved(trace.phases + trace.publications, offset)
         picture.add(f"rank {trace.rank}", f"{trace.host}, pid {trace.pid}", own)
@@ -131,6 +132,7 @@ def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
     told = [call for call in calls if "request_received_ts" in call.args["timing"]]
     if not told:
         return -wall_minus_client_s
+    # The call with the least time on the way leaves the least room for error in where its middle was.
     call = min(told, key=on_the_way_s)
     timing = call.args["timing"]
     middle = timing["request_received_ts"] + timing["e2e_latency"] / 2
@@ -165,6 +167,7 @@ def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
         return
     since = 0.0
     for name, end in ends.items():
+        # Servers round: no part begins before the last one ended, or ends after the request.
         end = min(max(end, since), took)
         yield Span(row="requests", name=name, begin_s=begin + since, end_s=begin + end, parent=request)
         since = end
@@ -237,6 +240,7 @@ class Picture:
         events = list(self._names)
         for drawn in self._drawn:
             span = drawn.span
+            # Both ends are rounded, and not the duration: a child that ends with its parent must not end behind it.
             begin, end = nanoseconds(span.begin_s - zero), nanoseconds(ended(span) - zero)
             args = {key: value for key, value in span.args.items() if key != "timing"}
             event = {"ph": "X", "name": span.name, "cat": span.row, "ts": begin / 1000, "dur": (end - begin) / 1000}
@@ -245,6 +249,7 @@ class Picture:
             for ph, at in (("s", source), ("f", target)):
                 ts = nanoseconds(at.span.begin_s - zero) / 1000
                 event = {"ph": ph, "name": kind, "cat": kind, "id": number, "ts": ts}
+                # bp: the arrow ends at the span around this moment, and not at the next one that begins.
                 events.append(event | {"pid": at.pid, "tid": at.tid} | ({"bp": "e"} if ph == "f" else {}))
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -264,6 +269,7 @@ def lanes(spans: list[Span]) -> list[list[Span]]:
     """(until when, lane)."""
     free: list[int] = []
     lane_of: dict[Span, int] = {}
+    # Of those that begin together the longest first, then the ancestor: a parent comes before its children.
     for span in sorted(spans, key=lambda span: (span.begin_s, -ended(span), sum(1 for _ in span.ancestors))):
         if span.parent in lane_of:
             lane = lane_of[span.parent]
