@@ -42,6 +42,7 @@ def busy_cores() -> float:
     first, began = _worked(), time.perf_counter()
     time.sleep(LOOK_S)
     ticks_per_s = os.sysconf("SC_CLK_TCK")
+    # Over the time that really passed: on a busy host the sleep takes longer than it was told.
     return (_worked() - first) / ticks_per_s / (time.perf_counter() - began)
 
 

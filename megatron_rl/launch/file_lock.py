@@ -26,6 +26,7 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
     by_process: until this process closes it or ends; what it forks has no part in the lock.
     """
+    # flock's lock belongs to the open file, which a fork shares; lockf's to this process alone.
     lock, acquire = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.lockf if by_process else fcntl.flock
     deadline = time.monotonic() + patience_s
     while True:
@@ -42,6 +43,7 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
 def sign(lock: int, pid: int) -> None:
     """Write down whose it is, and since when."""
+    # In place: a file that is renamed over this one would be another lock.
     os.ftruncate(lock, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(lock, f"process {pid} on {socket.gethostname()} (since {since})".encode(), 0)

@@ -44,6 +44,7 @@ def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) 
 def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
     """Return the line of an error, and keep its traceback where the line alone does not say enough."""
     text = " ".join(str(error).split())[:LONGEST]
+    # A user's own line says most, and else the last one of this package above the library that raised.
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
     own = [place for place in frames if not place[0].startswith((PACKAGE, *LIBRARIES, "<"))]
     calls = places(error.__traceback__)
@@ -83,6 +84,7 @@ def keep(error: Exception, folder: Path | None) -> str:
     content = (head + "".join(traceback.format_exception(error))).encode("utf-8", "replace")
     try:
         if folder is not None and folder.is_dir():
+            # O_APPEND, as several ranks may come to their end at once.
             handle, path = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), str(folder / LOG)
         else:
             handle, path = tempfile.mkstemp(prefix="megatron_rl-", suffix=f"-{LOG}")

@@ -57,6 +57,7 @@ def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_gr
     names = ["scontrol", "show", "hostnames", environment[f"SLURM_JOB_NODELIST{suffix}"]]
     return Nodes(
         hosts=subprocess.run(names, capture_output=True, text=True, check=True).stdout.split(),
+        # Nodes of a job may differ; the least of them is what a plan can count on everywhere.
         cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),
         gpus=int((gpus or "0").rpartition(":")[2]),  # 8, or h100:8
         het_group=het_group,
@@ -96,6 +97,7 @@ def _place_servers(nodes: Nodes, count: int, gpus_each: int, *, spare: int) -> l
     if not nodes.gpus:
         hosts = nodes.hosts[: max(1, len(nodes.hosts) - spare)]
         return [ServerPlace(host=hosts[number % len(hosts)]) for number in range(count)]
+    # No server is spread over two nodes; what is left of a node goes to ranks.
     starts = range(0, nodes.gpus - gpus_each + 1, gpus_each)
     room = [ServerPlace(host=host, gpus=range(n, n + gpus_each)) for host in nodes.hosts for n in starts]
     if count > len(room):
@@ -119,6 +121,7 @@ def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int
     """Fill the last nodes, or share evenly."""
     shares = dict.fromkeys(room, 0)
     while ranks:
+        # From the back: servers have the first nodes. The dict keeps the hosts in the order of their ranks.
         for host in reversed(room):
             more = min(room[host] if fill else 1, room[host] - shares[host], ranks)
             shares[host], ranks = shares[host] + more, ranks - more
@@ -130,6 +133,7 @@ def ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "MASTER_PORT" not in environment:
         return {}
     here = counts(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
+    # The step sees all GPUs of its node (--gpu-bind=none), and the servers have the first ones.
     servers_gpus = max(0, int(environment.get("SLURM_GPUS_ON_NODE", 0)) - here)
     return {
         "RANK": environment["SLURM_PROCID"],

@@ -17,6 +17,7 @@ def free_port(host: str) -> int:
     The kernel gives connections ports of a range of its own. SGLang listens ten seconds and more after it was told
     where, in which a port of that range would sometimes be taken. RuntimeError where none is free.
     """
+    # Not random's own generator: ranks and tests that have seeded it would all try the same ports.
     for port in random.SystemRandom().sample(range(LOWEST, first_of_connections()), CHOICES):
         try:
             socket.create_server((host, port)).close()

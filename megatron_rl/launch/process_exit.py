@@ -17,14 +17,17 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+LOOK_S = 0.5
+LAUNCHER_S = 10.0
+"""For a launcher to see a rank's death and to stop the others."""
 
 
-def exit_with(pid: int, *, says_so: bool = True, interval_s: float = 0.5) -> None:
+def exit_with(pid: int, *, says_so: bool = True) -> None:
     """Watch process `pid` from a thread and exit when it ends, with one line where `says_so`."""
 
     def watch() -> None:
         while is_alive(pid):
-            time.sleep(interval_s)
+            time.sleep(LOOK_S)
         stop(f"process {pid}, which started this run, died; stopping." if says_so else "")
 
     start_thread(watch, name=f"exit-with-{pid}")
@@ -51,6 +54,7 @@ def die_with(parent: int) -> None:
     """Let the kernel kill this process as soon as its parent's thread that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have ended before the kernel was asked.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -75,8 +79,9 @@ def is_alive(pid: int) -> bool:
     """True while `pid` runs; a zombie whose parent has not yet waited counts as dead."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
+            # From the last bracket on: a program's name, which stands in brackets, may have brackets and spaces itself.
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False
 
 
@@ -87,9 +92,9 @@ def is_lost_peer(error: RuntimeError) -> bool:
     )
 
 
-def wait_to_be_stopped(rank: int, *, patience_s: float = 10.0) -> None:
+def wait_to_be_stopped(rank: int) -> None:
     """After another rank's death: let the launcher name it and stop this one, instead of adding a traceback."""
-    time.sleep(patience_s)
+    time.sleep(LAUNCHER_S)
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
 
 

@@ -51,6 +51,7 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
             f"or remove it where others may have read it, and a new one is made."
         )
     token = content.strip()
+    # Printable and without spaces, as it goes into an HTTP header.
     if not FORM.fullmatch(token):
         raise ValueError(
             f"{key} = {str(path)!r}: holds no token, which is one word of at least 16 ASCII characters; remove it, and "

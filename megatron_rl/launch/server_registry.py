@@ -40,7 +40,11 @@ class Registration:
 
 
 class Lease:
-    """A server's place in a registry, renewed from a thread while the `with` block lasts and `is_well` says so."""
+    """A server's place in a registry, renewed from a thread while the `with` block lasts and `is_well` says so.
+
+    with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
+        server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+    """
 
     def __init__(self, folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> None:
         self.folder, self.registration, self.is_well = Path(folder), registration, is_well
@@ -95,7 +99,7 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
                 urls.append(str(raw["url"]))
         except FileNotFoundError:  # it has just left
             pass
-        except (ValueError, KeyError, TypeError) as error:
+        except (PermissionError, ValueError, KeyError, TypeError) as error:  # another user's, or no registration
             logger.warning("%s is no registration of a server and is passed over: %r", path, error)
     return urls
 

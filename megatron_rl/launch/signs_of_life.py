@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -28,7 +29,13 @@ Look = Callable[[], Silence]
 
 
 class SignsOfLife:
-    """Looks at all of a process's others. `look` is one round; between `start` and `close` a thread makes them."""
+    """Looks at all of a process's others. `look` is one round; between `start` and `close` a thread makes them.
+
+    signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
+    signs.start()
+    train()
+    signs.close()
+    """
 
     def __init__(
         self, looks: Sequence[Look], *, say: Callable[[str], None] = logger.warning, silent_s: float = SILENT_S
@@ -106,8 +113,10 @@ def role_of(process: psutil.Process, own: psutil.Process) -> str:
     }
     if process.pid == own.ppid():
         return "the process that started this one"
-    if "RANK" in (theirs := process.environ()) and "RANK" not in os.environ:
-        return f"rank {theirs['RANK']}"
+    with suppress(psutil.AccessDenied):  # rewards' processes let nobody but root read theirs
+        # Before the roles by command: a rank's may name a reward of this package among its overrides.
+        if "RANK" in (theirs := process.environ()) and "RANK" not in os.environ:
+            return f"rank {theirs['RANK']}"
     if process.cmdline() == own.cmdline():
         return "a checkpoint's writer"
     return next((role for part, role in roles.items() if part in line), f"process {line[:60]!r}")

@@ -24,6 +24,7 @@ def importing() -> Iterator[None]:
     fifth of the time, and later whenever it looks for garbage. It does not while this lasts, and passes over them ever
     after; so processes that are forked from this one share them.
     """
+    # Within another one, or where a user has turned it off, the collector stays off.
     is_outermost = gc.isenabled()
     gc.disable()
     try:

@@ -55,6 +55,7 @@ class StopSignal:
         """
         if not self._handlers:
             self._ear, self._mouth = socket.socketpair()
+            # set_wakeup_fd demands it: who is interrupted by a signal must not wait.
             self._mouth.setblocking(False)
             # Python's own handlers run between the main thread's instructions, so not while it is inside a collective.
             self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
@@ -95,6 +96,7 @@ class StopSignal:
             what = "saves a checkpoint" if self.saves else "writes its report; it has no checkpoint to resume from"
             words = f"the run stops behind its step, or leaves its rollouts in {half_time_s:g} s, and {what}"
             print(f"megatron_rl: Ctrl-C: {words}. Ctrl-C again ends it at once.", file=sys.stderr, flush=True)
+        # First the step may end by itself; then rollouts are left, which is what a step waits for the longest.
         if self._ends_within(half_time_s):
             return
         self.on_half_time()

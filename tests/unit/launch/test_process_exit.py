@@ -1,10 +1,13 @@
 """A process that is done ends with its exit code, whatever its other threads are at."""
 
+import io
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from megatron_rl.launch.process_exit import is_alive
 
 LETS_GO_OF_A_GROUP = """
     import atexit, os, signal, sys, threading, time
@@ -72,3 +75,12 @@ def test_everything_else_is_as_sys_exit_has_it(ending, code, said):
     assert ended.returncode == code and ended.stderr.endswith(said) and bool(ended.stderr) == bool(said)
     *threads, last = ended.stdout.splitlines()
     assert sorted(threads) == ["not a daemon", "submitted"] and last == "registered"
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_not_alive(monkeypatch):
+    class Ended(io.StringIO):
+        def read(self, *_):
+            raise ProcessLookupError
+
+    monkeypatch.setattr("builtins.open", lambda _: Ended())
+    assert not is_alive(1)

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,18 @@ def test_server_of_another_user_is_not_sent_the_runs_token(tmp_path, monkeypatch
         monkeypatch.setattr("megatron_rl.launch.server_registry.os.geteuid", lambda: os.getuid() + 1)
         assert registered_urls(tmp_path, "r") == []
     assert f"belongs to user {os.getuid()}" in caplog.text
+
+
+def test_a_file_of_another_user_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch, caplog):
+    theirs = write(tmp_path, "theirs")
+    write(tmp_path, "ours", url="http://a:1")
+    opened = Path.open
+
+    def open_ours(path, *args):
+        if path == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(Path, "open", open_ours)
+    assert registered_urls(tmp_path, "r") == ["http://a:1"]
+    assert str(theirs) in caplog.text and "Permission denied" in caplog.text

@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from megatron_rl.launch import signs_of_life
@@ -55,6 +57,20 @@ def test_a_stopped_rank_is_named_by_its_number(monkeypatch):
             until(lambda: [who for who in stopped() if who.startswith(f"rank 3 (pid {rank.pid})")])
         finally:
             rank.kill()
+
+
+def test_a_stopped_process_of_the_rewards_is_named_though_its_environment_cannot_be_read(monkeypatch):
+    def refuse(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "environ", refuse)
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "megatron_rl.rewards"]
+    with subprocess.Popen(sleeping) as rewards:
+        try:
+            rewards.send_signal(signal.SIGSTOP)
+            until(lambda: [who for who in StoppedProcesses()() if who.startswith("a process of the rewards (pid ")])
+        finally:
+            rewards.kill()
 
 
 def test_a_process_that_stood_still_itself_blames_nobody_when_it_goes_on(monkeypatch):

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from megatron_rl.launch.stop_signal import SIGNALS, StopSignal
+from megatron_rl.launch import rank
+from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, SIGNALS, StopSignal
 
 WAITS_IN_C = """
 import ctypes, sys, time
@@ -87,3 +88,16 @@ def test_without_listening_nothing_came():
     notice = StopSignal(1.0, on_half_time=lambda: None)
     assert not notice.came()
     notice.close()
+
+
+def test_ctrl_c_while_the_config_is_read_ends_with_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(rank, "load_config", interrupted)
+    monkeypatch.setattr(rank.open_files, "raise_limit", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        rank.main("", lambda config: None, ["configs/demo.yaml"])
+    assert ended.value.code == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "megatron_rl.train: interrupted, with nothing saved.\n"
