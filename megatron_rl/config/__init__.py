@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 
+# These import YAML and OmegaConf, which whoever needs the sections alone does without.
 _LATER = {
     "DescribedOption": "option_records",
     "SECTIONS": "loading",
@@ -79,5 +80,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = found
+    globals()[name] = found  # so that this is not asked for the name again
     return found

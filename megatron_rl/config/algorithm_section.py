@@ -14,14 +14,9 @@ ESTIMATORS = (
     *("maxrl", "pass@k", "gae"),
 )
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
-
-
 COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k")
-
-
+"""Estimators that compare the replies of one prompt, so that there must be several."""
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "cpgd", "dppo")
-
-
 PAIR_LOSSES = ("dpo", "ipo", "simpo", "bradley_terry")
 
 
@@ -78,8 +73,10 @@ class AlgorithmConfig(Section, name="algo"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # With clip_low = 1 a ratio has no lower bound, so that clip_high need not be above it.
         if not (self.clip_high >= self.clip_low or (self.clip_low == 1 and self.clip_high > 0)):
             self.refuse("clip_high", f"must be at least clip_low = {self.clip_low}, or above 0 with clip_low = 1")
+        # The other losses have no clipped term that this could bound.
         if self.dual_clip and self.loss not in ("ppo_clip", "gspo"):
             self.refuse("dual_clip", "must be 0 (off), or above 1 with algo.loss = ppo_clip or gspo")
         if (self.aggregation_length > 0) != (self.aggregation == "constant"):
@@ -87,6 +84,7 @@ class AlgorithmConfig(Section, name="algo"):
                 "must be at least 1 with algo.aggregation = constant, e.g. generation.max_new_tokens, and 0 elsewhere"
             )
             self.refuse("aggregation_length", rule)
+        # Its gradient is what makes it unbiased, and a reward has none.
         if self.kl_estimator == "unbiased" and self.kl_in != "loss":
             self.refuse("kl_estimator", "must be k1, k2, k3, or, with algo.kl_in = loss, unbiased")
         if self.kl_target > 0 and not self.penalizes_reward:
@@ -144,6 +142,7 @@ class CorrectionConfig(Section, name="correction"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The weight compares these two policies, which are the same then.
         if self.proximal == "behavior" and self.weight != "off":
             rule = "correction.proximal = behavior makes every weight 1; set it to off, or take another proximal policy"
             self.refuse("weight", rule)

@@ -15,6 +15,7 @@ BLOCK = 1000
 
 def are_sets(sets: dict[str, Any]) -> bool:
     """Return whether every further set of prompts is {source: ..., args: {...}} under a name of its own."""
+    # held_out is the name of data.evaluation: two sets of one name would share their metrics.
     return "held_out" not in sets and all(
         isinstance(part, dict) and isinstance(part.get("source"), str) and set(part) <= {"source", "args"}
         for part in sets.values()
@@ -59,6 +60,7 @@ class DataConfig(Section, name="data"):
         for name, weight in self.weights.items():
             if not (isinstance(weight, int | float) and 0 < weight < inf):
                 refuse(f"data.train_args.{name}.weight", weight, "must be above 0; leave out what has no share")
+        # A loop of its own: the sum is only known to be one once every weight was found to be a number.
         for name, weight in self.weights.items():
             if weight * BLOCK < sum(self.weights.values()):
                 rule = f"has none of every {BLOCK} prompts beside the others' weights; raise it, or leave the part out"

@@ -27,6 +27,7 @@ def path_of(given: Any, *, key: str) -> str:
     if not (inspect.isroutine(given) or inspect.isclass(given)):
         raise ValueError(f"{key} = {given!r}: is a {type(given).__name__}, no function; {way_out}.")
     module, name = str(given.__module__), str(given.__qualname__)
+    # A nested function, a lambda or one that a decorator has replaced is not found again under its name.
     if module not in sys.modules or vars(sys.modules[module]).get(name) is not given:
         raise ValueError(
             f"{key} = {module}:{name}: rewards are computed in other processes, which import them, and module {module} "
@@ -41,6 +42,7 @@ def name_of_main(key: str, given: str) -> str:
     if main.__spec__ is not None:  # python -m
         return main.__spec__.name
     file = Path(str(vars(main).get("__file__", "")))
+    # Another file of that name may come first on the path: the others would import it instead of this program.
     found = importlib.util.find_spec(file.stem) if file.suffix == ".py" and file.stem.isidentifier() else None
     if found is not None and found.origin is not None and file.exists() and Path(found.origin).samefile(file):
         return file.stem

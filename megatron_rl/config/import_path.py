@@ -55,6 +55,7 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
         raise ValueError(
             f"{key} = {path!r}: must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match."
         )
+    # Before anything is imported, as that is what runs a stranger's code.
     _check_home(module_name, f"{key} = {path!r}: module {module_name}", import_from)
     is_ours = import_from is not None and is_in(OURS, module_name)
     if is_ours and path not in offered(kind):
@@ -73,6 +74,7 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
     found = names[name]
     if import_from is None or is_ours:
         return found
+    # __builtins__ and imported modules would lead to everything that Python has.
     if inspect.ismodule(found) or name.startswith("__"):
         raise ValueError(f"{key} = {path!r}: is no object of {module_name}'s own; name a function or class of it.")
     # One that the module has only imported is not its own. A class stands for what it makes.
@@ -116,7 +118,7 @@ def refuse_while_importing(what: str) -> None:
     frame: FrameType | None = sys._getframe(1)
     file, line = "", 0
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and not file:
+        if frame.f_code.co_name == "<module>" and not file:  # the innermost: the module that is being imported
             file, line = frame.f_code.co_filename, frame.f_lineno
         if frame.f_code is resolve.__code__ and file:
             raise ValueError(

@@ -18,12 +18,12 @@ from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Values that an experiment file may write out to, with what its aliases repeat."""
+"""Values that a config file may write out to: ten lines of aliases of aliases can stand for billions."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
-    """Read an experiment file, apply `key=value` overrides and check everything. Raises ValueError."""
+    """Read a config file, apply `key=value` overrides and check everything. Raises ValueError."""
     path = Path(path)
     merged = read_sections(path)
     try:
@@ -33,6 +33,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
                 raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
             # Set and not merged, so that data.train_args={} empties it.
             OmegaConf.update(merged, key, value_of(text, override) if text else "", merge=False, force_add=True)
+        # In this order: nothing is interpolated before it is known to be harmless, and keys are known to exist before
+        # their types are looked up.
         refuse_computed_values(merged)
         refuse_unknown_keys(TrainConfig, merged, "")
         wrap_single_values(TrainConfig, merged)
@@ -42,6 +44,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             raise ValueError(
                 f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
             )
+        # Nested sections first, each by its name: critic.parallel shares its class with parallel, and so its errors.
         for name in (name for name in SECTIONS if "." in name):
             with as_part_of(name):
                 OmegaConf.to_object(OmegaConf.select(config, name))
@@ -56,11 +59,12 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 def read_sections(path: Path) -> DictConfig:
-    """Read an experiment file as it is written. ValueError says what is wrong in it, and in which line."""
+    """Read a config file as it is written. ValueError says what is wrong in it, and in which line."""
     if not path.is_file():
-        raise ValueError(f"config = {str(path)!r}: no such file; give an experiment file such as configs/demo.yaml.")
+        raise ValueError(f"config = {str(path)!r}: no such file; give a config file such as configs/demo.yaml.")
     try:
         text = path.read_text(encoding="utf-8")
+        # Counted on the tree, where an alias is one node still: OmegaConf writes each out.
         written = nodes_written(yaml.compose(text, Loader=yaml.SafeLoader), {})
         if written > MOST_NODES:
             raise ValueError(f"its aliases write out to {written:,} values, and {MOST_NODES:,} is the most")
@@ -84,7 +88,7 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = MOST_NODES + 1
+        known[id(node)] = MOST_NODES + 1  # until it is counted, for one that is found within itself
         below = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
         known[id(node)] = 1 + sum(nodes_written(part, known) for part in below)
     return known[id(node)]
@@ -93,6 +97,7 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 def value_of(text: str, override: str) -> Any:
     """Return the value of an override, as YAML has it."""
     try:
+        # By OmegaConf's reader, as in a file: to YAML's own 1e-5 is a text.
         return member(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False), "value")
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())

@@ -61,6 +61,7 @@ class ParallelConfig(Section, name="parallel"):
                 f"ranks per replica, which does not divide the world size {world_size}. Lower one of them, or start a "
                 f"multiple of {ranks} ranks, e.g. torchrun --nproc-per-node {ranks}."
             )
+        # Experts have a layout of their own over the same ranks, which must divide them too.
         experts = self.expert * self.expert_tensor * self.pipeline
         if world_size % experts:
             raise ValueError(
@@ -120,6 +121,7 @@ class BatchConfig(Section, name="batch"):
 class EngineConfig:
     """The options of one training engine; `TrainConfig.actor` cuts the policy's out of a run's config."""
 
+    # No rules here: each value comes from a section that has checked it.
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

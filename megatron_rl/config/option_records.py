@@ -62,6 +62,7 @@ def docs_of_fields(kind: type) -> dict[str, str]:
     """Return the string that stands below each field. Python keeps none of them, so they are read from the source."""
     [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
     docs = {}
+    # The text belongs to the field that it follows; a field without one is followed by the next field.
     for field, below in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):

@@ -171,6 +171,7 @@ class RolloutConfig(Section, name="rollout"):
     """
 
     def __post_init__(self) -> None:
+        # Before the fields' own rules, which know import paths alone: Python code may give the functions themselves.
         self.reward = path_of(self.reward, key="rollout.reward")
         for number, part in enumerate(self.recipe):
             key = f"rollout.recipe[{number}]"
@@ -183,6 +184,7 @@ class RolloutConfig(Section, name="rollout"):
         if self.registry and self.servers:
             self.refuse("registry", "must be empty where rollout.servers names them; give one of the two")
         if any("api-key" in argument for argument in self.server_args):
+            # The value is not shown: errors end up in logs.
             rule = "names a key, which every user of the host could see; put it into the file rollout.token_file"
             refuse("rollout.server_args", "...", rule)
         if self.publication == "delta" and self.backend == "sglang":
@@ -241,6 +243,7 @@ class RolloutConfig(Section, name="rollout"):
         found = None
         for word, following in itertools.zip_longest(self.server_args, self.server_args[1:]):
             name, equals, value = word.partition("=")
+            # No return: a later one overrides it, as the server's own parser has it.
             if name in names:
                 found = value if equals else following
         return found

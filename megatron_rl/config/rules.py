@@ -51,7 +51,7 @@ def rules_of(section: Any) -> dict[str, Rule]:
 def ruled(rule: str, holds: Callable[[Any], bool], *, default: Any, hint: str = "") -> Any:
     """Return a dataclass field whose value must satisfy `holds`, which `rule` says in words."""
     metadata = {"rule": Rule(f"{rule}; {hint}" if hint else rule, holds)}
-    if isinstance(default, list | dict):
+    if isinstance(default, list | dict):  # each section has a copy of its own
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -78,9 +78,9 @@ def within(interval: str, *, default: Any, hint: str = "") -> Any:
     return ruled(f"must be in {interval}", holds, default=default, hint=hint)
 
 
-def one_of(*choices: str, default: str, hint: str = "") -> Any:
+def one_of(*choices: str, default: str) -> Any:
     *first, last = (choice or "empty" for choice in choices)
-    return ruled(f"must be {', '.join(first)} or {last}", lambda it: it in choices, default=default, hint=hint)
+    return ruled(f"must be {', '.join(first)} or {last}", lambda it: it in choices, default=default)
 
 
 def import_path(*, default: str) -> Any:
@@ -114,4 +114,5 @@ def as_part_of(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        # Not behind a dot or within a word: a message that has the whole name already stays as it is.
         raise ValueError(re.sub(rf"(?<![\w.]){short}(?=[.:])", name, str(error))) from error

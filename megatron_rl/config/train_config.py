@@ -59,6 +59,7 @@ class TrainConfig:
     """Passed to megatron.core's TransformerConfig by its own field names."""
 
     def __post_init__(self) -> None:
+        # First: what comes below, and copies of this config, know import paths alone.
         self._trust_what_is_given()
         batch, samples = self.batch, self.generation.n_samples
         if self.supervised.answer and self.preference.loss:
@@ -74,8 +75,8 @@ class TrainConfig:
         if batch.prompts_per_step * samples < batch.updates_per_step:
             raise ValueError(
                 f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
-                f"generation.n_samples = "
-                f"{batch.prompts_per_step} x {samples} trajectories, and every update needs one at least; lower it."
+                f"generation.n_samples = {batch.prompts_per_step} x {samples} trajectories, and every update needs one "
+                f"at least; lower it."
             )
         if self.algo.advantage in COMPARE_GROUP and samples < 2 and not self.learns_from_data:
             raise ValueError(
@@ -102,6 +103,7 @@ class TrainConfig:
                 "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
                 "journal; set that, or leave the key out."
             )
+        # A reward model scores the batch, and ReMax leaves its greedy replies out of it unless it is told to keep them.
         hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
         if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
             raise ValueError(
@@ -120,6 +122,7 @@ class TrainConfig:
                 f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
                 f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
             )
+        # Options that nothing reads are most likely a mistake in algo.advantage.
         if not self.has_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
@@ -133,6 +136,7 @@ class TrainConfig:
             module = path.partition(":")[0] if isinstance(path, GivenPath) else ""
             if module and module.partition(".")[0] != "megatron_rl" and module not in allowed:
                 allowed.append(module)
+        # New sections, and not changed ones: those that were given may be another config's too.
         if allowed != list(self.run.import_from):
             self.run = dataclasses.replace(self.run, import_from=allowed)
         recipe = [{**part, "reward": str(part["reward"])} if "reward" in part else part for part in self.rollout.recipe]
