@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not nobody_reads(sys.stdout.fileno()):  # it is another pipe's
+        if not nobody_reads(sys.stdout.fileno()):  # the error is of another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         sys.exit(ENDED_BY_SIGPIPE)
@@ -55,7 +55,7 @@ def run(argv: list[str] | None = None) -> None:
         add_help=False,
     )
     plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
-    plan.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    plan.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
     plan.add_argument("--nodes", type=_at_least_1, default=1, help="of the cluster (default 1)")
     plan.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
@@ -66,7 +66,7 @@ def run(argv: list[str] | None = None) -> None:
     evaluated = commands.add_parser(
         "eval", help="how well a model, or a run's newest weights, answers held-out prompts"
     )
-    evaluated.add_argument("config", type=Path, help="experiment file, or a run's folder such as runs/demo")
+    evaluated.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
     evaluated.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. eval.temperature=1")
     commands.add_parser(
         "serve",
@@ -91,21 +91,17 @@ def run(argv: list[str] | None = None) -> None:
     options = commands.add_parser("options", help="every key of a config, with its default, its text and its rule")
     options.add_argument("section", nargs="?", default="", help="such as algo, or one key; default: all of them")
     options.add_argument("--write", type=Path, metavar="PAGE", help="put all of them into a page, docs/options.md")
+    # launch, sft, preferences and serve parse the rest themselves. Imports come late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
 
         launch(rest)
         return
-    if args.command == "sft":
+    if args.command in ("sft", "preferences"):
         from megatron_rl.train import main as train
 
-        train(rest, kind="supervised")
-        return
-    if args.command == "preferences":
-        from megatron_rl.train import main as train
-
-        train(rest, kind="preference")
+        train(rest, kind="supervised" if args.command == "sft" else "preference")
         return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Rollout servers in a job of their own. They register in run.folder/registry (or rollout.registry), where the trainers of
-# the same experiment find them; they may come, go and come again while it lasts.
+# the same run find them; they may come, go and come again while it lasts.
 #
 #   sbatch --nodes 4 scripts/serve_rollouts.sh CONFIG run.folder=runs/one rollout.server_count=32
 #   sbatch --nodes 8 scripts/train_grpo.sh CONFIG run.folder=runs/one rollout.server_count=32 --servers 0

@@ -37,14 +37,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, help="processes that train; default: one for each GPU that servers leave")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
     parser.add_argument("--resume", default="", metavar="auto|CHECKPOINT", help="continue a run, see megatron_rl.train")
-    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
     args, rest = parser.parse_known_args(argv)
     with one_line("megatron-rl launch"):
+        # Checked before there are ranks, each of which would say the same of one mistake.
         config = load_config(args.config, [word for word in rest if not word.startswith("-")])
         places = arrange(config, gpus_of_host(), args.ranks)
     if args.resume:
         rest += ["--resume", args.resume]
     if places.server_gpus:
+        # Decided here alone: ranks see their own GPUs, and cannot know which were kept for servers.
         rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
     if args.exit_with:
         exit_with(args.exit_with)
@@ -86,6 +88,7 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
             f"rollout.devices = {servers}: {', '.join(missing)} not among this host's {len(gpus)} GPUs, "
             f"{', '.join(gpus)}; correct it, or leave it out."
         )
+    # The last ones, so that rank n has GPU n.
     if not servers and wanted <= len(gpus):
         servers = gpus[:wanted] if rollout.colocated else gpus[len(gpus) - wanted :]
     left = gpus if rollout.colocated else [gpu for gpu in gpus if gpu not in servers]
@@ -147,13 +150,15 @@ def run(places: Places, module_and_args: list[str]) -> int:
     try:
         failed = _first_failure(processes)
     except KeyboardInterrupt:
-        _stop(processes, patience_s=0.0)
+        _kill(processes)
         return EXIT_INTERRUPTED
     if failed is None:
+        # 0, or what ranks end with that stopped on a signal.
         return max(process.returncode for process in processes)
     code = processes[failed].returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    _stop(processes, patience_s=0.0)
+    _kill(processes)
+    # A single rank that ended by itself has said why.
     if places.ranks > 1 or code < 0:
         print(f"megatron_rl: rank {failed} (pid {processes[failed].pid}) {how}; stopped the run.", file=sys.stderr)
     return 1
@@ -195,12 +200,8 @@ def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
             process.send_signal(number)
 
 
-def _stop(processes: list[subprocess.Popen], *, patience_s: float) -> None:
-    """Wait a while for the ranks that remain, then kill them: SIGTERM would ask them to save."""
-    deadline = time.monotonic() + patience_s
+def _kill(processes: list[subprocess.Popen]) -> None:
+    """Kill the ranks that remain: SIGTERM would ask them to save, and they would wait for the one that is gone."""
     for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()

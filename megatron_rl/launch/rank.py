@@ -36,7 +36,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     load: imports what checks and trains such a config, which takes seconds.
     """
     parser = argparse.ArgumentParser(PROGRAM, description=description)
-    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/demo.yaml")
+    parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument(
         "--dry-run",
@@ -52,6 +52,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_intermixed_args(words)
+    # Before anything asks for its rank: srun does not set torch's variables.
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
     folder: list[Path] = []
@@ -72,8 +73,8 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
                 sys.exit(EXIT_STOPPED)
         except KeyboardInterrupt as stop:
             if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
-                print(f"{PROGRAM}: {stop or 'interrupted, with nothing saved.'}", file=sys.stderr)
-                if config.run.checkpoint_every_steps > 0:
+                print(f"{PROGRAM}: {str(stop) or 'interrupted, with nothing saved.'}", file=sys.stderr)
+                if folder and config.run.checkpoint_every_steps > 0:  # else it came before there was a config
                     print(f"To continue: {resume_command(['python', '-m', PROGRAM], words)}", file=sys.stderr)
             sys.exit(EXIT_INTERRUPTED)
         except RuntimeError as error:

@@ -60,11 +60,7 @@ class Container:
         if self.runtime != "pyxis":
             return []
         mounts = ",".join(f"{folder}:{folder}" for folder in self._folders)
-        return [
-            f"--container-image={self.image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={Path.cwd()}",
-        ]
+        return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
 
     def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
         """Return the command that runs the image's Python on these arguments."""
@@ -149,6 +145,7 @@ class Job:
         if backend == "auto":
             backend = "sglang" if self.serving.gpus else "embedded"
         serve = ["-m", "megatron_rl.cli", "serve", config.model.path, "--backend", backend]
+        # Their weights come from the trainer: --load-format dummy spares each server the reading of the files.
         serve += ["--host", address(where.host), "--dtype", config.model.dtype, "--load-format", "dummy"]
         serve += ["--restarts", str(config.rollout.server_restarts), "--log-folder", str(log.parent)]
         serve += ["--start-timeout-s", str(config.rollout.start_timeout_s)]
@@ -167,6 +164,7 @@ class Job:
         for server in self.servers:
             if server.process.poll() is None:
                 continue
+            # Named once, when it is found; the next rounds only wait until its time has come.
             if server.next_start is None:
                 delay_s = FIRST_RESTART_S * 2 ** (server.starts - 1)
                 server.next_start = time.monotonic() + delay_s
@@ -186,8 +184,10 @@ class Job:
         ranks = self.placement.ranks
         train = ["-m", PROGRAM, *self.train_arguments]
         if self.config.run.checkpoint_every_steps:
+            # Always: Slurm may have queued this job again after a lost node, without a word to it.
             train += ["--resume", "auto"]
         if not (self.config.rollout.servers or self.config.learns_from_data):
+            # Without servers of its own the job waits for those of others.
             count = len(self.servers) or self.config.rollout.server_count
             train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
         self.rank_logs.mkdir(parents=True, exist_ok=True)
@@ -198,6 +198,7 @@ class Job:
         meeting = {"MASTER_ADDR": address(next(iter(ranks))), "MASTER_PORT": str(port_of(self.number))}
         if len(set(ranks.values())) > 1:
             hosts = self.rank_logs / "hosts"
+            # The arbitrary distribution reads its hosts from a file, a line for each task.
             hosts.write_text("".join(f"{host}\n" * count for host, count in ranks.items()))
             meeting["SLURM_HOSTFILE"] = str(hosts)
         return self._popen(step, self._python(train, self.training), self.rank_logs / "rank-%t.log", meeting)
@@ -232,6 +233,7 @@ class Job:
     def _popen(
         self, step: list[str], command: list[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
+        # Appended, so that a server's or a job's second start leaves the first one's log.
         options = [*self.srun_options, f"--output={log}", "--open-mode=append"]
         options += self.container.srun_options() if self.container is not None else []
         say(shlex.join([*step, *options, *command]))
@@ -240,6 +242,7 @@ class Job:
     def _stop(self) -> None:
         """End the trainer where it still runs, which saves, and then its servers."""
         servers = [server.process for server in self.servers]
+        # The trainer first: it still talks to its servers while it leaves its rollouts and saves.
         for steps, patience_s in (([self.trainer], self.config.run.grace_s), (servers, STOP_S)):
             for step in steps:
                 tell(step)
@@ -296,8 +299,8 @@ def say(text: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megatron_rl.launch.slurm", description="Run an experiment in this Slurm job.")
-    parser.add_argument("config", type=Path, help="experiment file, e.g. configs/count_grpo.yaml")
+    parser = argparse.ArgumentParser("megatron_rl.launch.slurm", description="Train in this Slurm job.")
+    parser.add_argument("config", type=Path, help="config file, e.g. configs/count_grpo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument("--servers", type=int, help="rollout servers; default: rollout.server_count. 0: other jobs'")
     parser.add_argument("--ranks", type=int, help="trainer ranks; default: all GPUs left, or one a node. 0: only serve")

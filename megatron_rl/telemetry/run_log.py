@@ -2,7 +2,7 @@
 
     metrics.jsonl   one object per step (`kind: step`) or evaluation (`kind: evaluation`, `name`), in order
     samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name); `turns` of dialogues
-    config.yaml     the experiment as it ran
+    config.yaml     the config, with all defaults and overrides
 
 A line is written as a whole, so a killed process leaves at most one torn line, which `read_run` drops. RuntimeError,
 which ends the run, where one cannot be written.
@@ -33,6 +33,7 @@ COLUMNS = (
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/reply_tokens", ",.0f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
+    # A run has one of the three losses: it learns from rewards, from answers or from pairs.
     ("loss", "policy/loss", ".4f"),
     ("grad norm", "policy/grad_norm", ".3f"),
     ("loss", "supervised/loss", ".4f"),
@@ -153,6 +154,7 @@ class RunLog:
             return
         self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
         if self.sinks is not None:
+            # They count finished steps, where the files number the steps from 0.
             self.sinks.log(step + 1, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
@@ -254,9 +256,11 @@ def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if first_step == 0:
+        # One earlier run is kept, and replaced by the next.
         path.rename(path.with_name(f"previous-{path.name}"))
         return []
     kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
+    # Aside and then renamed: a crash in between leaves the whole log.
     shorter = path.with_suffix(".unfinished")
     shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
     os.replace(shorter, path)
@@ -276,6 +280,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     out with a warning: a run can go on without it. Zeros in front of a whole line cost nothing but themselves.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
+    # "\n" alone: splitlines would break at other line ends within a sample's text.
     complete = text[: text.rfind("\n") + 1]
     rows, damaged = [], []
     for number, line in enumerate(complete.split("\n")[:-1], start=1):
@@ -323,6 +328,7 @@ def read_run(folder: str | Path) -> RunRecord:
         if line["kind"] == "step":
             steps[line["step"]] = line
         else:
+            # A resumed run may have logged one again; dicts keep the last.
             evaluations[line["name"], line["step"]] = line
     samples: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     if (folder / SAMPLES).is_file():

@@ -100,7 +100,7 @@ def test_refusal_comes_before_a_process_group(folder):
     assert not dist.is_initialized()
 
 
-def test_check_of_an_experiment_refuses_it_too():
+def test_check_of_a_run_refuses_it_too():
     config = load_config("configs/count_grpo.yaml", ["megatron.hidden_dropout=0.1"])
     with pytest.raises(ValueError, match="^megatron.hidden_dropout = 0.1: not to be set, the trainer's log-prob"):
         check(config)

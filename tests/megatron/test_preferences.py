@@ -200,7 +200,7 @@ SMALL = ("batch.prompts_per_step=6", "batch.tokens_per_microbatch=60", "data.eva
 
 
 def run_of(config, *settings):
-    """Run a shipped experiment on this rank, from random weights; return what it logged."""
+    """Run a shipped config on this rank, from random weights; return what it logged."""
     random = (f"model.path={ROOT}/configs/models/count_tiny", "model.init=random")
     loaded = load_config(ROOT / "configs" / f"{config}.yaml", [*random, *SMALL, *settings])
     assert train(loaded, resume="auto" if loaded.run.checkpoint_every_steps else "")
@@ -257,7 +257,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(settings, m
 @pytest.mark.parametrize(
     ("config", "setting"), [("count_dpo", "preference.loss = 'dpo'"), ("count_sft", "supervised.answer = 'answer'")]
 )
-def test_rl_refuses_an_experiment_on_data(config, setting):
+def test_rl_refuses_a_run_on_data(config, setting):
     with pytest.raises(ValueError, match=f"{setting}: .* start it by megatron-rl launch"):
         check(load_config(ROOT / "configs" / f"{config}.yaml"))
 

@@ -112,7 +112,7 @@ SMALL = ("run.steps=3", "run.evaluate_every_steps=2", "batch.prompts_per_step=6"
 
 
 def run_of(*settings):
-    """Run the shipped experiment on this rank; return what it logged."""
+    """Run the shipped config on this rank; return what it logged."""
     config = load_config(ROOT / "configs" / "count_sft.yaml", [*MODEL, *SMALL, *settings])
     assert train(config)
     return read_run(config.run.folder)

@@ -132,7 +132,7 @@ GRPO = (
 )
 
 
-def experiment(arguments):
+def train_with(arguments):
     os.chdir(ROOT)
     train(load_config(COUNT, [*GRPO, *arguments]))
 
@@ -146,7 +146,7 @@ def grpo(model, servers, folder, *arguments):
         f"rollout.token_file={TOKEN_FILE}",
     )
     try:
-        run_ranks(1, experiment, arguments, timeout_s=200)
+        run_ranks(1, train_with, arguments, timeout_s=200)
     finally:
         for url in servers:
             post(url, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "0"})

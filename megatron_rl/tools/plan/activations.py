@@ -31,7 +31,7 @@ class Activations:
     arch: Architecture
     config: EngineConfig
     megatron: dict[str, Any] = field(default_factory=dict)
-    """The experiment's `megatron:` section, for its recomputation options."""
+    """The config's `megatron:` section, for its recomputation options."""
     uses_kernel: bool = True
     """Attention by the variable-length kernel of CUDA, or else by SDPA over pieces of one shape."""
     keys_per_row: float = 1.0

@@ -1,4 +1,4 @@
-"""Chooses the split of the GPUs, says whether it fits, and if not which nearest experiment does."""
+"""Chooses the split of the GPUs, says whether it fits, and if not which nearest config does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Plan:
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
-    """Raise ValueError where a model does not divide as its layout wants, or the experiment does not run on GPUs."""
+    """Raise ValueError where a model does not divide as its layout wants, or the config does not work on GPUs."""
     config.rollout.check_for_gpus()
     for model in models:
         check_layout(model.arch, model.engine.parallel)
@@ -217,7 +217,7 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
 
 
 def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
-    """Return the fewest `key=value` overrides with which the experiment fits, and its plan; None where there are none.
+    """Return the fewest `key=value` overrides with which the run fits, and its plan; None where there are none.
 
     Of as many overrides those whose step could be the fastest. Tensor and pipeline axis, tokens of a microbatch, the
     distributed optimizer, recomputation and a server's GPUs are tried, and turns on the same GPUs; where none of them
@@ -276,7 +276,7 @@ def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dic
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """The experiment with some keys changed; a critic in the policy's layout moves with it."""
+    """The config with some keys changed; a critic in the policy's layout moves with it."""
     parallel, critic = config.parallel, config.critic
     for key in ("tensor", "pipeline"):
         if f"parallel.{key}" in changes:

@@ -40,7 +40,7 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """The policy, and where the experiment has them its reference, critic and reward model. Reads their config.json."""
+    """The policy, and where the config has them its reference, critic and reward model. Reads their config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor)]
     if config.algo.kl_coefficient > 0:

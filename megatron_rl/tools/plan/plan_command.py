@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: reads an experiment and its data, plans it and says what came out."""
+"""`megatron-rl plan`: reads a config and its data, plans it and says what came out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.weights.architecture import read_architecture
 def plan_text(
     path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, device: str, as_json: bool = False
 ) -> str:
-    """Return the plan of an experiment as a text or as JSON. It chooses the number of servers unless an override does.
+    """Return the plan of a run as a text or as JSON. It chooses the number of servers unless an override does.
 
     ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
     """
@@ -37,7 +37,7 @@ def plan_text(
 
 
 def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
-    """Return the words of the command that starts the experiment on the plan's split, from the repository's folder.
+    """Return the words of the command that starts the run on the plan's split, from the repository's folder.
 
     Empty where servers would be on the GPUs of trainers on several nodes, which no command starts.
     """
@@ -55,7 +55,7 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
 
 
 def measure_prompts(config: TrainConfig) -> PromptTokens:
-    """Tokenise the experiment's prompts. ValueError where one and its longest reply exceed the model's context."""
+    """Tokenise the config's prompts. ValueError where one and its longest reply exceed the model's context."""
     context = read_architecture(config.model.path).max_positions
     tokenizer = load_tokenizer(config.model.path)
     train = training_prompts(config, tokenizer)

@@ -58,7 +58,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def as_text(plan: Plan, command: list[str]) -> str:
     sections = {
-        "experiment": _experiment(plan),
+        "run": _run(plan),
         "a step": _step(plan),
         "trainer GPU": _trainer(plan),
         "server GPU": _server(plan),
@@ -85,7 +85,7 @@ def _shell_lines(command: list[str]) -> list[str]:
     return [f" {line}" + " \\" * (line is not lines[-1]) for line in lines]
 
 
-def _experiment(plan: Plan) -> dict[str, str]:
+def _run(plan: Plan) -> dict[str, str]:
     config, cluster, split = plan.config, plan.cluster, plan.split
     layout, arch = config.parallel, plan.models[0].arch
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
@@ -106,7 +106,7 @@ def _experiment(plan: Plan) -> dict[str, str]:
         "servers": f"{split.servers}, each {where}",
     }
     if not config.rollout.servers and config.rollout.server_count != split.servers:
-        rows["servers"] += f" (rollout.server_count={split.servers}; the experiment has {config.rollout.server_count})"
+        rows["servers"] += f" (rollout.server_count={split.servers}; the config has {config.rollout.server_count})"
     return rows
 
 

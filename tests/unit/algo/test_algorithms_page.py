@@ -116,8 +116,8 @@ def test_the_pages_own_algorithms_run(tmp_path, monkeypatch):
 
 def test_the_example_of_a_recipe_rewards_the_format_beside_the_answer(tmp_path):
     (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "rewards:matches" in block]
-    (tmp_path / "experiment.yaml").write_text(f"model: {{path: some}}\ndata: {{train: a.jsonl}}\n{text}")
-    config = load_config(tmp_path / "experiment.yaml", ["generation.n_samples=2"])
+    (tmp_path / "config.yaml").write_text(f"model: {{path: some}}\ndata: {{train: a.jsonl}}\n{text}")
+    config = load_config(tmp_path / "config.yaml", ["generation.n_samples=2"])
     right, form, length = configured_rewards(config)
     assert (form.name, form.weight) == ("matches", 0.1)
 

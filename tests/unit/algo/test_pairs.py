@@ -22,7 +22,7 @@ PAIRS = [([1, 2, 3], [4], [5, 6]), ([7], [8, 9], [8]), ([1, 2, 3, 4, 5, 6], [7],
 
 @pytest.fixture
 def load(tmp_path):
-    """Read rows as the training pairs of an experiment: (ids of each sequence, their masks)."""
+    """Read rows as the training pairs of a run: (ids of each sequence, their masks)."""
 
     def load(*rows, **settings):
         (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

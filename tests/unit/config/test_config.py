@@ -157,7 +157,7 @@ OUR_KEYS = {
     ],
     "telemetry": ["loggers", "project", "prometheus", "samples_logged", "trace_steps"],
 }
-"""A new option is a decision: add it here too, and say in the change which two experiments need different values."""
+"""A new option is a decision: add it here too, and say in the change which two runs need different values."""
 
 SMALLEST = "model: {path: some/model}\ndata: {train: prompts.jsonl}\ngeneration: {n_samples: 8}\n"
 
@@ -165,7 +165,7 @@ SMALLEST = "model: {path: some/model}\ndata: {train: prompts.jsonl}\ngeneration:
 @pytest.fixture
 def write(tmp_path):
     def write(text: str) -> Path:
-        path = tmp_path / "experiment.yaml"
+        path = tmp_path / "config.yaml"
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -174,7 +174,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def load(write):
-    """Load the smallest valid experiment with overrides."""
+    """Load the smallest valid config with overrides."""
     return lambda *overrides: load_config(write(SMALLEST), list(overrides))
 
 
@@ -187,13 +187,13 @@ def test_options_are_the_listed_ones():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_experiment_in_the_repository_is_valid(path):
+def test_every_config_in_the_repository_is_valid(path):
     config = load_config(path)
     assert config.run.folder == f"runs/{path.stem}"
-    assert config.data.evaluation, "an experiment that ships with the repository measures held-out prompts"
+    assert config.data.evaluation, "a config that ships with the repository measures held-out prompts"
 
 
-def test_smallest_experiment_and_overrides_with_their_types(load):
+def test_smallest_config_and_overrides_with_their_types(load):
     config = load("batch.prompts_per_step=4", "optimizer.lr=1e-5", 'generation.stop=["\\n"]', "parallel.sequence=null")
     assert config.model.path == "some/model" and config.batch.prompts_per_step == 4
     assert config.optimizer.lr == 1e-5 and config.generation.stop == ["\n"] and config.parallel.sequence is None
@@ -215,7 +215,7 @@ def test_megatron_section_is_passed_through(load):
     assert load("megatron.some_new_field=3").megatron == {"some_new_field": 3}
 
 
-def test_engine_config_is_cut_out_of_the_experiment(load):
+def test_engine_config_is_cut_out_of_the_config(load):
     config = load("parallel.tensor=2", "batch.tokens_per_microbatch=512", "run.seed=9")
     assert config.actor.model is config.model and config.actor.parallel.tensor == 2
     assert (config.actor.tokens_per_microbatch, config.actor.seed) == (512, 9)
@@ -498,7 +498,7 @@ def test_incomplete_file_is_refused(write, text, message):
 
 
 def test_file_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"config = 'configs/nothing.yaml': no such file; give an experiment file"):
+    with pytest.raises(ValueError, match=r"config = 'configs/nothing.yaml': no such file; give a config file"):
         load_config("configs/nothing.yaml")
 
 

@@ -24,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    """Read rows as an experiment's data.train: what `load_replies` makes of them."""
+    """Read rows as a run's data.train: what `load_replies` makes of them."""
 
     def load(*rows, held_out=(), **settings):
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -54,13 +54,13 @@ ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "configs" / "models" / "count_tiny")
 
 
-def experiment(**sections):
+def config_with(**sections):
     required = {"model": ModelConfig(path=MODEL), "data": DataConfig(train="x:y")}
     return TrainConfig(**required | {"generation": GenerationConfig(n_samples=4, max_new_tokens=20)} | sections)
 
 
 def test_batch_algebra_by_hand():
-    config = experiment(
+    config = config_with(
         batch=BatchConfig(prompts_per_step=10, updates_per_step=2, tokens_per_microbatch=100, share_prompts=False),
         rollout=RolloutConfig(max_concurrent_episodes=3),
         run=RunConfig(steps=20, evaluate_every_steps=5),
@@ -80,7 +80,7 @@ def test_batch_algebra_by_hand():
 
 @pytest.mark.parametrize("steps,every", [(1, 0), (12, 0), (12, 1), (12, 5), (12, 12), (12, 30)])
 def test_evaluations_are_those_of_the_loop(steps, every):
-    config = experiment(run=RunConfig(steps=steps, evaluate_every_steps=every))
+    config = config_with(run=RunConfig(steps=steps, evaluate_every_steps=every))
     due = [step for step in range(steps + 1) if step in (0, steps) or (every and step % every == 0)]
     assert evaluation_count(config) == len(due)
 
@@ -88,7 +88,7 @@ def test_evaluations_are_those_of_the_loop(steps, every):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("concurrent", [2, 1000])
 def test_groups_in_flight_are_what_the_gates_admit(staleness, concurrent):
-    config = experiment(
+    config = config_with(
         batch=BatchConfig(prompts_per_step=8),
         rollout=RolloutConfig(max_concurrent_episodes=concurrent, max_staleness=staleness),
     )
@@ -99,7 +99,7 @@ def test_groups_in_flight_are_what_the_gates_admit(staleness, concurrent):
 
 
 def test_oversampled_groups_are_what_the_gates_admit():
-    config = experiment(batch=BatchConfig(prompts_per_step=9), rollout=RolloutConfig(oversample=1.5))
+    config = config_with(batch=BatchConfig(prompts_per_step=9), rollout=RolloutConfig(oversample=1.5))
     gates = []
     for prompts, surplus in ((4, 2), (5, 3)):
         gates.append(AdmissionGate(100, 0))
@@ -128,7 +128,7 @@ def test_packing_stays_within_the_planned_microbatches(shared, budget):
     rng = random.Random(budget)
     for _ in range(20):
         prompts, replies, prompt, reply = (rng.randint(1, most) for most in (6, 5, 12, 30))
-        config = experiment(
+        config = config_with(
             batch=BatchConfig(prompts_per_step=prompts, tokens_per_microbatch=budget, share_prompts=shared),
             generation=GenerationConfig(n_samples=replies + 1, max_new_tokens=reply),
         )
@@ -141,7 +141,7 @@ def test_packing_stays_within_the_planned_microbatches(shared, budget):
 
 
 def test_interleaved_pipelines_take_whole_rounds_of_microbatches():
-    config = experiment(
+    config = config_with(
         batch=BatchConfig(prompts_per_step=3, tokens_per_microbatch=30, share_prompts=False),
         parallel=ParallelConfig(pipeline=4, virtual_pipeline=2),
     )
@@ -151,7 +151,7 @@ def test_interleaved_pipelines_take_whole_rounds_of_microbatches():
 
 def test_more_replicas_than_prompts_are_refused():
     with pytest.raises(ValueError, match=r"batch.prompts_per_step = 2: each of the 4 .* raise it"):
-        plan_batch(experiment(batch=BatchConfig(prompts_per_step=2)), PromptTokens.of([5]), replicas=4)
+        plan_batch(config_with(batch=BatchConfig(prompts_per_step=2)), PromptTokens.of([5]), replicas=4)
 
 
 LLAMA_8B = {
@@ -192,7 +192,7 @@ def large(folder, config=LLAMA_8B, **sections):
     path = model_folder(folder, config)
     generation = GenerationConfig(n_samples=4, max_new_tokens=1000)
     options = {"model": ModelConfig(path=path, dtype="bfloat16"), "batch": batch, "generation": generation} | sections
-    return experiment(**options)
+    return config_with(**options)
 
 
 def cluster(gpus=8, nodes=1, device="h100"):
@@ -315,7 +315,7 @@ def test_twice_the_gpus_update_in_half_the_time(tmp_path):
 @pytest.mark.parametrize("updates,proximal,count", [(1, "recompute", 3), (4, "recompute", 3.75), (4, "loglinear", 3)])
 def test_passes_over_the_steps_tokens(updates, proximal, count):
     batch, correction = BatchConfig(updates_per_step=updates), CorrectionConfig(proximal=proximal)
-    config = experiment(batch=batch, correction=correction)
+    config = config_with(batch=batch, correction=correction)
     assert passes(models_of(config)[0], config) == count
 
 
@@ -329,7 +329,7 @@ def test_passes_over_the_steps_tokens(updates, proximal, count):
     ],
 )
 def test_passes_before_the_updates_are_counted(options, count):
-    config = experiment(batch=BatchConfig(updates_per_step=4), algo=AlgorithmConfig(**options))
+    config = config_with(batch=BatchConfig(updates_per_step=4), algo=AlgorithmConfig(**options))
     assert passes(models_of(config)[0], config) == count
 
 
@@ -364,19 +364,19 @@ def test_nothing_fits_a_layer_that_is_too_large(tmp_path):
 
 def test_servers_and_trainer_take_turns_on_one_gpu():
     turns = RolloutConfig(colocated=True, publication="ipc")
-    plan = best_plan(experiment(rollout=turns), TOKENS, cluster(gpus=1))
+    plan = best_plan(config_with(rollout=turns), TOKENS, cluster(gpus=1))
     assert plan.shares_gpus and plan.servers == plan.trainer_gpus == 1 and plan.fits
     split, memory = plan.split, plan.trainer
     assert split.step_s == pytest.approx(split.wait_s + split.update_s + split.publish_s + split.turns_s)
     # All but what is no tensor: the other side's are out.
     assert plan.server.kv_room == pytest.approx(min(0.85 * 79.6, 79.6 - 3) * GIB - plan.server.weights)
     assert memory.reserved == 2 * RESERVED_BYTES
-    apart = best_plan(experiment(), TOKENS, cluster(gpus=2)).trainer.by_model["policy"].moments["publication"]
+    apart = best_plan(config_with(), TOKENS, cluster(gpus=2)).trainer.by_model["policy"].moments["publication"]
     assert memory.by_model["policy"].moments["publication"] == apart + plan.server.weights
 
 
 def test_too_few_gpus_for_both_are_refused_with_turns_as_the_way_out():
-    config = experiment(rollout=RolloutConfig(max_staleness=2))
+    config = config_with(rollout=RolloutConfig(max_staleness=2))
     plan = best_plan(config, TOKENS, cluster(gpus=1))
     nearest = nearest_plan(config, TOKENS, cluster(gpus=1))
     assert not plan.fits and nearest[1].fits
@@ -433,7 +433,7 @@ def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp
 
 
 def test_servers_that_run_already_leave_all_gpus_to_trainers():
-    config = experiment(rollout=RolloutConfig(servers=["http://a:1", "http://b:1"]))
+    config = config_with(rollout=RolloutConfig(servers=["http://a:1", "http://b:1"]))
     plans = list(_plans(models_of(config), config, TOKENS, cluster(gpus=2)))
     assert {(plan.servers, plan.trainer_gpus, plan.shares_gpus) for plan in plans} == {(2, 1, False), (2, 2, False)}
 
