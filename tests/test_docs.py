@@ -190,7 +190,7 @@ def test_threads_of_the_architecture_are_started_by_these_names():
 
 @by_page()
 def test_every_config_key_in_code_is_one_of_the_config(page):
-    from megatron_rl.config import SECTIONS
+    from megatron_rl.config.loading import SECTIONS
 
     for code in re.findall(r"`([^`\n]+)`", prose_of(text_of(page))):
         for section, key in re.findall(r"(?<![\w./:-])(\w+)\.(\w+)\b(?![(/:])", code):

@@ -1,14 +1,13 @@
 """Every option of a run, checked before any process group or GPU is touched; one dataclass per YAML section.
 
 `load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
-remedy. `described_options` returns every option with its type, default, rule and text, for pages and commands that list
-them. Importing this package imports no torch, and OmegaConf only once a config is loaded: a worker of rewards needs
+remedy. `option_records` has every option with its type, default, rule and text, for pages and commands that list them.
+Importing this package imports no torch, and OmegaConf only once a config is loaded: a worker of rewards needs
 `config.import_path` alone and stays small.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.algorithm_section import (
@@ -31,8 +30,7 @@ from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from megatron_rl.config.loading import SECTIONS, load_config
-    from megatron_rl.config.option_records import DescribedOption, described_options
+    from megatron_rl.config.loading import load_config
 
 __all__ = [
     "AlgorithmConfig",
@@ -41,7 +39,6 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
-    "DescribedOption",
     "ESTIMATORS",
     "EngineConfig",
     "EvalConfig",
@@ -57,28 +54,19 @@ __all__ = [
     "RewardShapingConfig",
     "RolloutConfig",
     "RunConfig",
-    "SECTIONS",
     "SupervisedConfig",
     "TelemetryConfig",
     "TrainConfig",
     "WarmStartConfig",
-    "described_options",
     "load_config",
 ]
 
 
-# These import YAML and OmegaConf, which whoever needs the sections alone does without.
-_LATER = {
-    "DescribedOption": "option_records",
-    "SECTIONS": "loading",
-    "described_options": "option_records",
-    "load_config": "loading",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name != "load_config":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = found  # so that this is not asked for the name again
-    return found
+    # It imports YAML and OmegaConf, which whoever needs the sections alone does without.
+    from megatron_rl.config.loading import load_config
+
+    globals()[name] = load_config  # so that this is not asked for it again
+    return load_config

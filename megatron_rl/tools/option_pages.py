@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from megatron_rl.config import SECTIONS
+from megatron_rl.config.loading import SECTIONS
 from megatron_rl.config.option_records import DescribedOption, described_options
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"

@@ -15,15 +15,9 @@ from megatron_rl import cli, rewards, workflows
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.catalogue import rows
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.config import (
-    SECTIONS,
-    AlgorithmConfig,
-    PreferenceConfig,
-    RewardShapingConfig,
-    SupervisedConfig,
-    load_config,
-)
+from megatron_rl.config import AlgorithmConfig, PreferenceConfig, RewardShapingConfig, SupervisedConfig, load_config
 from megatron_rl.config.import_path import resolve
+from megatron_rl.config.loading import SECTIONS
 from megatron_rl.rollout.factory import configured_rewards
 from megatron_rl.workflows.environments import SelfCorrection
 from tests.unit.ragged import parts_of, ragged_batch

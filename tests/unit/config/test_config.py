@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import (
-    SECTIONS,
-    GenerationConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainConfig,
-    described_options,
-    load_config,
-)
+from megatron_rl.config import GenerationConfig, ParallelConfig, RolloutConfig, TrainConfig, load_config
+from megatron_rl.config.loading import SECTIONS
+from megatron_rl.config.option_records import described_options
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
