@@ -64,11 +64,12 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
     """
     assert server.info is not None
     timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
+    # What follows may be cancelled between two steps, and within one only where the server itself gives it up then.
     await _to_the_end(_clear(server, timeout_s))
     if isinstance(source, str):  # SGLang goes on with it whether anyone waits or not
         body = {"model_path": source, "weight_version": UNCONFIRMED, "flush_cache": False}
         await _to_the_end(server.command("/update_weights_from_disk", body, timeout_s=load_timeout_s))
-    else:
+    else:  # an embedded server, which stops loading where the caller hangs up
         body = {"peer_url": source.url, "peer_version": current.version, "weight_version": UNCONFIRMED}
         await server.command("/update_weights_from_peer", body, timeout_s=load_timeout_s)
     form = server.info.checksum_form
@@ -78,7 +79,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
         names = sorted(n for n in checksums.keys() | held.checksums.keys() if checksums.get(n) != held.checksums.get(n))
         if names:
             more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
-            raise ServerError(
+            raise ServerError(  # it stays paused, with a name that no policy version has
                 f"{server.url}: took version {current.version} and holds other weights than its peers: "
                 f"{', '.join(names[:NAMED_TENSORS])}{more}"
             )
@@ -89,11 +90,12 @@ async def _clear(server: ServerClient, timeout_s: float) -> None:
     """Nothing runs, nothing is cached, and no session of a publication that it was dropped from is open."""
     await server.pause("abort", flush=True, timeout_s=timeout_s)
     if server.info is not None and server.info.has_sessions:
-        with contextlib.suppress(CommandRefused):
+        with contextlib.suppress(CommandRefused):  # none is open, as a rule
             await server.command("/end_weight_update", {}, timeout_s=timeout_s)
 
 
 async def _let_go_on(server: ServerClient, version: str, timeout_s: float) -> None:
+    # Named before it goes on: a token sampled in between would bear a name that no version has.
     body = {"new_version": version, "abort_all_requests": False}
     await server.command("/update_weight_version", body, timeout_s=timeout_s)
     await server.command("/continue_generation", {}, timeout_s=timeout_s)
@@ -105,7 +107,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # the publication that wants this ended waits as well, and then finds no one at it
         with contextlib.suppress(ServerError):
             await task
         raise

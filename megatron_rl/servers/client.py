@@ -108,15 +108,6 @@ class ServerInfo:
     def has_sessions(self) -> bool:
         return self.version >= SESSIONS_SINCE
 
-    @property
-    def has_pause_modes(self) -> bool:
-        return self.version >= PAUSE_MODES_SINCE
-
-    @property
-    def runs_ahead(self) -> bool:
-        """It starts a step before it has booked the last one, as SGLang does and the embedded server does not."""
-        return not self.is_embedded
-
 
 class CacheAge:
     """How many publications the oldest keys in a server's cache have outlived, now and under its last versions."""
@@ -147,21 +138,28 @@ class CacheAge:
 
 
 class ServerClient:
-    """Calls one server. All coroutines run on the loop that `session` belongs to."""
+    """Calls one server. All coroutines run on the loop that `session` belongs to.
+
+    server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
+    print((await server.probe(timeout_s=30.0)).version)
+    params = sampling_params(GenerationConfig(max_new_tokens=8), generated=0, seed=1)
+    part = await server.generate(server.asked("a", [1, 2, 3], params, version=0), [1, 2, 3], params)
+    """
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool = False, spans: Spans | None = None
+        self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool, vocab_size: int | None, spans: Spans
     ) -> None:
-        """`freezes_steps`: updates come while a step is under way, because requests are paused in place."""
-        self.url, self.freezes_steps = url.rstrip("/"), freezes_steps
+        """freezes_steps: updates come while a step is under way, because requests are paused in place.
+
+        vocab_size: the model's, as this side knows it; the server may say less, and nothing above.
+        """
+        self.url, self.freezes_steps, self.vocab_size = url.rstrip("/"), freezes_steps, vocab_size
         self.calls: set[asyncio.Task[ReplyPart]] = set()
         """Generation requests of this client that are under way."""
         self.info: ServerInfo | None = None
         self.cache = CacheAge()
         self.keeps_cache = False
         """The pause under way, or the last one, flushed nothing."""
-        self.vocab_size: int | None = None
-        """Of the model, as this side knows it; the server may say less, and nothing above."""
         self.last_reply_s = 0.0
         """On the monotonic clock, as the next ones: when it last gave a reply, whatever of."""
         self.busy_since = 0.0
@@ -174,8 +172,7 @@ class ServerClient:
         """The start that has the current weights; None until it is asked."""
         self._asking: asyncio.Task[None] | None = None
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
-        self._session = session
-        self.spans = spans or Spans()
+        self._session, self.spans = session, spans
 
     async def call(
         self,
@@ -186,7 +183,7 @@ class ServerClient:
         timeout_s: float | None,
         bytes_at_most: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        """Return the body of an answer below 400; raise ServerError or RequestRefused for others.
+        """Return the body of an answer below 300; raise ServerError or RequestRefused for others.
 
         A server that is busy is asked again until `timeout_s`; without one, Busy is raised at once.
         """
@@ -200,7 +197,7 @@ class ServerClient:
                 await asyncio.sleep(max(error.wait_s, backoff(busy)))
                 busy += 1
             except OSError as error:
-                if error.errno not in NO_FILES:
+                if error.errno not in NO_FILES:  # else it waits, past any deadline: the server was never asked
                     raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}") from error
                 self._warn_of_files(error)
                 await asyncio.sleep(FILES_WAIT_S)
@@ -211,6 +208,7 @@ class ServerClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
+        # A redirect would turn a POST into a GET, and lead to a server that nobody has named.
         sent = {"data": data, "headers": headers, "timeout": timeout, "allow_redirects": False}
         try:
             async with self._session.request(method, self.url + endpoint, **sent, trace_request_ctx=self) as answer:
@@ -219,12 +217,12 @@ class ServerClient:
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            if isinstance(error, OSError) and error.errno in NO_FILES:
+            if isinstance(error, OSError) and error.errno in NO_FILES:  # plain: `call` waits, and blames nobody
                 raise OSError(error.errno, str(error)) from error
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
-        if status in BUSY:
+        if status in BUSY:  # before other 4xx: these are no refusals
             raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
-        if status >= 500:
+        if status >= 500 or 300 <= status < 400:  # a redirect is no success either: nothing was done
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:
             kind = NotFound if status == 404 else RequestRefused
@@ -268,7 +266,7 @@ class ServerClient:
         try:
             with self.spans("control", endpoint, place=self.url):
                 content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
-        except RequestRefused as refusal:  # nothing that a user wrote is in it
+        except RequestRefused as refusal:  # nothing that a user wrote is in it, so no prompt is to blame
             raise CommandRefused(str(refusal)) from refusal
         try:
             answer = orjson.loads(content) if content else {}
@@ -316,7 +314,7 @@ class ServerClient:
         while self.info is not None and self.info.start is not None and self._known_s <= self.connected_s:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._learn_start(timeout_s))
-            await asyncio.shield(self._asking)
+            await asyncio.shield(self._asking)  # of all who wait, one may be cancelled
 
     async def _learn_start(self, timeout_s: float) -> None:
         try:
@@ -398,7 +396,8 @@ class ServerClient:
             room=info.room if info else None,
             gives_spans=info is not None and info.version >= SPANS_SINCE,
             gives_text=info is None or info.gives_text,
-            late=int(self.freezes_steps and info is not None and info.runs_ahead),
+            # SGLang starts a step before it has booked the last one; the embedded server does not.
+            late=int(self.freezes_steps and info is not None and not info.is_embedded),
         )
 
     async def generate(self, asked: Asked, input_ids: list[int], sampling_params: dict[str, Any]) -> ReplyPart:
@@ -410,12 +409,12 @@ class ServerClient:
         except RequestRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
                 raise
-            raise ServerError(str(refusal)) from refusal
+            raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
         try:
             part = read_reply(content, asked)
         except ValueError as error:
             raise BadReply(f"{self.url}/generate: the reply cannot be used: {error}") from error
-        self.last_reply_s = time.monotonic()
+        self.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works
         return part
 
     async def pause(self, mode: str, *, flush: bool, timeout_s: float) -> None:
@@ -426,15 +425,15 @@ class ServerClient:
         """
         assert self.info is not None
         if flush and self.info.version < RETRACTED_FLUSH_SINCE:
-            mode = "abort"
-        body = {"mode": mode} if self.info.has_pause_modes else {}
+            mode = "abort"  # what it ends is asked for again, with the tokens that it had
+        body = {"mode": mode} if self.info.version >= PAUSE_MODES_SINCE else {}
         await self.command("/pause_generation", body, timeout_s=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
         while flush:
             try:
                 await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
                 return
-            except RequestRefused as error:  # still putting requests away
+            except RequestRefused as error:  # its scheduler was told to put requests away, and is still at it
                 if asyncio.get_running_loop().time() > deadline:
                     raise CommandRefused(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
             await asyncio.sleep(FLUSH_POLL_S)
@@ -480,6 +479,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
             raise ValueError(f"{name} = {shown(found)}: must be a number from 1")
         return found
 
+    # SGLang repeats what --context-length gave it, None without one: then the model's own bound holds.
     context_length = size("context_length", server) or size("max_position_embeddings", config)
     rooms = [room for room in (context_length, size("max_total_num_tokens", server)) if room is not None]
     return ServerInfo(
@@ -506,6 +506,7 @@ def start_of(server: dict[str, Any]) -> str | None:
 
 def backoff(attempt: int) -> float:
     """Seconds before the next attempt, so that all who wait do not come at once."""
+    # The exponent's bound: a server may be busy for days, and no float has 2^1024.
     return min(LONGEST_BUSY_S, FIRST_BUSY_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
 
@@ -544,7 +545,7 @@ def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> Checksum
     is_plain = is_plain and not server_info.get("enable_dp_attention")
     if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
         return None
-    if device == "cuda" and version > GPU_CHECKSUMS_UNTIL:
+    if device == "cuda" and version > GPU_CHECKSUMS_UNTIL:  # a wrong guess would drop every server
         return None
     ranks = int(server_info.get("tp_size") or 1)
     kind = "sglang_cpu" if device == "cpu" else "sglang_gpu"
@@ -552,7 +553,7 @@ def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> Checksum
 
 
 def model_config(model_path: Any) -> dict[str, Any]:
-    """Return the config.json of a model folder, empty where this host cannot read it."""
+    """Return the config.json of a model folder, empty where this host has none, as the server may be elsewhere."""
     config = Path(str(model_path)) / "config.json"
     return json.loads(config.read_text()) if config.is_file() else {}
 

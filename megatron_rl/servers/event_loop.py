@@ -14,47 +14,43 @@ import uvloop
 from megatron_rl.launch import process_exit
 
 T = TypeVar("T")
-BEAT_S = 1.0
+BEAT_S = 0.25
 LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
 """Threads of a loop's pool; one is started when all others are busy."""
 
 
 class EventLoopThread:
-    """Owns one loop and its daemon thread. `run` and `submit` are for all other threads."""
+    """Owns one loop and its daemon thread. `run` and `submit` are for all other threads.
+
+    thread = EventLoopThread("rollout")
+    print(thread.run(asyncio.sleep(1, "slept")))
+    thread.stop()
+    """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
         """blocking_steps: those of `allow_blocking_steps`."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         allow_blocking_steps(self.loop, blocking_steps)
         self._is_stopping = False
-        self._beat = Beat(self.loop)
         self._thread = process_exit.start_thread(self._main, name=name)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self._beat.begin()
         self.loop.run_forever()
-        if not self._is_stopping:
+        if not self._is_stopping:  # to go on without a loop would leave everyone waiting who has asked for something
             raise RuntimeError("something that ran on it has stopped its event loop")
-
-    @property
-    def stands_still_s(self) -> float:
-        return self._beat.stands_still_s
-
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine on the loop and return its result, or raise what it raised."""
-        assert not self.is_current(), "would wait for itself"
+        assert threading.current_thread() is not self._thread, "would wait for itself"
         return self.submit(coroutine).result()
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
         """Cancel what still runs, wait for it to end, run `last`, and end the thread."""
-        self.run(cancel_others())
+        self.run(cancel_others())  # before `last`, which closes what these would still use
         if last is not None:
             self.run(last)
         self._is_stopping = True
@@ -64,20 +60,34 @@ class EventLoopThread:
 
 
 class Beat:
-    """A mark that an event loop makes every second, by which other threads see when it stopped."""
+    """A mark that an event loop makes every BEAT_S, by which it is seen to stand still: it alone, or its process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._at = loop, time.monotonic()
+        self._loop, self._due_s, self._lost_s = loop, time.monotonic() + BEAT_S, 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Make the first mark. In the loop's thread; whether it runs already does not matter."""
-        self._at = time.monotonic()
-        self._loop.call_later(BEAT_S, self.begin)
+        self._due_s = time.monotonic() + BEAT_S
+        self._timer = self._loop.call_later(BEAT_S, self._mark)
+
+    def _mark(self) -> None:
+        self._lost_s = self.lag_s
+        self.begin()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     @property
     def stands_still_s(self) -> float:
-        """For how long something that runs on the loop has kept it from all else."""
-        return max(0.0, time.monotonic() - self._at - BEAT_S)
+        """For how long something that runs on the loop has kept it from all else. From any thread."""
+        return max(0.0, time.monotonic() - self._due_s)
+
+    @property
+    def lag_s(self) -> float:
+        """For how long it has stood still in all, a standstill that lasts until now included."""
+        return self._lost_s + self.stands_still_s
 
 
 def allow_blocking_steps(loop: asyncio.AbstractEventLoop, count: int) -> None:
@@ -94,7 +104,7 @@ async def cancel_others() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)  # one that fails while it ends keeps no other from ending
 
 
 async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
@@ -104,7 +114,7 @@ async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit: who awaits it would wait for ever
             future.set_exception(error)
 
     process_exit.start_thread(run, name=name)

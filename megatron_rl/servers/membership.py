@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.api import RequestRefused
 from megatron_rl.servers.client import ServerClient, ServerError
+from megatron_rl.servers.event_loop import Beat
 from megatron_rl.servers.reply_check import VERSION
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
 """So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
-BEAT_S = 0.25
 LAG_SHARE = 0.1
 """Of its patience: where this event loop stood still for longer while a server was asked, it is asked again."""
 VISITS = 10
+"""Most times that it is asked so: a loop that always stands still would never find a server dead."""
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ class Membership:
         self._patience_s = math.inf
         self.follows = False
         """Another client publishes, and this one hears of it behind the servers."""
-        self._beat = Heartbeat()
+        self._beat = Beat(asyncio.get_running_loop())
         self.changed = asyncio.Event()
         """Set whenever `serving` may have changed."""
         self._is_suspicious = asyncio.Event()
@@ -136,7 +137,7 @@ class Membership:
 
     def forget(self, server: ServerClient) -> None:
         """A server that is gone for good. What it was generating moves to others."""
-        self.lose(server, "is gone")
+        self.lose(server, "is gone")  # while it is a member: others are passed over there
         if (member := self._members.pop(server, None)) is not None:
             self._stop_watching(member)
         if server in self.publishing:
@@ -147,6 +148,7 @@ class Membership:
     @property
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
+        # Copied in one go here and below: the loop's thread may add a server meanwhile.
         return not self.serving and any(member.is_responding for member in list(self._members.values()))
 
     def away_for(self, at_most_s: float) -> list[ServerClient]:
@@ -201,7 +203,7 @@ class Membership:
         if member is None:  # it is gone for good
             return
         member.trouble = trouble
-        if server not in self.serving:
+        if server not in self.serving:  # every call under way fails with it: the first began the watch, and counts
             return
         self.serving.remove(server)
         self.changed.set()
@@ -220,12 +222,12 @@ class Membership:
         self.lose(server, trouble)
         member.weights, member.trouble, member.is_responding = None, trouble, False
         member.dropped_in = self._publications
-        self._watch(member)
+        self._watch(member)  # anew: the one before may just be taking it back with the weights that it had
         if server in self.publishing:
             self.publishing.remove(server)
             self.number += 1
         server.abandon_calls()
-        if self._on_drop is not None:
+        if self._on_drop is not None:  # last: the supervisor kills it for this, and by now nothing counts on it
             self._on_drop(server.url, trouble)
 
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
@@ -248,12 +250,12 @@ class Membership:
 
     async def stop_catching_up(self) -> None:
         """Let no server catch up until `mark_published` or `allow_catching_up`; those at it have stopped by then."""
-        self._may_catch_up = False
+        self._may_catch_up = False  # first: while one is waited for, no other may begin
         for member in [member for member in self._members.values() if member.is_catching_up]:
             if member.watcher is not None:
                 member.watcher.cancel()
                 await asyncio.wait([member.watcher])
-            if member.server not in self.serving:
+            if member.server not in self.serving:  # else it was done before the cancellation came
                 self._watch(member)
 
     def allow_catching_up(self) -> None:
@@ -278,7 +280,7 @@ class Membership:
                 member.bad_replies, member.distrusted, member.silent_since = 0, None, None
                 member.is_restarted = False
             else:
-                member.weights = None
+                member.weights = None  # those that it has are old now: it must not come back by their name
                 if server in self.serving:
                     self.lose(server, "left out of a publication")
         self._publications += 1
@@ -310,6 +312,7 @@ class Membership:
                     logger.error("the visit to %s failed", server.url, exc_info=end)
 
     async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
+        # The name may be compared only where no publication was under way at any time between question and answer.
         published, publications = self.weights_of(server), self._publications
         may_compare = not self.is_publishing
         try:
@@ -320,6 +323,7 @@ class Membership:
             return
         may_compare = may_compare and not self.is_publishing and publications == self._publications
         if may_compare and None not in (weights, published) and weights != published:
+            # Its publisher, another client, has been there; this one is going to hear of it by mark_published.
             is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(published))
             if not (self.follows and is_ahead and int(str(weights)) > int(str(published))):
                 self.lose(server, f"has weights {weights!r}, and was published {published!r}")
@@ -333,6 +337,7 @@ class Membership:
             return
         quiet_s = time.monotonic() - max(server.last_reply_s, server.busy_since)
         is_suspect = is_suspect or member.silent_since is not None
+        # Paused, it generates nothing. Without a request it is not asked: SGLang generates a token for the answer then.
         if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
             member.silent_since = None
             return
@@ -369,7 +374,7 @@ class Membership:
             if not task.cancelled() and (error := task.exception()) is not None:
                 member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
                 logger.error("the watch over %s begins again", member.server.url, exc_info=error)
-                if self._members.get(member.server) is member:
+                if self._members.get(member.server) is member:  # it was not forgotten meanwhile
                     self._watch(member)
 
         member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
@@ -388,23 +393,25 @@ class Membership:
             try:
                 info = await server.probe(timeout_s=LOOK_TIMEOUT_S)
                 if member.distrusted is not None and member.distrusted != (info.start or ""):
-                    member.distrusted = None
+                    member.distrusted = None  # it was started anew, and may be well now
                 # Where another client publishes, it may have caught up, and has the name only then.
                 is_as_before = self.follows or not member.is_published or server.has_same_start
                 if member.weights is not None and info.weight_version == member.weights and is_as_before:
                     await self._check_generation(member)
-                    if self.follows:
-                        server.forget_start()
-                    break
+                    if member.weights == info.weight_version:  # else a publication has passed it by meanwhile
+                        if self.follows:
+                            server.forget_start()
+                        break
                 if member.weights is not None and not member.is_restarted:
                     # Another process than the one that is in the weight group.
                     member.is_restarted, self.number = True, self.number + 1
-                member.is_responding = True
+                member.is_responding = True  # by which it takes part in the next publication, caught up or not
                 if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
                     break
             except (ServerError, RequestRefused) as error:
                 member.trouble, member.is_responding = str(error), False
             await asyncio.sleep(LOOK_EVERY_S)
+        # No await from the last check to here: a publication could begin and end in between.
         member.watcher, member.silent_since = None, None
         self.serving.append(server)
         self.changed.set()
@@ -435,33 +442,7 @@ class Membership:
         if weights is None:
             return False
         member.weights, member.is_published, member.is_restarted = weights, True, False
-        if member.server not in self.publishing:
+        if member.server not in self.publishing:  # it was dropped, or is new: the weight group lacks it
             self.publishing.append(member.server)
             self.number += 1
         return True
-
-
-class Heartbeat:
-    """Counts for how long the event loop, or the whole process, stood still while it was to run."""
-
-    def __init__(self) -> None:
-        self._lost_s = 0.0
-        self._due_s = time.monotonic() + BEAT_S
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def lag_s(self) -> float:
-        """Of all stops so far, one that lasts until now included."""
-        return self._lost_s + max(0.0, time.monotonic() - self._due_s)
-
-    def begin(self) -> None:
-        self._due_s = time.monotonic() + BEAT_S
-        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
-
-    def _beat(self) -> None:
-        self._lost_s = self.lag_s
-        self.begin()
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()

@@ -48,7 +48,15 @@ FILES_FOR_OTHERS = 256
 
 
 class Fleet:
-    """Made on the loop it runs on. `connect` before anything else, `close` at the end."""
+    """Made on the loop it runs on. `connect` before anything else, `close` at the end.
+
+    await fleet.connect()
+    await fleet.members.select_servers(timeout_s=60.0)
+    await fleet.pause()
+    fleet.begin_update()
+    await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
+    fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
+    """
 
     def __init__(
         self,
@@ -56,27 +64,23 @@ class Fleet:
         urls: list[str],
         on_drop: Callable[[str, str], None] | None,
         *,
-        run_name: str = "",
-        spans: Spans | None = None,
-        version: Callable[[], int] = lambda: 0,
-        vocab_size: int | None = None,
-        on_failure: Callable[[str], None] | None = None,
+        run_name: str,
+        spans: Spans,
+        version: Callable[[], int],
+        vocab_size: int | None,
+        on_failure: Callable[[str], None] | None,
     ) -> None:
-        """With a run's name, that run's servers in the registry are the fleet's, also those that come later.
-
-        version: the policy's, now. vocab_size: the model's, where it is known. `on_failure(message)`
-        is told of what has ended that the run depends on.
-        """
+        """SamplingClient says what the options are; version() is the policy's now."""
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
+        # Without a limit of its own, behind which control calls would wait for replies: `slots` are for these.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector, headers=headers, trace_configs=[noting_connections()]
         )
         self.slots = asyncio.Semaphore(most_requests())
         """Requests that may be under way at once, each of which has a connection."""
-        self.config, self._spans = config, spans or Spans()
-        self._version, self._vocab_size = version, vocab_size
-        self.run_name = run_name
+        self.config, self.run_name = config, run_name
+        self._spans, self._version, self._vocab_size = spans, version, vocab_size
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
         self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop, on_failure=on_failure)
@@ -98,9 +102,8 @@ class Fleet:
 
     def _client(self, url: str) -> ServerClient:
         freezes_steps = self.config.interruption == "in_place"
-        client = ServerClient(url, self._session, freezes_steps=freezes_steps, spans=self._spans)
-        client.vocab_size = self._vocab_size
-        return client
+        options: dict[str, Any] = {"vocab_size": self._vocab_size, "spans": self._spans}
+        return ServerClient(url, self._session, freezes_steps=freezes_steps, **options)
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
@@ -118,22 +121,18 @@ class Fleet:
         if self.run_name:
             self._watchers.append(self.members.lasting(self._watch_registry(), "the watch over rollout.registry"))
         if self.router is not None:
-            self.router.client.info = self.servers[0].info
+            self.router.client.info = self.servers[0].info  # all serve one model
             await self._tell_router()
             self._watchers.append(self.members.lasting(self._keep_router(), "the watch over rollout.router"))
 
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
-        self._registry_reader.shutdown(wait=False)
+        self._registry_reader.shutdown(wait=False)  # a network file system may keep it for minutes
         self.members.close()
         await self._session.close()
 
     # -- requests
-
-    def entrance(self) -> ServerClient | None:
-        """Return the router's client, to which requests go instead of to a server; None without a router."""
-        return None if self.router is None else self.router.client
 
     def asked(self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]) -> Asked:
         """Return what a reply to a request that is sent to `server` now is held against."""
@@ -144,7 +143,7 @@ class Fleet:
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:
         """A reply came; ServerError where the weights that it is of cannot be those that were published."""
         newest = newest_of(part, asked)
-        if self.members.follows and newest == self._version() + 1:
+        if self.members.follows and newest == self._version() + 1:  # it may be right, and known here in a moment
             deadline = time.monotonic() + HEARSAY_S
             while newest > self._version() and time.monotonic() < deadline:
                 await asyncio.sleep(HEARSAY_POLL_S)
@@ -164,9 +163,9 @@ class Fleet:
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:
         """A request failed at `server`."""
-        if isinstance(error, Busy):
+        if isinstance(error, Busy):  # it is well
             return
-        if self.router is not None:
+        if self.router is not None:  # which does not say whose failure it was
             self.members.suspect()
         elif isinstance(error, BadReply):
             self.members.distrust(server, str(error))
@@ -177,13 +176,13 @@ class Fleet:
         """The deadline of a reply has passed that `server` was asked for at `since`, on the monotonic clock."""
         if self.router is not None:
             self.members.suspect()
-        elif server.last_reply_s < since:
+        elif server.last_reply_s < since:  # else it works, and this reply is long
             self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
         """Let the router send requests to the servers that serve, and to no others."""
         assert self.router is not None
-        self.members.changed.clear()
+        self.members.changed.clear()  # before it is told: what changes meanwhile is told next
         try:
             await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
         except (ServerError, asyncio.CancelledError):  # it has them in part, or not at all
@@ -238,11 +237,11 @@ class Fleet:
         A server that is well and refuses is dropped only where another one did not; where all refuse, what they were
         asked is to blame, and CommandRefused is raised.
         """
-        servers = list(self.members.publishing)
+        servers = list(self.members.publishing)  # which drop() below takes from
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
         failures = {s: result for s, result in zip(servers, results, strict=True) if isinstance(result, BaseException)}
         for server, error in failures.items():
-            if not isinstance(error, ServerError):
+            if not isinstance(error, ServerError):  # a bug of ours, or a cancellation: no server is to blame
                 raise error
             if not isinstance(error, CommandRefused) or len(failures) < len(servers):
                 self.members.drop(server, str(error))
@@ -253,7 +252,7 @@ class Fleet:
 
     async def pause(self) -> None:
         """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
-        self.open.clear()
+        self.open.clear()  # first: what is sent from here on would run into the pause
         await self.members.stop_catching_up()
 
         async def pause(server: ServerClient) -> None:
@@ -263,6 +262,7 @@ class Fleet:
                 mode = "retract"  # frozen requests would hold their keys
             timeout_s = self.config.control_timeout_s
             await server.pause(mode, flush=not server.keeps_cache, timeout_s=timeout_s)
+            # Paused, it stays as it is: this start takes the weights, and another one could not have them.
             server.forget_start()
             await server.check_start(timeout_s=timeout_s)
 
@@ -290,8 +290,8 @@ class Fleet:
                         await self._tell_router()
             if self._memory.is_whole:
                 self.members.allow_catching_up()
-                self.open.set()
-            else:
+                self.open.set()  # last: the router, and who else is told of servers, knows them by now
+            else:  # mark_published has allowed it, and the trainer has the devices
                 await self.members.stop_catching_up()
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
@@ -302,7 +302,7 @@ class Fleet:
         URLs returned; CommandRefused where all refuse.
         """
         self._memory.wanted = parts
-        if not self._memory.is_whole:
+        if not self._memory.is_whole:  # requests wait before a server is paused for it
             self.open.clear()
             await self.members.stop_catching_up()
         timeout_s = self.config.start_timeout_s
@@ -336,6 +336,7 @@ class Fleet:
         checksums = {}
         for server in servers:
             form, held = server.info.checksum_form if server.info else None, self._held.get(server)
+            # What it said under an earlier name is of the weights that it had before.
             if form is not None and held is not None and held.version in (None, version):
                 checksums[form] = held.checksums
         return Current(version, checksums, self._folder)
@@ -363,7 +364,7 @@ class Fleet:
         if self.router is not None:  # else what the server has begun and aborts now would pass as a reply's beginning
             await self._tell_router()
         server.forget_start()
-        await server.check_start(timeout_s=self.config.control_timeout_s)
+        await server.check_start(timeout_s=self.config.control_timeout_s)  # the start that takes them, and no later one
         await catch_up(server, source, current, self.config)
         server.cache.publish(current.version, flushed=True)
         origin = source if isinstance(source, str) else source.url

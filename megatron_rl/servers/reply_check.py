@@ -82,7 +82,7 @@ class ReplyPart:
 
 def read_reply(content: bytes, asked: Asked) -> ReplyPart:
     """Parse and check the body of a /generate answer. ValueError for one that this request cannot have."""
-    for name in NAMED_ONCE:
+    for name in NAMED_ONCE:  # before parsing, which would silently keep the last of two
         # Within a string the quotes would have a backslash before them.
         if content.count(b'"%s":' % name.encode()) > 1:
             refuse(name, "two values", "must be there once")
@@ -96,7 +96,7 @@ def read_reply(content: bytes, asked: Asked) -> ReplyPart:
 def check_reply(answer: Any, asked: Asked) -> ReplyPart:
     """Check a /generate answer and take it apart. ValueError for one that this request cannot have."""
     meta = member(as_object("the reply", answer), "meta_info", dict)
-    kind, finish = finish_of(meta)
+    kind, finish = finish_of(meta)  # first: an abort may lack all that is checked below
     entries = member(meta, "output_token_logprobs", list, optional=kind == "abort") or []
     tokens, logprobs = tokens_of(entries, asked)
     count = len(tokens)
@@ -107,7 +107,7 @@ def check_reply(answer: Any, asked: Asked) -> ReplyPart:
     spans = spans_of(meta, count)
     names = [str(span["version"]) for span in spans]
     versions = versions_of_names(names, asked)
-    if count and not spans:
+    if count and not spans:  # SGLang before 0.5.19, and a server whose weights stayed the same
         pinned = pinned_version(meta, asked)
         token_versions = [pinned] * count
     else:
@@ -117,6 +117,7 @@ def check_reply(answer: Any, asked: Asked) -> ReplyPart:
         logprobs=logprobs,
         versions=token_versions,
         stop_reason=kind,
+        # A request that is aborted in the queue has no text yet; a server without a tokenizer never has.
         text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
         cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
         spans=named_spans(spans, count, late=asked.late) if count else [],
@@ -134,6 +135,7 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]
         if type(entry) is not list or len(entry) != 3:
             refuse(f"output_token_logprobs[{position}]", entry, "must be [log-probability, id, text or null]")
         logprob, token, text = entry
+        # `type(...) is`, here and below: JSON's true would pass for the number 1.
         if type(token) is not int or not 0 <= token < above:
             refuse(f"the token at position {position}", token, f"must be an id of the vocabulary of {above}")
         if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
@@ -159,10 +161,11 @@ def check_counts(answer: dict[str, Any], meta: dict[str, Any], tokens: list[int]
     if prompt is not None and prompt != asked.prompt_tokens:
         refuse("prompt_tokens", prompt, f"{asked.prompt_tokens} were sent; it answers another prompt")
     cached = member(meta, "cached_tokens", int, optional=True)
+    # A request that was put back had its own tokens in the cache as well.
     if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(tokens):
         refuse("cached_tokens", cached, f"must be of the {asked.prompt_tokens} tokens that were sent")
     rid = member(meta, "id", str, optional=True)
-    if tokens and rid is not None and rid != asked.rid:
+    if tokens and rid is not None and rid != asked.rid:  # without tokens there is nothing to mix up
         refuse("id", rid, f"the request's is {asked.rid!r}; it answers another one")
 
 
@@ -171,7 +174,7 @@ def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = finish.get("type")
     if kind not in ("stop", "length", "abort"):
         refuse("finish_reason", finish, "must be of type stop, length or abort")
-    if finish.get("matched") == "NaN happened":
+    if finish.get("matched") == "NaN happened":  # SGLang calls it a stop like any other
         refuse("finish_reason", "'NaN happened'", "the model gave logits that are not numbers")
     return kind, finish
 
@@ -204,7 +207,7 @@ def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
         at = f"weight_versions[{number}]"
         start, stop = (member(as_object(at, span), name, int) for name in ("start", "end"))
         member(span, "version", str)
-        if start != end or stop < start or (stop == start and count > 0):
+        if start != end or stop < start or (stop == start and count > 0):  # one of no tokens is an abort's
             refuse(at, span, f"must begin at {end} and hold tokens")
         end = stop
     if spans and end != count:
@@ -229,7 +232,7 @@ def version_of(name: str, asked: Asked) -> int:
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
     if VERSION.fullmatch(name) is None:
-        if not asked.is_routed and asked.weights is None:
+        if not asked.is_routed and asked.weights is None:  # nothing is known to compare the name with
             return asked.version
         had = "the router chose" if asked.is_routed else f"had {asked.weights!r}"
         refuse(
@@ -255,6 +258,7 @@ def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
     version = version_of(name, asked)
     if asked.gives_spans and asked.weights is not None and name != asked.weights:
         refuse("weight_versions", None, f"weight_version = {name!r}, and it was asked with {asked.weights!r}")
+    # Under a newer name, its first tokens may still be of the version when it was asked.
     return version if name == asked.weights else asked.version
 
 
@@ -302,10 +306,11 @@ def as_object(name: str, found: Any) -> dict[str, Any]:
 
 def is_number(value: Any) -> bool:
     """Return True for a number that is finite, in float32 too; a bool or a text is none."""
-    return type(value) in (int, float) and abs(value) < 3e38
+    return type(value) in (int, float) and abs(value) < 3e38  # no comparison holds for NaN
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
+    # Cut: it goes into logs and errors, and a server may have sent megabytes.
     raise ValueError(f"{name} = {value if type(value) is str else shown(value)}: {rule}"[:1000])
 
 

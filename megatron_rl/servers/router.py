@@ -29,12 +29,12 @@ class Router:
 
         Where others were, every request under way is asked again: the router alone knows whose they were to answer.
         """
-        async with self._changing:
+        async with self._changing:  # two changes at once would take each other's servers out
             deadline = asyncio.get_running_loop().time() + timeout_s
             known = await self._workers(timeout_s)
             left_out = known.keys() - set(urls)
             try:
-                for url in left_out:
+                for url in left_out:  # before others come in: what is wrong must get no more requests
                     await self._call("DELETE", f"/workers/{known[url]}", None, timeout_s)
                 for url in [url for url in urls if url not in known]:
                     await self._call("POST", "/workers", {"url": url}, timeout_s)
@@ -45,7 +45,7 @@ class Router:
                             f"{timeout_s:g} s, {sorted(urls)} were named; can it reach them?"
                         )
                     await asyncio.sleep(POLL_S)
-            finally:
+            finally:  # also where it failed half way: some may be out
                 if left_out:
                     self.client.abandon_calls()
 

@@ -88,11 +88,9 @@ class SamplingClient:
 
     async def connect(self, urls: list[str]) -> None:
         """Connect to the servers at `urls`; ServerError or RequestRefused names one that is not there."""
-        self._loop = asyncio.get_running_loop()
-        self.fleet = Fleet(
-            self.config, urls, self._on_drop, spans=self.spans, version=self.get_version, **self._options
-        )
-        self.is_connected = True
+        self._loop, options = asyncio.get_running_loop(), self._options
+        self.fleet = Fleet(self.config, urls, self._on_drop, spans=self.spans, version=self.get_version, **options)
+        self.is_connected = True  # before it is: `close` has a session to close where connecting fails
         await self.fleet.connect()
 
     async def close(self) -> None:
@@ -137,6 +135,7 @@ class SamplingClient:
                             reply.stop_reason = "length"
                             break
                         reply.interruptions += 1
+                        # A server that aborts every part at once would keep the request for ever.
                         fruitless = 0 if part.tokens else fruitless + 1
                         # The server may have been told to abort before this client hears of the pause that follows.
                         await asyncio.sleep(FIRST_RETRY_S if part.tokens else FIRST_RETRY_S * 2**fruitless)
@@ -168,7 +167,7 @@ class SamplingClient:
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
-        async with self._slot(deadline):
+        async with self._slot(deadline):  # before the server is chosen, which could be gone by the time a slot is free
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
                 check_request(server, tokens, params["max_new_tokens"])
@@ -196,7 +195,7 @@ class SamplingClient:
                     logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
                     await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
                     attempt += 1
-                else:
+                else:  # another one could: those that refused are to blame, and not the request
                     for one, refusal in refused.items():
                         self.fleet.record_failure(one, BadReply(f"{refusal} (which another server did not)"))
                     self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
@@ -230,7 +229,8 @@ class SamplingClient:
         begun: is added what there is where the caller is cancelled.
         """
         fleet, since = self.fleet, time.monotonic()
-        asked = fleet.asked(server, rid, tokens, params)
+        asked = fleet.asked(server, rid, tokens, params)  # before it is sent: a publication may end meanwhile
+        # A task of its own: a server that is dropped cancels its calls, and not the episodes that wait for them.
         call = asyncio.create_task(server.generate(asked, tokens, params))
         server.open_call(call)
         try:
@@ -241,7 +241,7 @@ class SamplingClient:
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if deadline.expired():
+            if deadline.expired():  # which cancels this task, as who ends the episode does
                 fleet.note_overdue(server, since)
             if task is None or task.cancelling():  # this episode is cancelled, not the call
                 if begun is not None and not self._has_failed():
@@ -280,16 +280,17 @@ class SamplingClient:
         members = self.fleet.members
         if not (self.fleet.open.is_set() and members.serving):
             with not_counted(deadline):
+                # A loop: either may change while the other is awaited.
                 while not (self.fleet.open.is_set() and members.serving):
                     await self.fleet.open.wait()
                     await members.wait_for_one(self.config.start_timeout_s)
-        if (entrance := self.fleet.entrance()) is not None:
-            return entrance
+        if self.fleet.router is not None:  # it takes requests as a server does, and chooses one for each
+            return self.fleet.router.client
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
             others = [server for server in members.serving if server is not avoid]
             home = min(others or members.serving, key=lambda server: len(server.calls))
-        self._homes[rid] = home
+        self._homes[rid] = home  # it has the keys of this part, should another one follow
         if len(self._homes) > REMEMBERED_RIDS:
             self._homes.popitem(last=False)
         return home

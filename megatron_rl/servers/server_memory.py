@@ -26,10 +26,12 @@ class ServerMemory:
         start: differs from one start of the server to the next. A server that releases memory is paused first, and what
         it was generating ends.
         """
+        # Out until all went well: after a failure the server is dropped and killed, and its next start holds all.
         known, held = self._held.pop(server.url, (start, ALL_MEMORY))
         if known != start:
             held = ALL_MEMORY
         if surplus := held - self.wanted:
+            # An assertion ends SGLang's scheduler where anything still runs.
             await server.pause("abort", flush=True, timeout_s=timeout_s)
             await server.command("/release_memory_occupation", {"tags": sorted(surplus)}, timeout_s=timeout_s)
         if missing := self.wanted - held:

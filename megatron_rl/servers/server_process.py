@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -58,15 +59,16 @@ class Server:
         return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
 
     def kill(self, fault: str) -> None:
-        """Kill it and its workers, which are in its group. Where none is left, there is no group."""
-        self.fault = self.fault or fault
-        try:
+        """Kill it and its workers, which are in its group."""
+        self.fault = self.fault or fault  # the first one: what comes after is a consequence
+        with contextlib.suppress(ProcessLookupError):  # without a process there is no group
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def how_it_ended(self) -> str:
-        return f"was killed: {self.fault}" if self.fault else how_it_ended(self.process.returncode)
+        if self.fault:
+            return f"was killed: {self.fault}"
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
 @dataclass(kw_only=True)
@@ -76,18 +78,18 @@ class ServerLauncher:
     config: RolloutConfig
     model_path: Path
     folder: Path
-    dtype: str
-    context_length: int | None
-    weight_version: int
-    dummy_weights: bool
+    dtype: str = "float32"
+    context_length: int | None = None
+    dummy_weights: bool = False
     """Skip the checkpoint, where the trainer publishes weights before the first request."""
-    threads_per_server: int
-    host: str
-    devices: list[list[str]] | None
+    threads_per_server: int = 1
+    host: str = "127.0.0.1"
+    devices: list[list[str]] | None = None
     """The GPUs of each server."""
 
     def __post_init__(self) -> None:
-        self.backend = choose_backend(self.config.backend)
+        backend = self.config.backend
+        self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
 
     @property
     def token_file(self) -> Path:
@@ -97,14 +99,14 @@ class ServerLauncher:
     def launch(self, number: int, url: str | None = None) -> Server:
         """Start a server, at `url` where it had one before."""
         log, ready_file = self.folder / f"server-{number}.log", None
-        restarts = url is not None
+        restarts, port = url is not None, int(url.rpartition(":")[2]) if url else 0
         if self.backend == "embedded":
             ready_file = self.folder / f"server-{number}.url"
             ready_file.unlink(missing_ok=True)
-            command = self.embedded_command(ready_file, port_of(url) if url else 0)
-            url = None  # again from the ready file, which says that it is there
+            command = self.embedded_command(ready_file, port)  # 0: it chooses one itself
+            url = None  # again from the ready file, which says that it listens
         else:
-            port = port_of(url) if url else free_port(self.host)
+            port = port or free_port(self.host)
             url = f"http://{self.host}:{port}"
             command = self.sglang_command(port)
         command += self.config.server_args
@@ -112,7 +114,7 @@ class ServerLauncher:
             output.write((" ".join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
-                command,
+                command,  # without the token, which `ps` would show: the server reads it from its file
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -121,7 +123,7 @@ class ServerLauncher:
                 start_new_session=True,
             )
         watchdog = None
-        if self.backend == "sglang":
+        if self.backend == "sglang":  # the embedded server looks after its parent itself
             watchdog = subprocess.Popen(
                 [sys.executable, "-S", "-E", str(WATCHDOG), str(process.pid)],
                 stdin=subprocess.DEVNULL,
@@ -146,8 +148,7 @@ class ServerLauncher:
         return command
 
     def _shared_arguments(self) -> list[str]:
-        version = NO_WEIGHTS if self.dummy_weights else str(self.weight_version)
-        arguments = ["--dtype", self.dtype, "--weight-version", version]
+        arguments = ["--dtype", self.dtype, "--weight-version", NO_WEIGHTS if self.dummy_weights else "0"]
         if self.context_length is not None:
             arguments += ["--context-length", str(self.context_length)]
         if self.dummy_weights:
@@ -159,6 +160,7 @@ class ServerLauncher:
         # A server must not take itself for a rank of the trainer.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
+        # Else each server takes all cores, and several of them slow each other down.
         environment["OMP_NUM_THREADS"] = str(self.threads_per_server)
         if self.backend == "embedded" and not has_cuda():
             environment |= KEEP_FREED_MEMORY
@@ -166,18 +168,11 @@ class ServerLauncher:
         if self.backend == "sglang" and not has_cuda():
             first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-            environment.pop("PYTHONDONTWRITEBYTECODE", None)
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # its many modules would be compiled at every start
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
         return environment
-
-
-def choose_backend(backend: str) -> str:
-    """Return embedded or sglang for `auto`: sglang where CUDA is."""
-    if backend != "auto":
-        return backend
-    return "sglang" if has_cuda() else "embedded"
 
 
 def has_cuda() -> bool:
@@ -190,12 +185,3 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def how_it_ended(returncode: int) -> str:
-    """Say it in words: `was killed by SIGKILL` or `exited with status 1`."""
-    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
-
-
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])

@@ -40,7 +40,13 @@ STEADY_S = 600.0
 
 
 class Supervisor:
-    """`config.server_count` servers of one model, in a `with` block or between `start` and `stop`."""
+    """`config.server_count` servers of one model, in a `with` block or between `start` and `stop`.
+
+    with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
+        print(supervisor.urls, supervisor.token_file)
+        with supervisor.publication():  # servers that generate nothing are paused now, and do not hang
+            ...
+    """
 
     def __init__(
         self,
@@ -48,30 +54,16 @@ class Supervisor:
         model_path: str | Path,
         folder: str | Path,
         *,
-        dtype: str = "float32",
-        context_length: int | None = None,
-        weight_version: int = 0,
-        dummy_weights: bool = False,
-        threads_per_server: int = 1,
-        host: str = "127.0.0.1",
         devices: list[list[str]] | None = None,
         on_death: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> None:
-        """`on_death` is called with one line, from a thread of the supervisor, when the last server is given up. The
-        others are ServerLauncher's.
+        """devices: the GPUs of each server. on_death(line) is called from a thread of the supervisor when the last
+        server is given up. options: ServerLauncher's, such as dtype.
         """
         self.config, self.on_death = config, on_death
         self._launcher = ServerLauncher(
-            config=config,
-            model_path=Path(model_path),
-            folder=Path(folder),
-            dtype=dtype,
-            context_length=context_length,
-            weight_version=weight_version,
-            dummy_weights=dummy_weights,
-            threads_per_server=threads_per_server,
-            host=host,
-            devices=devices,
+            config=config, model_path=Path(model_path), folder=Path(folder), devices=devices, **options
         )
         self.backend, self.token_file = self._launcher.backend, self._launcher.token_file
         if devices is not None and len(devices) != config.server_count:
@@ -117,7 +109,7 @@ class Supervisor:
         with self._changing:
             self._lent.set()
             self._holds_back.set()
-        self._wait_for_starting()
+        self._wait_for_starting()  # outside the lock, which their threads need for it
 
     def take_devices_back(self) -> None:
         """Servers are expected to generate again."""
@@ -132,7 +124,7 @@ class Supervisor:
     def start_missing(self, dead: Collection[str] = ()) -> None:
         """Start servers that died while their devices were lent, and wait for them; `dead` are URLs of some that may
         be dying still. The trainer should not be using the devices."""
-        before = self.starts
+        before = self.starts  # read before any may start again: a dying one is known by its old pid
         self._holds_back.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
         while self.lacks_servers or self._any_still(before, dead):
@@ -181,7 +173,7 @@ class Supervisor:
     def stop(self) -> None:
         """Stop all servers: SIGTERM, and SIGKILL for what remains. May be called twice."""
         self._stopping.set()
-        with self._changing:
+        with self._changing:  # behind a start that is under way; from here on its thread starts none
             servers, self._servers = self._servers, []
         for server in servers:
             if server.process.poll() is None:
@@ -192,10 +184,10 @@ class Supervisor:
                 server.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("%s ignored SIGTERM for %g s; killing it", server.name, STOP_GRACE_S)
-            server.kill("")
+            server.kill("")  # also where it has ended: its workers may have outlived it
             server.process.wait()
             if server.watchdog is not None:
-                server.watchdog.wait()
+                server.watchdog.wait()  # it sees that by itself; unless waited for, it would stay a zombie
 
     def replace(self, url: str, reason: str) -> None:
         """Kill the server at `url` if it is alive, so that it is restarted. From any thread; does not wait."""
@@ -251,7 +243,7 @@ class Supervisor:
             self._watch(server)
             if self._stopping.is_set():
                 return
-            server.kill(server.fault)  # its workers may have outlived it
+            server.kill(server.fault)  # its workers may have outlived it, and hold its port and its GPU
             server.process.wait()
             restarts = 0 if time.monotonic() - started > STEADY_S else restarts
             if restarts == self.config.server_restarts:
@@ -264,7 +256,7 @@ class Supervisor:
                 *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
             )
             while not self._stopping.wait(delay_s) and not self._restart(number, url):
-                delay_s = POLL_S
+                delay_s = POLL_S  # the devices are lent: it starts as soon as they are back
 
     def _restart(self, number: int, url: str | None) -> bool:
         """Start a server again; False while the trainer has its device."""
@@ -292,12 +284,13 @@ class Supervisor:
         well_at = looked_at = time.monotonic()
         while not self._stopping.wait(POLL_S) and server.process.poll() is None:
             now = server.looked_at = time.monotonic()
-            if self._is_quiet():
+            if self._is_quiet():  # what it did not do meanwhile is not counted
                 well_at = now
             elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
                 looked_at = now
                 if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
                     well_at = time.monotonic()
+                # Asked again: a publication may have begun while it was waited for.
                 elif time.monotonic() - well_at > patience_s and not self._is_quiet():
                     server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
 
@@ -314,7 +307,7 @@ class Supervisor:
         with self._changing:
             self._given_up.add(server.number)
             is_last = len(self._given_up) == len(self._servers)
-        if self._stopping.is_set():
+        if self._stopping.is_set():  # `stop` has killed it
             return
         if is_last and self.on_death is not None:
             self.on_death(message)
@@ -344,7 +337,7 @@ def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:
     # Without an explicit empty one, urllib would ask the cluster's http_proxy for a server on this host.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:
+        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:  # no server asks for its token here
             return answer.status == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException):
         return False

@@ -65,12 +65,13 @@ class ServerWeights(abc.ABC):
 
     async def unreachable(self) -> dict[str, str]:
         members = self._fleet.members
-        asked = list(members.publishing)
+        asked = list(members.publishing)  # which may lose some meanwhile
         signs = (members.patiently(lambda s=s: s.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)) for s in asked)
         ends = await asyncio.gather(*signs, return_exceptions=True)
         return {s.url: str(end) for s, end in zip(asked, ends, strict=True) if isinstance(end, BaseException)}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
+        # The trainer is rank 0. Every server counts alike, or the group never comes to be whole.
         ranks = self.server_ranks
         offsets = dict(zip(ranks, itertools.accumulate(ranks.values(), initial=1), strict=False))
 
@@ -124,7 +125,7 @@ class ServerWeights(abc.ABC):
             "shapes": shapes,
             "group_name": group,
             "load_format": "flattened_bucket" if flattened else None,
-            "weight_version": str(version),
+            "weight_version": str(version),  # with each bucket, as servers without sessions have no other place for it
             # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
             "flush_cache": False,
         }
@@ -144,7 +145,7 @@ class ServerWeights(abc.ABC):
 
         async def load(server: ServerClient) -> None:
             told = buckets[server.url]
-            if isinstance(told, list):
+            if isinstance(told, list):  # SGLang's: a pickle for each of its ranks, which holds names and shapes too
                 body = update | {"serialized_named_tensors": told}
             else:
                 body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
@@ -164,9 +165,7 @@ class ServerWeights(abc.ABC):
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update(folder=str(path))
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        timeout_s = self.config.start_timeout_s
-        return self._ask(self._command("/update_weights_from_disk", body, timeout_s=timeout_s))
+        return self._ask(self._folder_command(path, version))
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
         servers = self._fleet.members.publishing
@@ -183,22 +182,21 @@ class ServerWeights(abc.ABC):
 
     async def update_from_disk(self, path: str | Path, version: int) -> None:
         """Load a HF folder into all servers, which must be able to read it; pauses them for it."""
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        timeout_s, fleet = self.config.start_timeout_s, self._fleet
+        fleet = self._fleet
         was_open = fleet.open.is_set()
-        if was_open:
+        if was_open:  # else the caller has paused them, and resumes them
             await fleet.pause()
         try:
             fleet.begin_update(folder=str(path))
-            await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=timeout_s))
-            self.finish_update(version)  # before the first reply that has it
+            await fleet.on_all(self._folder_command(path, version))
+            self.finish_update(version)
         finally:
             if was_open:
                 await fleet.resume()
 
     def finish_update(self, version: int) -> None:
         self._fleet.finish_update(version)
-        self.set_version(version)
+        self.set_version(version)  # before `resume` lets a reply in that has it
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None: ...
@@ -213,6 +211,10 @@ class ServerWeights(abc.ABC):
                 await server.command(endpoint, body, timeout_s=timeout_s or self.config.control_timeout_s)
 
         return command
+
+    def _folder_command(self, path: str | Path, version: int) -> Callable[[ServerClient], Awaitable[None]]:
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
+        return self._command("/update_weights_from_disk", body, timeout_s=self.config.start_timeout_s)
 
     async def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
         await self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only))

@@ -173,6 +173,35 @@ def test_server_that_failed_a_publication_is_not_asked_again_in_it_while_another
     assert selects(engine, 2)
 
 
+def test_server_that_a_publication_passes_by_while_it_is_looked_at_does_not_come_back_with_older_weights(
+    scripted, connect
+):
+    late, steady = scripted(), scripted()
+    engine = connect([late.url, steady.url])
+
+    def hang(body):
+        late.scheduler_hangs = True
+        return overloaded(body)
+
+    late.script.append(hang)
+    ask(engine)
+    time.sleep(0.3)  # it is asked by now whether it generates, and has named the weights that it had
+    engine.select_servers()
+    update(engine, version=3)
+    late.scheduler_hangs = False
+    time.sleep(0.3)
+    assert engine.serving == [steady.url]
+    assert selects(engine, 2)
+
+
+def test_redirect_of_a_command_is_not_taken_for_its_success(scripted, connect):
+    server = scripted()
+    engine = connect(server.url)
+    server.refusals["/pause_generation"] = (302, {})
+    with pytest.raises(NoServerLeft, match=f"{server.url}/pause_generation: HTTP 302"):
+        update(engine)
+
+
 def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect):
     server = scripted()
     engine = connect(server.url)

@@ -192,11 +192,12 @@ def test_servers_die_with_a_trainer_that_is_killed(tiny_model, tmp_path):
     assert is_gone_within(server, 5)
 
 
-def test_watchdog_ends_a_server_and_its_workers(tmp_path):
-    # This server is a shell with a worker of its own in the same group.
+@pytest.mark.parametrize("worker", ["sleep 60", "(trap '' TERM; sleep 60; true)"])
+def test_watchdog_ends_a_server_and_its_workers(worker):
+    # This server is a shell with a worker of its own in the same group, which may ignore SIGTERM.
     script = (
         "import subprocess, sys, time\n"
-        "command = ['sh', '-c', 'sleep 60 & echo $!; wait']\n"
+        f"command = ['sh', '-c', {worker + ' & echo $!; wait'!r}]\n"
         "server = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
         "print(server.pid, int(server.stdout.readline()), flush=True)\n"
         "subprocess.Popen([sys.executable, '-S', '-E', sys.argv[1], str(server.pid)], start_new_session=True)\n"

@@ -26,7 +26,7 @@ class BeforeImport(importlib.abc.MetaPathFinder):
         self.hooks = hooks
 
     def find_spec(self, name, path=None, target=None):
-        hook = self.hooks.pop(name, None)
+        hook = self.hooks.pop(name, None)  # out first: the hook itself may import the module
         if hook is not None:
             hook()
         return None

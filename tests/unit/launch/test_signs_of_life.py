@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.launch import signs_of_life
 from megatron_rl.launch.signs_of_life import LOOK_S, SILENT_S, SignsOfLife, StoppedProcesses
-from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.servers.event_loop import Beat, EventLoopThread
 
 
 def until(holds):
@@ -99,8 +99,10 @@ def test_a_process_that_stood_still_itself_blames_nobody_when_it_goes_on(monkeyp
 
 def test_an_event_loop_that_something_keeps_from_its_work_says_for_how_long():
     thread = EventLoopThread("test")
-    until(lambda: thread.stands_still_s == 0.0)
+    beat = Beat(thread.loop)
+    thread.loop.call_soon_threadsafe(beat.begin)
+    until(lambda: beat.stands_still_s == 0.0)
     thread.loop.call_soon_threadsafe(time.sleep, 1.6)
-    until(lambda: thread.stands_still_s > 0.3)
-    until(lambda: thread.stands_still_s == 0.0)
+    until(lambda: beat.stands_still_s > 0.3)
+    until(lambda: beat.stands_still_s == 0.0 and beat.lag_s > 0.3)
     thread.stop()
