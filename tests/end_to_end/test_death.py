@@ -16,6 +16,10 @@ from training_runs import COUNT, ROOT, environment, steps_of
 pytestmark = pytest.mark.slow
 
 TOOK_AT_MOST_S = 30.0
+PROMPTS, SAMPLES = 8, 4
+SMALL = (f"batch.prompts_per_step={PROMPTS}", f"generation.n_samples={SAMPLES}", "data.evaluation=")
+VICTIMS = {"servers": (1, 2), "rank 0": (2, 1), "rank 1": (2, 1), "rollout 0": (1, 1), "launcher": (2, 1)}
+"""Who is killed, in a run of so many ranks and servers."""
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def start_run():
 
 
 def start(started, folder, ranks, *overrides):
-    arguments = [COUNT, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides]
+    arguments = [COUNT, *SMALL, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides]
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.launch", "--ranks", str(ranks), *arguments],
         cwd=ROOT,
@@ -65,11 +69,14 @@ def family(process):
     return roles, [roles["launcher"], *roles["launcher"].children(recursive=True)]
 
 
-@pytest.mark.parametrize("victim", ["servers", "rank 0", "rank 1", "rollout 0", "launcher"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_the_others_end_and_one_line_says_who_died(start_run, victim, tmp_path):
-    process = start_run(tmp_path / "run", 2, "parallel.tensor=2", "rollout.server_restarts=0")
+    ranks, servers = VICTIMS[victim]
+    layout = (f"parallel.tensor={ranks}", f"rollout.server_count={servers}")
+    process = start_run(tmp_path / "run", ranks, *layout, "rollout.server_restarts=0")
     roles, everyone = family(process)
-    assert roles.keys() == {"launcher", "server 0", "server 1", "rank 0", "rank 1", "rollout 0"}
+    started = [f"rank {number}" for number in range(ranks)] + [f"server {number}" for number in range(servers)]
+    assert roles.keys() == {"launcher", "rollout 0", *started}
     victims = [role for role in roles if role.startswith("server")] if victim == "servers" else [victim]
     for role in victims:
         os.kill(roles[role].pid, signal.SIGKILL)
@@ -127,6 +134,6 @@ def test_training_goes_on_while_servers_are_killed_and_restarted(start_run, tmp_
     # No prompt was given up, and no version was skipped.
     steps = steps_of(folder)
     assert [step["rollout/episodes_failed"] for step in steps] == [0] * len(steps)
-    assert [step["batch/trajectories"] for step in steps] == [32 * 8] * len(steps)
+    assert [step["batch/trajectories"] for step in steps] == [PROMPTS * SAMPLES] * len(steps)
     assert [step["policy/version"] for step in steps] == [step["step"] + 1 for step in steps]
     assert restarts() == 3
