@@ -170,7 +170,14 @@ class WeightReceiver(Protocol):
     """The rollout servers as the publisher sees them, each known by its URL.
 
     A call addresses every server that takes part. A call that waits drops those that fail and is well if another is
-    left; the others give a future for each server.
+    left; the others give a future for each server. A publication, as weights/publish.py makes it:
+
+        receiver.pause()
+        receiver.begin_weight_update(version=7)
+        loads = receiver.load_bucket(names=..., dtypes=..., shapes=..., group="weights", version=7)  # URL -> future
+        receiver.end_weight_update(version=7)
+        receiver.finish_update(version=7)  # after held_weights() has shown the same checksums
+        receiver.resume()
     """
 
     @property
@@ -249,6 +256,11 @@ class LogprobLoss:
     fn(logprobs, entropy, data) -> (loss_sum, sums): logprobs and entropy are `[T]` float32 (0 in rows that are not
     trained), data is the microbatch's rows; `loss_sum` is a sum over trained rows, not a mean; `sums` maps names to
     0-dim tensors that are added over microbatches and ranks.
+
+        def negative_log_likelihood(logprobs, entropy, rows):
+            return -logprobs.sum(), {"entropy": entropy.detach().sum()}
+
+        stats = engine.train_batch(batch, LogprobLoss(negative_log_likelihood, by_row=True))
     """
 
     fn: Callable[[Tensor, Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
@@ -266,6 +278,11 @@ class ValueLoss:
 
     fn(values, data) -> (loss_sum, sums): values are `[T]` float32, row t's the value of the state in which `labels[t]`
     is chosen (0 in rows that are not trained); the rest is as in LogprobLoss.
+
+        def squared_error(values, rows):
+            return (values - rows["returns"]).square().masked_fill(rows["labels"] < 0, 0.0).sum(), {}
+
+        stats = critic_engine.train_batch(batch, ValueLoss(squared_error))
     """
 
     fn: Callable[[Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
@@ -379,7 +396,7 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     async def one(awaitable: Awaitable[T]) -> T:
         try:
             return await awaitable
-        except BaseException as error:
+        except BaseException as error:  # a cancelled one has failed too
             failures.append(error)
             raise
 
@@ -391,14 +408,14 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         while pending and not failures:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if failures:
-            raise failures[0]
+            raise failures[0]  # the first in time, not in order: those after it may be its consequences
         return [task.result() for task in tasks]
     finally:
         under_way = [task for task in tasks if not task.done()]
         for task in under_way:
             task.cancel()
         if under_way:
-            await asyncio.wait(under_way)
+            await asyncio.wait(under_way)  # nothing of this call runs on when it has ended
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # is known
+                task.exception()  # asked for, or asyncio would log it as never retrieved

@@ -28,7 +28,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """One layout of the world. Several may exist (a critic's beside the policy's); `activate` says which one acts."""
+    """One layout of the world. Several may exist (a critic's beside the policy's); `activate` says which one acts.
+
+    For example:
+
+        groups = parallel.start(config.parallel, seed=1)  # on every rank
+        groups.tensor.size, groups.data.rank
+        if groups.any(has_failed):  # the same answer on every rank, so that all take the same way
+            return
+    """
 
     tensor: Axis
     pipeline: Axis
@@ -71,14 +79,14 @@ class ParallelGroups:
         if self.is_main:
             try:
                 act()
-            except OSError as error:
+            except OSError as error:  # a disk's fault, which all must hear of; a bug ends this rank, and so the run
                 fault = [str(error)]
         dist.broadcast_object_list(fault, src=0, group=self.control)
         return fault[0]
 
     def any(self, is_so: bool) -> bool:
         """True on all ranks if it is so on one. All ranks call it."""
-        votes = torch.tensor([int(is_so)])
+        votes = torch.tensor([int(is_so)])  # on the host: gloo's answer waits for no kernel
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control)
         return bool(votes[0])
 
@@ -92,7 +100,7 @@ class ParallelGroups:
         """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""
         from megatron.core import parallel_state
 
-        vars(parallel_state).update(self.upstream_state)
+        vars(parallel_state).update(self.upstream_state)  # modules built or run from now on read these
 
 
 def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
@@ -114,10 +122,12 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
         else:
-            alone = dist.HashStore()
+            alone = dist.HashStore()  # in this process: opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()  # forgets the other layout's groups; they live on in its ParallelGroups
+        # Forgets the other layout's groups, which live on in its ParallelGroups. It ends those over gloo alone, which
+        # upstream uses in checkpoints of kinds that are not written here.
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -126,7 +136,7 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=config.expert_tensor,
     )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)  # upstream's layers ask for its random states by name, also without a GPU
     return ParallelGroups(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
@@ -136,9 +146,10 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         expert=_axis(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
         expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
-        control=dist.new_group(backend="gloo"),
+        control=dist.new_group(backend="gloo"),  # a collective: every rank makes it, and here
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        # Of what upstream's module has, its groups and sizes are the names in capitals.
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
 
@@ -164,9 +175,8 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
         return {}
     listener = None
     if rank == 0:
-        with contextlib.suppress(
-            OSError
-        ):  # of this process's last world, whose store torch takes again; else it says so
+        # This process's last world may have the port still: torch takes that world's store again, or else says so.
+        with contextlib.suppress(OSError):
             listener = own_listener(host, port)
     store = dist.TCPStore(
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener

@@ -55,21 +55,25 @@ def token_list(ids: Any) -> list[int]:
         return token_list(found[0])
     kinds = set(map(type, found)) if isinstance(found, list | tuple) else None
     if kinds is None or not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
-        what = type(ids).__name__ if kinds is None else f"{type(ids).__name__} of {_named(kinds)}"
+        entries = "" if kinds is None else f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
         raise ValueError(
-            f"LLMRequest.input_ids is a {what}: must be the token ids of one prompt, a list of int; a tokenizer "
-            f"makes them with tokenize=True, in the entry 'input_ids' of what it returns."
+            f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: must be the token ids of one prompt, a list of "
+            f"int; a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns."
         )
+    # A list of int, the usual case, is handed on as it is: prompts may be long, and requests are many.
     return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
-
-
-def _named(kinds: set[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 @dataclass(kw_only=True)
 class LLMResponse:
-    """One reply. All output lists have `output_len` entries; the end-of-sequence token is included."""
+    """One reply. All output lists have `output_len` entries; the end-of-sequence token is included.
+
+    For example:
+
+        reply = await engine.agenerate(request)
+        is_cut_off = reply.stop_reason == "length"
+        oldest = min(reply.output_versions)  # a reply that went on through a publication has several
+    """
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -136,6 +140,11 @@ class Trajectory:
         )
 
 
+def prefix_sums(lengths: Tensor) -> Tensor:
+    """`[B]` lengths -> `[B + 1]` int64: the bounds of parts that lie one after the other, from 0 on."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
 @dataclass
 class TrajectoryBatch:
     """Ragged, unpadded trajectories.
@@ -176,7 +185,7 @@ class TrajectoryBatch:
         """
         n, b = int(self.cu_seqlens[-1]), len(self)
         fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
-        chosen = [columns for columns in fitting if key in columns or key not in self]
+        chosen = [columns for columns in fitting if key in columns or key not in self]  # none, one, or both if N = B
         if len(chosen) != 1:
             raise ValueError(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens takes "
@@ -207,7 +216,8 @@ class TrajectoryBatch:
         """
         if "sample" not in self.sequences:
             return torch.arange(len(self))
-        named = torch.stack([self.sequences["group"].double(), self.sequences["sample"].double()], dim=1)
+        # Workflows number samples within their group only. float64 holds both columns exactly, up to 2^53.
+        named = torch.stack([self.sequences["group"].double(), self.sequences["sample"].double()], dim=1)  # [B, 2]
         numbers: Tensor = torch.unique(named, dim=0, return_inverse=True)[1]
         return numbers
 
@@ -223,6 +233,10 @@ class TrajectoryBatch:
         """`[B]` numbers of trajectories -> `[N]`, for each of their tokens."""
         return values[self.sequence_ids]
 
+    def sums_of_tokens(self, values: Tensor) -> Tensor:
+        """`[N]` numbers of tokens -> `[B]`, each trajectory's sum, of the same dtype."""
+        return torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values)
+
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch(
             {k: v.to(device) for k, v in self.tokens.items()},
@@ -234,9 +248,10 @@ class TrajectoryBatch:
         """Return the trajectories of `indices`, in that order."""
         order = torch.as_tensor(list(indices), dtype=torch.int64)
         lengths = self.lengths[order]
-        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        starts = torch.repeat_interleave(self.cu_seqlens[:-1][order] - cu_seqlens[:-1], lengths)
-        rows = starts + torch.arange(int(cu_seqlens[-1]))
+        cu_seqlens = prefix_sums(lengths)
+        # By how much each token is moved: the start of its trajectory here, less its start in the result.
+        moves = torch.repeat_interleave(self.cu_seqlens[:-1][order] - cu_seqlens[:-1], lengths)
+        rows = moves + torch.arange(int(cu_seqlens[-1]))  # [N of the result]
         return TrajectoryBatch(
             {k: v[rows] for k, v in self.tokens.items()},
             {k: v[order] for k, v in self.sequences.items()},
@@ -248,7 +263,7 @@ class TrajectoryBatch:
 
         A model's result for that token is what it makes of the whole sequence. Other per-token tensors are left out.
         """
-        ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))
+        ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
         added[ends[1:] - 1] = True
         input_ids = torch.zeros(len(added), dtype=torch.int64)
@@ -260,11 +275,10 @@ class TrajectoryBatch:
     def cat(batches: list[TrajectoryBatch]) -> TrajectoryBatch:
         """Join batches that have the same keys."""
         first = batches[0]
-        lengths = torch.cat([b.lengths for b in batches])
         return TrajectoryBatch(
             {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
             {k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
-            torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            prefix_sums(torch.cat([b.lengths for b in batches])),
         )
 
     @classmethod
@@ -283,8 +297,7 @@ class TrajectoryBatch:
             "group": torch.tensor([number for number, _ in flat], dtype=torch.int64),
         }
         sequences |= {k: torch.tensor([t.sequence[k] for _, t in flat], dtype=torch.float32) for k in first.sequence}
-        lengths = torch.tensor([0] + [len(t.input_ids) for _, t in flat], dtype=torch.int64)
-        return cls(tokens, sequences, lengths.cumsum(0))
+        return cls(tokens, sequences, prefix_sums(torch.tensor([len(t.input_ids) for _, t in flat])))
 
     @classmethod
     def of(cls, data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
@@ -312,20 +325,20 @@ class TrajectoryBatch:
             if key == "attention_mask":
                 continue
             if value.shape == mask.shape:
-                tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))
+                # A mask reads row by row, so that padding on either side falls away and the order is the ragged one.
+                tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))  # [B, L] -> [N]
             elif value.shape == mask.shape[:1]:
                 sequences[key] = value
             else:
                 raise ValueError(
                     f"{key!r} has shape {tuple(value.shape)}: with attention_mask {tuple(mask.shape)} a tensor is "
-                    f"per token "
-                    f"{tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}; reshape it in the workflow."
+                    f"per token {tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}; reshape it in the "
+                    f"workflow."
                 )
         tokens.setdefault("logprobs", torch.zeros(len(tokens["input_ids"]), dtype=torch.float32))
         tokens.setdefault("versions", torch.full((len(tokens["input_ids"]),), -1, dtype=torch.int64))
         sequences.setdefault("group", torch.arange(len(mask)))
-        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-        return cls(tokens, sequences, lengths)
+        return cls(tokens, sequences, prefix_sums(mask.sum(1)))
 
 
 @dataclass(kw_only=True)
@@ -360,7 +373,16 @@ class MicroBatch:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """The result of one optimizer step, summed over all microbatches and ranks."""
+    """The result of one optimizer step, summed over all microbatches and ranks.
+
+    For example:
+
+        stats = engine.train_batch(batch, LogprobLoss(my_loss))
+        if stats.applied:
+            print(stats.loss, stats.mean("entropy"))  # both for a trained token
+        else:
+            print(stats.fault)
+    """
 
     loss: float
     """Loss averaged over the weight, the number whose gradient was applied."""
