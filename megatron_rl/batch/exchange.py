@@ -15,23 +15,25 @@ from megatron_rl.batch import packing
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
+Compute = Callable[[TrajectoryBatch], Tensor]
+
 
 def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryBatch:
     """Return the whole step's trajectories on every rank. All ranks call it; rollout ranks give theirs, others None.
 
-    Trajectories come in the order of the data axis, and `group` numbers are made unique over the heads. Only names and
-    sizes travel as objects; each head's tensors are one flat broadcast.
+    Trajectories come in the order of ranks, and `group` numbers are made unique over the rollout ranks. Only names and
+    sizes travel as objects; each rollout rank's tensors are one flat broadcast.
     """
     columns = {} if batch is None else _columns(batch)
     header = [(key, column.dtype, len(column)) for key, column in columns.items()]
     headers: list[list[tuple[tuple[str, str], torch.dtype, int]]] = [[] for _ in range(groups.world_size)]
     dist.all_gather_object(headers, header, group=groups.control)
     parts: list[TrajectoryBatch] = []
-    for rank, layout in enumerate(headers):
+    for rank, layout in enumerate(headers):  # the same order of broadcasts on every rank
         if layout:
             parts.append(_broadcast(columns, layout, rank, groups))
     offset = 0
-    for part in parts:
+    for part in parts:  # rollout ranks number their groups each by itself
         part.sequences["group"] = part.sequences["group"] + offset
         offset = int(part.sequences["group"].max()) + 1
     return TrajectoryBatch.cat(parts)
@@ -49,7 +51,7 @@ def _broadcast(
     source: int,
     groups: ParallelGroups,
 ) -> TrajectoryBatch:
-    """Send one head's columns to every rank as bytes."""
+    """Send one rollout rank's columns to every rank as bytes."""
     sizes = [length * dtype.itemsize for _, dtype, length in layout]
     if groups.rank == source:
         flat = torch.cat([columns[key].contiguous().view(torch.uint8) for key, _, _ in layout])
@@ -77,7 +79,7 @@ def pack_alike(
     rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
     least = packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
     count = torch.tensor([least])
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)  # passes hold collectives: as many on every rank
     return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count), **options)
 
 
@@ -97,11 +99,13 @@ def update_shares(
     order = torch.randperm(len(batch), generator=generator)
     if share_prompts and "group" in batch:
         prompts, group = torch.unique(batch["group"], return_inverse=True)
+        # Prompts are shuffled, and the trajectories of each stay side by side in their order.
         order = torch.randperm(len(prompts), generator=generator)[group].argsort(stable=True)
     shares = []
+    # The cuts are by number: a group at a cut is in both parts. So a batch of pairs has one update.
     for chosen in order.tensor_split(updates):
         part = batch.select(sorted(chosen.tolist()))
-        most_rows = len(part["input_ids"])
+        most_rows = len(part["input_ids"])  # one rank takes families whole
         if groups.data.size > 1:
             most_rows = max(1, most_rows // (UNITS_PER_RANK * groups.data.size))
         parts = packing.units(part, most_rows, share_prompts=share_prompts)
@@ -111,27 +115,19 @@ def update_shares(
 
 
 def by_token(
-    batch: TrajectoryBatch,
-    groups: ParallelGroups,
-    compute: Callable[[TrajectoryBatch], Tensor],
-    *,
-    share_prompts: bool = False,
+    batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
     """Return `compute`'s `[N]` float32 of the whole batch on every rank, each data-parallel rank computing its share.
 
     All ranks call it with the same batch and an engine of this layout behind `compute`.
     """
-    rows = {"row": torch.arange(len(batch["input_ids"]))}
+    rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = TrajectoryBatch(batch.tokens | rows, batch.sequences, batch.cu_seqlens)
     return _computed_by_all(numbered, groups, compute, share_prompts)
 
 
 def by_sequence(
-    batch: TrajectoryBatch,
-    groups: ParallelGroups,
-    compute: Callable[[TrajectoryBatch], Tensor],
-    *,
-    share_prompts: bool = False,
+    batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
     """The same for `compute`'s `[B]`, one number per trajectory."""
     numbered = TrajectoryBatch(batch.tokens, batch.sequences | {"row": torch.arange(len(batch))}, batch.cu_seqlens)
@@ -139,13 +135,10 @@ def by_sequence(
 
 
 def _computed_by_all(
-    numbered: TrajectoryBatch,
-    groups: ParallelGroups,
-    compute: Callable[[TrajectoryBatch], Tensor],
-    share_prompts: bool,
+    numbered: TrajectoryBatch, groups: ParallelGroups, compute: Compute, share_prompts: bool
 ) -> Tensor:
     """numbered: has a column `row` that numbers the results."""
-    result = torch.zeros(len(numbered["row"]))
+    result = torch.zeros(len(numbered["row"]))  # every place is written by one rank, so that their sum is exact
     (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
     computed = compute(share)
     if groups.is_rollout_rank:  # of the ranks that computed the same share one contributes

@@ -11,7 +11,15 @@ Two trajectories, a b C D (capital letters are trained) and e F G, as one microb
     source       1  2  3 -1 | 5  6 -1      the token of the batch that the row describes, here at the same places
 
 Every sequence that has tokens goes whole into one microbatch, and nothing is padded. What a model computes may be
-fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them.
+fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them. Two
+replies to the prompt a b, a b C D and a b F (`share_prompts`):
+
+    row          0  1  2  3 | 4  5  6      T = 7
+    input_ids    a  b  C  D | a  b  F
+    computed     0  1 | 2  3 | 6           M = 5: the rows whose tokens the model reads, in its order
+    read         0  1  2  3 | 0  1  4      the computed row of each row: both replies' first tokens are predicted by 1
+    segments     [0 2 0 0], [2 2 0 2], [4 1 0 2]      the prompt; C D and F, each behind the two rows from 0 on
+
 Sequences of one number in the column `pair`, which is their `group` too, have one loss together: they stay in one
 microbatch, and in their order.
 """
@@ -27,7 +35,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.ops import packed_labels
-from megatron_rl.types import MicroBatch, TrajectoryBatch
+from megatron_rl.types import MicroBatch, TrajectoryBatch, prefix_sums
 
 
 def to_microbatch(
@@ -44,10 +52,10 @@ def to_microbatch(
     if len(chosen) == 0:
         return _idle_microbatch(batch)
     picked = batch.lengths[chosen]
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), picked.cumsum(0)])
+    cu_seqlens = prefix_sums(picked)
     offsets = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen] - cu_seqlens[:-1], picked)
-    tokens = offsets + torch.arange(len(offsets))
-    source, positions, sequence = packed_labels(tokens, cu_seqlens)
+    tokens = offsets + torch.arange(len(offsets))  # [T]: the token of the batch that each row reads
+    source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places, so that labels are places: the shift
     source.clamp_(min=-1)  # the last row of a sequence predicts nothing
     rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key != "input_ids"}
     rows["input_ids"] = batch.tokens["input_ids"][tokens]
@@ -66,6 +74,7 @@ def to_microbatch(
 
 
 def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
+    # A sequence of one token keeps it: every sequence has a computed row to read.
     return lengths if final_rows else torch.minimum(lengths, (lengths - 1).clamp_min(1))
 
 
@@ -78,7 +87,7 @@ def _computed_rows(
     length of their common beginning.
     """
     starts, own = cu_seqlens[:-1].tolist(), needed.tolist()
-    prefix, prefix_start, own_start = [0] * len(own), [0] * len(own), [0] * len(own)
+    prefix, prefix_start, own_start = [0] * len(own), [0] * len(own), [0] * len(own)  # the latter two: computed rows
     segments, sources, count = [], [], 0
 
     def add(source: int, rows: int, first_of_prefix: int, prefix_rows: int) -> int:
@@ -94,12 +103,13 @@ def _computed_rows(
         members, common = member_of.get(number, ([number], 0))
         if number != members[0]:
             continue  # came with its family's first
+        # A reply whose last row is not needed may end within the common beginning.
         common = min(common, *(own[m] for m in members)) if common else 0
         first = add(starts[number], common, 0, 0)
         for m in members:
             prefix[m], prefix_start[m] = common, first
             own_start[m] = add(starts[m] + common, own[m] - common, first if common else 0, common)
-    table = torch.tensor(segments)
+    table = torch.tensor(segments)  # [S, 4]
     offsets = torch.repeat_interleave(torch.tensor(sources) - table[:, 0], table[:, 1])
     row = torch.minimum(positions, needed[sequence] - 1)  # an uncomputed last row reads the one before; nobody uses it
     shift_prefix, shift_own = torch.tensor(prefix_start), torch.tensor(own_start) - torch.tensor(prefix)
@@ -125,7 +135,7 @@ def _families(batch: TrajectoryBatch, indices: list[int]) -> list[tuple[list[int
         if len(members) > 1:
             shortest = min(lengths[m] for m in members)
             begins = torch.stack([batch.tokens["input_ids"][starts[m] : starts[m] + shortest] for m in members])
-            common = int((begins == begins[0]).all(0).cumprod(0).sum())
+            common = int((begins == begins[0]).all(0).cumprod(0).sum())  # the ones before the first difference
             if common * (len(members) - 1) >= WORTH_SHARING * sum(lengths[m] for m in members):
                 families.append((members, common))
     return families
@@ -169,6 +179,7 @@ def _inseparable(batch: TrajectoryBatch, indices: list[int]) -> list[list[int]]:
 
 
 def _parts_of_family(members: list[int], own_rows: list[int], common: int, most_rows: int) -> list[list[int]]:
+    """Cut a family in its order; each part computes the `common` rows again."""
     parts: list[list[int]] = []
     room = 0
     for member, own in zip(members, own_rows, strict=True):
@@ -182,12 +193,13 @@ def _parts_of_family(members: list[int], own_rows: list[int], common: int, most_
 
 def _unit(members: list[int], rows: list[int], common: int) -> Unit:
     own = sum(rows) - len(members) * common
+    # Rows of the prompt attend to the prompt, once; those behind it to the rest of the sequence's square.
     pairs = common**2 + sum(n**2 - common**2 for n in rows)
     return Unit(members, common + own, common + own + pairs / ATTENTION_SHARE_AT)
 
 
 def _described_token(values: Tensor, source: Tensor) -> Tensor:
-    return values[source.clamp_min(0)].masked_fill(source < 0, 0)
+    return values[source.clamp_min(0)].masked_fill(source < 0, 0)  # [N] -> [T], 0 where nothing is described
 
 
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
@@ -227,13 +239,13 @@ def estimated_cost(lengths: Tensor) -> Tensor:
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
-    """Split indices into `parts` lists of near-equal cost, largest first to the lightest.
+    """Split indices into `parts` lists of near-equal cost, the costliest first, each to the cheapest list.
 
     Each list is in rising order.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # ties by index: alike on every rank
         cost, part = heap[0]
         lists[part].append(index)
         heapq.heapreplace(heap, (cost + costs[index], part))
@@ -328,7 +340,7 @@ class _Bins:
         """Give each sequence to the cheapest bin with room; False as soon as none has."""
         cheapest = [(0.0, part) for part in range(len(self.parts))]
         crowded: list[tuple[int, int]] = []  # heap of (-room, bin): no room for the present sequence, but for a shorter
-        for index in order:
+        for index in order:  # sizes fall, so that a bin that was too full may have room again
             size = self.sizes[index]
             while crowded and -crowded[0][0] >= size:
                 part = heapq.heappop(crowded)[1]
@@ -347,6 +359,7 @@ class _Bins:
         """Give each sequence to the bin with the least room that suffices (best fit); False as soon as none has."""
         by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
         for index in order:
+            # The last entry with -room <= -size; behind any bin's number, so that one of just this room counts.
             position = bisect(by_room, (-self.sizes[index], len(self.parts))) - 1
             if position < 0:
                 return False
