@@ -54,6 +54,7 @@ class PolicyActor:
         self.advantage_args = options.advantage_args if advantage_args is None else advantage_args
         self.estimator = find_estimator(options.advantage, self.advantage_args)
         self.loss = find_loss(options.loss, options.loss_args)
+        # The default shaping looks at no length, so that any longest reply will do.
         self.shaper = shaper or RewardShaper(RewardShapingConfig(), options, longest_reply=1)
         self.entropy = EntropyController(options)
         self.metrics: dict[str, float] = {}
@@ -72,12 +73,9 @@ class PolicyActor:
         """Shape the rewards and set `advantages`. The batch is the whole step's, with whole groups, on every rank."""
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
-        advantage.compute(self.estimator, batch, self.options, self.advantage_args)
-        self._select(batch)
-
-    def _select(self, batch: TrajectoryBatch) -> None:
-        """Leave out the advantages of the tokens that the loss or a high entropy does not choose."""
         options = self.options
+        advantage.compute(self.estimator, batch, options, self.advantage_args)
+        # A token that is left out has advantage 0: KL and entropy terms still hold for it.
         if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)
             self.metrics["policy/high_entropy_share"] = keep(batch, kept)
@@ -94,6 +92,7 @@ class PolicyActor:
             if number > 0 and self.correction.proximal == "recompute" and not is_known:
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
             if number > 0 and self.correction.proximal == "loglinear":
+                # In updates: a version is a step's, and the steps before are taken to have had as many as this one.
                 age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
             if self.reference is not None and self.options.kl_in == "loss":
@@ -108,7 +107,7 @@ class PolicyActor:
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
         for_engine = LogprobLoss(loss, temperature=self.temperature, by_row=not loss.by_sequence)
-        weigh = None
+        weigh = None  # the engine divides by the trained tokens
         if options.aggregation != "token_mean":
             weigh = trained_sequences
             for share in shares:
@@ -117,7 +116,7 @@ class PolicyActor:
         self.engine.set_version(version + any(s.applied for s in stats))
         if options.entropy_target > 0 and stats:
             self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
-            applied = [s for s in stats if s.applied]  # what another saw may be no number
+            applied = [s for s in stats if s.applied]  # the sums of one that was skipped may be NaN
             if applied:
                 tokens = sum(s.sums["tokens"] for s in applied)
                 self.entropy.update(sum(s.sums["entropy"] for s in applied) / max(tokens, 1.0))
@@ -133,7 +132,14 @@ class PolicyActor:
 
 
 class Critic:
-    """Estimates values, and turns returns into updates of `engine`, which has a value head."""
+    """Estimates values, and turns returns into updates of `engine`, which has a value head.
+
+    For example:
+
+        critic = Critic(engine, config.critic)
+        batch.tokens["values"] = critic.values(batch)  # the estimator gae sets `returns` from them
+        stats = critic.update(shares)
+    """
 
     def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
         self.engine, self.options = engine, options
@@ -154,7 +160,7 @@ def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     those of this step before this one, at least 1. The log-probability is taken to move evenly with the updates (A-3PO,
     arXiv 2512.06547, equation of alpha).
     """
-    before = age.clamp_min(0).float()
+    before = age.clamp_min(0).float()  # the behaviour policy is at -before, the proximal one at 0, this at updates_done
     return before / (before + updates_done)
 
 

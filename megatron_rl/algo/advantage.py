@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.normalize import (
-    EPS,
-    count_of,
-    deviation_of,
-    group_numbers,
-    mean_of,
-    normalize,
-    shares_of,
-)
+from megatron_rl.algo.normalize import EPS, count_of, deviation_of, group_numbers, mean_of, normalize, shares_of
 from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
@@ -63,6 +55,7 @@ def rloo(batch: TrajectoryBatch) -> Tensor:
     # What the sample's other trajectories earned is no part of the baseline either.
     own = scores - mean_of(scores, batch.samples)
     between = mean_of(scores, batch.samples) - mean_of(scores, group, shares)
+    # Of n samples with mean m, s less the mean of the others is s - (n m - s) / (n - 1) = (s - m) n / (n - 1).
     return own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
 
 
@@ -131,7 +124,8 @@ def opo(batch: TrajectoryBatch) -> Tensor:
     The baseline of least variance where the gradient's square grows with the length.
     Source: arXiv 2505.23585
     """
-    scores, group, tokens = batch["scores"].double(), members(batch), trained_tokens(batch).double()
+    scores, group, tokens = batch["scores"].double(), members(batch), batch.sums_of_tokens(batch["loss_mask"].double())
+    # A group without a trained token has no lengths to weigh by: the plain mean over samples.
     weights = torch.where(mean_of(tokens, group) > 0, tokens, sample_shares(batch))
     return scores - mean_of(scores, group, weights)
 
@@ -148,7 +142,7 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
     if weight != "clip_filter":
         return normalize(scores, group, mean="group", std="group" if weight == "std" else "none", shares=shares)
     differs = deviation_of(scores, group, correction=1, shares=shares) > 0
-    informative = torch.bincount(group, differs.double()).count_nonzero()
+    informative = torch.bincount(group, differs.double()).count_nonzero()  # groups with a reward that differs
     centered = scores - mean_of(scores, group, shares)
     return centered * min((int(group.max()) + 1) / max(int(informative), 1), most)
 
@@ -176,7 +170,7 @@ def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """
     samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()
     group = torch.zeros(len(scores), dtype=torch.int64)
-    group[samples] = members(batch)
+    group[samples] = members(batch)  # of each sample; its trajectories all say the same
     result = torch.zeros_like(scores)
     for number in range(int(group.max()) + 1):
         place = (group == number).nonzero()[:, 0]
@@ -188,7 +182,7 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
     """`pass_at_k` of one group: the j-th lowest is the best of C(j - 1, k - 1) subsets."""
     n, order = len(rewards), rewards.argsort()
     ascending = rewards[order].tolist()
-    chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]
+    chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]  # j counts from 0: as many are lower
     mean = sum(r * p for r, p in zip(ascending, chance, strict=True))
     deviation = sqrt(max(sum(p * (r - mean) ** 2 for r, p in zip(ascending, chance, strict=True)), 0.0))
     result = torch.zeros(n, dtype=torch.float64)
@@ -196,8 +190,9 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
         return result
     better = 0.0  # sum over higher ranks j of r_j and the subsets with both in which j is the best
     for rank in reversed(range(n)):
-        own = ascending[rank] * comb(rank, k - 1) + better
+        own = ascending[rank] * comb(rank, k - 1) + better  # over all C(n - 1, k - 1) subsets with this one
         result[order[rank]] = (own / comb(n - 1, k - 1) - mean) / (deviation + EPS)
+        # With a lower one in it, the other k - 2 are of the rank - 1 that are lower too.
         better += ascending[rank] * (comb(rank - 1, k - 2) if k > 1 and rank > 0 else 0)
     return result
 
@@ -217,7 +212,7 @@ def gae(batch: TrajectoryBatch, *, discount: float = 1.0, trace_decay: float = 1
         )
         return advantages
     turn, bounds = turns_of(mask, batch.cu_seqlens)
-    first = first_of_turn(turn)
+    first = first_of_turn(turn)  # [turns]: from here on a turn is what a token was, and `bounds` what cu_seqlens was
     rewards = torch.zeros(len(first), dtype=torch.float64)
     rewards.index_add_(0, turn[mask], batch["token_rewards"][mask].double())
     advantages, found = packed_gae(
@@ -242,12 +237,6 @@ def sample_shares(batch: TrajectoryBatch) -> Tensor:
     return shares_of(batch.samples)
 
 
-def trained_tokens(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` int64: each trajectory's trained tokens."""
-    zeros = torch.zeros(len(batch), dtype=torch.int64)
-    return zeros.index_add_(0, batch.sequence_ids, batch["loss_mask"].long())
-
-
 def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
     return packed_discounted_returns(
         batch["token_rewards"].double(), batch["loss_mask"], batch.cu_seqlens, discount=discount
@@ -261,10 +250,11 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
     """
     _check_finite(batch["scores"], "the shaped reward: scores")
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
-    mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std
+    mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
     if found.shape == (len(batch),):
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
+        # Untrained tokens may hold anything, and are in no mean.
         trained = normalize(found[mask], batch.spread(batch["group"])[mask], mean=mean, std=std)
         found = torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, trained)
     else:
@@ -274,7 +264,7 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
         )
     if options.advantage_clip > 0:
         found = found.clamp(-options.advantage_clip, options.advantage_clip)
-    found = found.masked_fill(~mask, 0.0).float()
+    found = found.masked_fill(~mask, 0.0).float()  # normalised in float64, so that rounding is no deviation
     _check_finite(found, f"algo.advantage = {options.advantage!r}: advantages")
     batch.tokens["advantages"] = found
 

@@ -25,11 +25,10 @@ def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     weights = torch.ones(len(mask))
     if options.aggregation == "sequence_mean":
         mask[batch.cu_seqlens[:-1][batch.lengths > 0]] = 0  # nothing predicts a sequence's first token
-        count = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, mask)
-        weights = batch.spread(1.0 / count.clamp_min(1))
+        weights = batch.spread(1.0 / batch.sums_of_tokens(mask).clamp_min(1))
     elif options.aggregation == "constant":
         weights = weights / options.aggregation_length
-    batch.tokens["row_weights"] = weights
+    batch.tokens["row_weights"] = weights  # the engine then divides by the `trained_sequences` of all ranks
 
 
 def trained_sequences(rows: TensorDict) -> Tensor:
@@ -40,6 +39,7 @@ def trained_sequences(rows: TensorDict) -> Tensor:
 def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:
     """Add up a microbatch's rows, `[T]` -> `[B]`, one sum for each sequence."""
     bounds = rows["cu_seqlens"].long()
-    sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)
+    # Row t belongs to the first sequence that ends above t.
+    sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)  # [T]
     sums = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
     return sums.index_add(0, sequence, values)

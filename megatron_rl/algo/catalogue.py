@@ -11,16 +11,7 @@ import torch
 
 from megatron_rl.algo import advantage, fused_losses, torch_losses  # noqa: F401  they enter themselves
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
-from megatron_rl.algo.registry import (
-    ESTIMATORS,
-    LOSSES,
-    PAIR_LOSSES,
-    Estimator,
-    FusedLoss,
-    PairLoss,
-    Rules,
-    TorchLoss,
-)
+from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, FusedLoss, PairLoss, Rules, TorchLoss
 from megatron_rl.config.import_path import resolve
 
 
@@ -32,7 +23,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
     ValueError where there is none, or where its function does not take `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
-    entry = entry if isinstance(entry, Estimator) else Estimator(entry)
+    entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # a plain function at the end of a path
     _check_arguments(entry.function, 1, args, key="algo.advantage", rules=entry.rules)
     return entry
 
@@ -53,6 +44,7 @@ def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")
+    # Pair losses check their arguments as they are called, so that a wrong one shows before any process group.
     ones = torch.ones(1, 2)
     losses, rewards = entry.function(Pairs(values=-ones, log_ratios=-ones, tokens=ones), **args)
     if losses.shape != (1,) or rewards.shape != (1, 2):
@@ -86,7 +78,7 @@ def _check_arguments(
     function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules | None = None
 ) -> None:
     try:
-        inspect.signature(function).bind(*[None] * given, **args)
+        inspect.signature(function).bind(*[None] * given, **args)  # as it will be called, without calling it
     except TypeError as error:
         raise ValueError(
             f"{key}_args = {args}: {error}; the arguments of {key} are "

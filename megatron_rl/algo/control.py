@@ -19,7 +19,7 @@ class KLController:
         kl: mean per trained token. A step that is longer than the horizon would turn the penalty's sign otherwise.
         """
         if self.options.kl_target > 0:
-            error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
+            error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)  # one odd step moves it by a fifth at most
             self.coefficient *= 1.0 + error * min(trajectories / self.options.kl_horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,10 +36,7 @@ def gspo(options: AlgorithmConfig) -> PpoOptions:
     Source: arXiv 2507.18071
     """
     return PpoOptions(
-        sequence_ratio=True,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
+        sequence_ratio=True, clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip
     )
 
 
@@ -82,4 +79,4 @@ def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
     the paper's u is the ratio to that one: correction.proximal = behavior.
     Source: arXiv 2510.01161
     """
-    return PpoOptions(clip_low=1.0, clip_high=inf)
+    return PpoOptions(clip_low=1.0, clip_high=inf)  # u is in [0, inf): nothing is clipped

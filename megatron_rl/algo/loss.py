@@ -26,13 +26,19 @@ def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Ten
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The configured policy loss with its KL and entropy terms, as a LogprobLoss function."""
+    """The configured policy loss with its KL and entropy terms, as a LogprobLoss function.
+
+    For example:
+
+        loss = PolicyLoss(config.algo, config.correction)
+        stats = engine.train_batch(share, LogprobLoss(loss, temperature=1.0, by_row=not loss.by_sequence))
+    """
 
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @cached_property
-    def entry(self) -> FusedLoss | TorchLoss:
+    def entry(self) -> FusedLoss | TorchLoss:  # cached, as this is asked for in every chunk of every microbatch
         return find_loss(self.options.loss, self.options.loss_args)
 
     @cached_property
@@ -40,7 +46,7 @@ class PolicyLoss:
         """The operator's options. It computes all of a fused loss. Of a torch loss it sees the advantages as 0, and
         computes the KL and entropy terms and the statistics."""
         options, correction = self.options, self.correction
-        own = PpoOptions(mode="reinforce")
+        own = PpoOptions(mode="reinforce")  # of a torch loss: -A log p with A = 0 is no policy term at all
         if isinstance(self.entry, FusedLoss):
             own = self.entry.function(options, **options.loss_args)
         is_unbiased = options.kl_estimator == "unbiased"
@@ -76,7 +82,7 @@ class PolicyLoss:
             proximal = behavior
         elif "proximal_logprobs" in names:
             proximal = column("proximal_logprobs")
-        elif "proximal_share" in names:
+        elif "proximal_share" in names:  # updates after the first: log p is taken to move evenly between the two
             proximal = torch.lerp(behavior, logprobs.detach(), column("proximal_share"))
         trained, advantages = rows["labels"] >= 0, column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
@@ -103,7 +109,7 @@ class PolicyLoss:
                 trained=trained,
                 cu_seqlens=bounds,
             )
-            own = self._in_torch(self.entry, seen, row_weights)
+            own = self._in_torch(self.entry, seen, row_weights)  # [T]
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
         return loss, {name: sums[name] for name in self._reported}
 
@@ -156,14 +162,14 @@ def value_clip(
 
 def explained_variance(sums: Mapping[str, float], count: float) -> float:
     """1 - Var(R - v) / Var(R) from `value_clip`'s sums over `count` tokens; 0 where all returns are the same."""
-    variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2
+    variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2  # E[R^2] - E[R]^2
     residual = sums["squared_errors"] / count - (sums["errors"] / count) ** 2
     return 1.0 - residual / variance if variance > 1e-12 else 0.0
 
 
 @dataclass(frozen=True)
 class ValueClipLoss:
-    """The critic's loss as a ValueLoss function."""
+    """The critic's loss as a ValueLoss function: `ValueLoss(ValueClipLoss(clip=0.2))`."""
 
     clip: float
 

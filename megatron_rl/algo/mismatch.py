@@ -34,16 +34,18 @@ def tally(
     """
     is_finite = (logprobs - behavior_logprobs).isfinite()
     kept = loss_mask.bool() & is_finite
-    before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()
+    before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()  # [N] trained tokens before this one in the batch
     first = torch.cumsum(lengths, 0) - lengths
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    # In its sequence: less those before its first token. An empty sequence at the end would begin behind the last one.
     position = before - before[first.clamp_max(max(len(before) - 1, 0))][sequence]
     d = (logprobs - behavior_logprobs)[kept].double()
     near = bounded(d)
     w = near.exp()
+    # [kept, COLUMNS]. expm1(d) - d is k3, w - 1 - d, without the digits that it would lose near 0.
     values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w, torch.zeros_like(d)], 1)
     sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
-    places = (
+    places = (  # a token counts three times: in all, by its age, by its position
         torch.zeros(len(d), dtype=torch.int64),
         1 + _class_of((version - versions[kept]).clamp_min(0), AGES),
         1 + len(AGES) + _class_of(position[kept], POSITIONS),
@@ -84,6 +86,7 @@ def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool =
     A difference that is no finite number is an alarm under every threshold, unless the update that it would have been
     trained in was skipped, and so counted.
     """
+    # Tokens of this very policy, where there are any: older ones differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"
     if not is_skipped and found.get("mismatch/not_finite", 0.0) > 0:
         raise RuntimeError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEVELS = ("none", "group", "batch")
 EPS = 1e-6
 """Added to a standard deviation; one below this share of the largest value is rounding, and counts as none."""
 
@@ -25,7 +24,7 @@ def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Te
     ones = torch.ones_like(values)
     weights = ones if weights is None else weights.double()
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
-    weights = torch.where(total[member] > 0, weights, ones)
+    weights = torch.where(total[member] > 0, weights, ones)  # by group, so that the total has to be taken again
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
     return (torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights * values) / total)[member]
 
@@ -37,7 +36,7 @@ def shares_of(sample: Tensor) -> Tensor:
 
 def count_of(member: Tensor, shares: Tensor | None = None) -> Tensor:
     """Return for each entry how many entries, or with `shares` samples, its group has, `[K]` float64."""
-    return torch.bincount(member, shares).double().round()[member]
+    return torch.bincount(member, shares).double().round()[member]  # six sixths add up to a little less than 1
 
 
 def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Tensor | None = None) -> Tensor:
@@ -48,6 +47,7 @@ def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Ten
     values = values.double()
     squares = (values - mean_of(values, member, shares)).square()
     count = count_of(member, shares)
+    # A sample of several trajectories counts once, by the mean of their squares. A group of one has squares of 0.
     variance = mean_of(squares, member, shares) * count / (count - correction).clamp_min(1.0)
     largest = torch.zeros(int(member.max()) + 1 if len(member) else 0, dtype=torch.float64)
     largest.scatter_reduce_(0, member, values.abs(), "amax")

@@ -24,7 +24,15 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """The pairs of a microbatch as a loss sees them: `[P, 2]` tensors of one float dtype, the chosen reply first."""
+    """The pairs of a microbatch as a loss sees them: `[P, 2]` tensors of one float dtype, the chosen reply first.
+
+    For example:
+
+        @pair_loss()
+        def hinge(pairs: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
+            rewards = pairs.values / pairs.tokens
+            return (margin - margins(rewards)).clamp_min(0.0), rewards
+    """
 
     values: Tensor
     """log p of the whole reply, or with a value head its score; with gradient."""
@@ -93,7 +101,13 @@ def _check(name: str, value: float | bool, holds: bool, rule: str) -> None:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The configured loss of pairs, a sum over those of a microbatch."""
+    """The configured loss of pairs, a sum over those of a microbatch.
+
+    For example:
+
+        loss = find_pair_loss("simpo", {"beta": 2.0})
+        stats = engine.train_batch(pairs, loss.for_engine(), pairs_of)  # the mean over the pairs of all ranks
+    """
 
     entry: PairLoss
     args: dict[str, Any]
@@ -102,6 +116,7 @@ class PreferenceLoss:
         """Return the loss that an engine with `entry.head` takes, beside the weight `pairs_of`."""
         if self.entry.head == "value":
             return ValueLoss(self)
+        # Not by_row: a pair's loss needs the sums over both of its replies.
         return LogprobLoss(lambda logprobs, entropy, rows: self(logprobs, rows))
 
     def __call__(self, results: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
@@ -136,7 +151,7 @@ def pairs_of(rows: TensorDict) -> Tensor:
 def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
     """Sum over each sequence: `[T]` -> `[P, 2]`."""
     sums, count = sums_by_sequence(values, rows), int(pairs_of(rows))
-    return sums[: 2 * count].view(count, 2)
+    return sums[: 2 * count].view(count, 2)  # packing keeps chosen and rejected side by side; an idle one has no pair
 
 
 def preference_metrics(sums: Mapping[str, float], pairs: float) -> dict[str, float]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +35,10 @@ class Estimator:
     The batch is the whole step's: `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's
     number, `loss_mask` says which tokens are trained. Several trajectories of one sample (`batch.samples`) count
     once where `[B]` results are normalised.
+
+        @estimator(mean="group", std="group")  # algo.advantage: my_package.mine:squared
+        def squared(batch: TrajectoryBatch) -> Tensor:
+            return batch["scores"].square()
     """
 
     function: Callable[..., Tensor]
@@ -52,6 +57,10 @@ class FusedLoss:
 
     function(options, **algo.loss_args) -> the operator's PpoOptions, as far as they are the loss's own: KL and entropy
     terms and behaviour weights are set from the config afterwards.
+
+        @fused_loss()  # algo.loss: my_package.mine:wide_clip
+        def wide_clip(options: AlgorithmConfig, *, factor: float = 2.0) -> PpoOptions:
+            return PpoOptions(clip_low=options.clip_low, clip_high=factor * options.clip_high)
     """
 
     function: Callable[..., PpoOptions]
@@ -66,7 +75,7 @@ class FusedLoss:
 class TorchLoss:
     """A policy loss in plain torch, before KL and entropy terms, weights and aggregation.
 
-    function(rows: LossRows, options, **algo.loss_args) -> `[T]`, each row's loss.
+    function(rows: LossRows, options, **algo.loss_args) -> `[T]`, each row's loss; `LossRows` has an example.
     """
 
     function: Callable[..., Tensor]
@@ -82,7 +91,8 @@ class TorchLoss:
 class PairLoss:
     """A loss of pairs of replies, of which training makes the mean small.
 
-    function(pairs: Pairs, **preference.loss_args) -> the losses `[P]`, and by the model the replies' worth `[P, 2]`.
+    function(pairs: Pairs, **preference.loss_args) -> the losses `[P]`, and by the model the replies' worth `[P, 2]`;
+    `Pairs` has an example.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]]
@@ -96,38 +106,36 @@ ESTIMATORS: dict[str, Estimator] = {}
 LOSSES: dict[str, FusedLoss | TorchLoss] = {}
 PAIR_LOSSES: dict[str, PairLoss] = {}
 
+Entry = TypeVar("Entry")
 
-def estimator(
-    name: str = "",
-    *,
-    mean: str = "none",
-    std: str = "none",
-    compares_group: bool = False,
-    rules: Rules | None = None,
-) -> Callable[[Callable[..., Tensor]], Estimator]:
-    """Decorate an estimator's function; a name enters it into the catalogue."""
 
-    def decorate(function: Callable[..., Tensor]) -> Estimator:
-        entry = Estimator(function, mean, std, compares_group, rules or {})
+def _entering(
+    catalogue: dict[str, Any], name: str, make: Callable[[Callable[..., Any]], Entry]
+) -> Callable[[Callable[..., Any]], Entry]:
+    """Return a decorator that makes an entry of a function, and keeps it under `name` where that is given."""
+
+    def decorate(function: Callable[..., Any]) -> Entry:
+        entry = make(function)
         if name:
-            ESTIMATORS[name] = entry
+            catalogue[name] = entry
         return entry
 
     return decorate
+
+
+def estimator(
+    name: str = "", *, mean: str = "none", std: str = "none", compares_group: bool = False, rules: Rules | None = None
+) -> Callable[[Callable[..., Tensor]], Estimator]:
+    """Decorate an estimator's function; a name enters it into the catalogue."""
+    make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, rules=rules or {})
+    return _entering(ESTIMATORS, name, make)
 
 
 def fused_loss(
     name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
 ) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
     """Decorate the function of a fused loss; a name enters it into the catalogue."""
-
-    def decorate(function: Callable[..., PpoOptions]) -> FusedLoss:
-        entry = FusedLoss(function, select, rules or {})
-        if name:
-            LOSSES[name] = entry
-        return entry
-
-    return decorate
+    return _entering(LOSSES, name, partial(FusedLoss, select=select, rules=rules or {}))
 
 
 def torch_loss(
@@ -138,25 +146,11 @@ def torch_loss(
     rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], TorchLoss]:
     """Decorate the function of a loss in plain torch; a name enters it into the catalogue."""
-
-    def decorate(function: Callable[..., Tensor]) -> TorchLoss:
-        entry = TorchLoss(function, by_sequence, select, rules or {})
-        if name:
-            LOSSES[name] = entry
-        return entry
-
-    return decorate
+    return _entering(LOSSES, name, partial(TorchLoss, by_sequence=by_sequence, select=select, rules=rules or {}))
 
 
 def pair_loss(
     name: str = "", *, head: str = "policy", needs_reference: bool = False
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
     """Decorate the function of a loss of pairs; a name enters it into the catalogue."""
-
-    def decorate(function: Callable[..., tuple[Tensor, Tensor]]) -> PairLoss:
-        entry = PairLoss(function, head, needs_reference)
-        if name:
-            PAIR_LOSSES[name] = entry
-        return entry
-
-    return decorate
+    return _entering(PAIR_LOSSES, name, partial(PairLoss, head=head, needs_reference=needs_reference))

@@ -15,10 +15,8 @@ from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
 from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
-from megatron_rl.ops.reference import kl_k1, kl_k2, kl_k3
+from megatron_rl.ops.reference import KL
 from megatron_rl.types import TrajectoryBatch
-
-KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 class RunningMoments:
@@ -35,6 +33,7 @@ class RunningMoments:
         values = values.double()
         count, mean = len(values), float(values.mean())
         delta, total = mean - self.mean, self.count + count
+        # Squares about the common mean: those about each part's own, and the parts' distance weighed by both sizes.
         self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
@@ -51,6 +50,10 @@ class RewardShaper:
 
     Where the workflow reports the reward of a greedy reply, `greedy_score` `[B]` is what the same shaping makes of it;
     a KL penalty is the sampled reply's alone.
+
+        shaper = RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens)
+        shaper(batch)
+        batch["scores"], shaper.last["reward/shaped"]
     """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
@@ -64,27 +67,27 @@ class RewardShaper:
         """rewards: `[B]`, or `[N]` by token, of which the trained ones count. For a KL penalty `proximal_logprobs` and
         `ref_logprobs` too."""
         by_token = token_rewards(batch)
-        raw = sum_of_tokens(by_token, batch) if "rewards" in batch.tokens else batch["rewards"].double()
+        raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
         scores = self._shaped(raw, batch)
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
-        by_token = by_token + at_the_end(scores - raw, batch)
+        by_token = by_token + at_the_end(scores - raw, batch)  # so that a trajectory's tokens still add up to its score
         self.last = {"reward/shaped": float(batch.means_of_samples(scores).mean())}
         if self.algo.penalizes_reward:
             penalty, kl = self._kl_penalty(batch)
-            by_token, scores = by_token - penalty, scores - sum_of_tokens(penalty, batch)
+            by_token, scores = by_token - penalty, scores - batch.sums_of_tokens(penalty)
             self.last |= {"reward/kl": kl, "reward/kl_coefficient": self.kl.coefficient}
-            self.kl.update(kl, len(batch))
+            self.kl.update(kl, len(batch))  # for the next step
         batch.sequences["scores"] = scores
         batch.tokens["token_rewards"] = by_token.float()
 
     def _shaped(self, raw: Tensor, batch: TrajectoryBatch) -> Tensor:
         scores = raw
         if self._is_by_length:
-            total = sum_of_tokens(written_tokens(batch).long(), batch)
+            total = batch.sums_of_tokens(written_tokens(batch).long())
             scores = self._by_length(raw, longest_replies(batch), total)
         if self.options.running != "none":
-            self.moments.add(batch.means_of_samples(scores))
+            self.moments.add(batch.means_of_samples(scores))  # this batch counts in its own scaling
         return self._scaled(scores)
 
     @property
@@ -109,6 +112,7 @@ class RewardShaper:
         """longest: `[B]` tokens of each trajectory's longest reply; total: `[B]`, of all its replies."""
         options = self.options
         if options.overlong_buffer > 0:
+            # DAPO's (arXiv 2503.14476): 0 up to the buffer, 1 at the longest reply, linear in between.
             over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
             scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
         return scores / total.clamp_min(1) if options.per_token else scores
@@ -156,6 +160,7 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
+    # Weights of 0 leave the sampled replies out of the group's mean.
     baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy * shares_of(batch.samples))
     sampled = batch.select((is_greedy == 0).nonzero()[:, 0].tolist())
     sampled.sequences["greedy_reward"] = baseline[is_greedy == 0]
@@ -181,7 +186,7 @@ def written_tokens(batch: TrajectoryBatch) -> Tensor:
 def longest_replies(batch: TrajectoryBatch) -> Tensor:
     """`[B]` int64: tokens of each trajectory's longest reply; generation.max_new_tokens bounds each one by itself."""
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
-    lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))
+    lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
     return torch.zeros(len(batch), dtype=torch.int64).scatter_reduce(0, trajectory, lengths, "amax")
 
@@ -191,12 +196,7 @@ def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
     trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     is_last = torch.ones(len(trained), dtype=torch.bool)
-    is_last[:-1] = sequence[1:] != sequence[:-1]
+    is_last[:-1] = sequence[1:] != sequence[:-1]  # the next trained token is another trajectory's
     result = torch.zeros(len(batch["loss_mask"]), dtype=values.dtype)
     result[trained[is_last]] = values[sequence[is_last]]
     return result
-
-
-def sum_of_tokens(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """`[N]` -> `[B]`."""
-    return torch.zeros(len(batch), dtype=values.dtype).index_add_(0, batch.sequence_ids, values)

@@ -22,7 +22,7 @@ def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     by_entropy = batch["entropies"][trained].argsort(descending=True, stable=True)
     order = by_entropy[sequence[by_entropy].argsort(stable=True)]  # within each sequence, the highest first
     count = torch.bincount(sequence)
-    rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]
+    rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # place within the sequence
     kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
     # The product is rounded first: 0.2 * 5 is a little more than 1 in floating point.
     most = (share * count.double()).mul(1e9).round().div(1e9).ceil().long()
@@ -38,7 +38,7 @@ def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
     """
     trained = batch["loss_mask"].nonzero()[:, 0]
     moment = (batch["proximal_logprobs"] - batch["logprobs"])[trained].double().square()
-    moment = moment.nan_to_num(nan=torch.inf)
+    moment = moment.nan_to_num(nan=torch.inf)  # sorted last: left out, and out of the mean of those kept
     ascending, order = moment.sort(stable=True)
     means = ascending.cumsum(0) / torch.arange(1, len(order) + 1)
     kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)

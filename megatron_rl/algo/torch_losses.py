@@ -24,6 +24,7 @@ class LossRows:
 
     Row t describes the prediction of `labels[t]`. Rows that are not trained hold 0, and their loss is not read.
 
+        @torch_loss()  # algo.loss: my_package.mine:likelihood_ratio
         def likelihood_ratio(rows: LossRows, options: AlgorithmConfig) -> Tensor:
             return -rows.advantages * rows.ratio
     """
@@ -71,7 +72,7 @@ def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift
     clipped = distance.clamp(log1p(-options.clip_low), log1p(options.clip_high))
     edge = log(1.0 + drift_cap)
     near = distance.clamp_max(edge)
-    drifted = torch.expm1(near) - near + drift_cap * (distance - near)
+    drifted = torch.expm1(near) - near + drift_cap * (distance - near)  # u - 1 - log u, its tangent beyond the edge
     return torch.maximum(-rows.advantages * distance, -rows.advantages * clipped) + drift * drifted
 
 
@@ -84,7 +85,7 @@ def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: 
     """
     moved = rows.logprobs.detach().exp() - rows.proximal_logprobs.exp()
     has_moved = torch.where(rows.advantages > 0, moved, -moved) > bound
-    ratio = rows.ratio.detach().clamp_max(most)
+    ratio = rows.ratio.detach().clamp_max(most)  # a constant: the slope is log p's, as d u = u d log p
     return (-rows.advantages * ratio * rows.logprobs).masked_fill(has_moved, 0.0)
 
 
@@ -94,7 +95,7 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     The operator has its own for fused losses.
     """
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
-    log_weight = log_weight.masked_fill(~log_weight.isfinite(), 0.0)
+    log_weight = log_weight.masked_fill(~log_weight.isfinite(), 0.0)  # counted by the operator as not_finite; weight 1
     if correction.weight == "off":
         return torch.ones_like(log_weight)
     if correction.level == "sequence":
@@ -108,7 +109,8 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return for each row the mean over its sequence's trained rows, `[T]`; values are 0 in the others."""
-    sequence = torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
+    # Row t belongs to the first sequence that ends above t.
+    sequence = torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)  # [T]
     zeros = values.new_zeros(len(cu_seqlens) - 1)
     count = zeros.index_add(0, sequence, trained.to(values.dtype))
     return (zeros.index_add(0, sequence, values) / count.clamp_min(1.0))[sequence]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.types import prefix_sums
+
 
 def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's turn, `[N]` int64, -1 outside the mask, and the bounds of the sequences' turns.
@@ -16,9 +18,10 @@ def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """
     begins = mask.clone()
     begins[1:] &= ~mask[:-1]
+    # A turn does not go on into the next sequence. An empty one at the end would begin behind the last token.
     starts = cu_seqlens[:-1][cu_seqlens[:-1] < len(mask)]
     begins[starts] |= mask[starts]
-    count = torch.cat([torch.zeros(1, dtype=torch.int64), begins.long().cumsum(0)])
+    count = prefix_sums(begins)  # [N + 1]: turns that have begun before each token
     return (count[1:] - 1).masked_fill(~mask, -1), count[cu_seqlens]
 
 

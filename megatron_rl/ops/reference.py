@@ -48,6 +48,9 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
 def ppo_loss(
     logprobs: Tensor,
     proximal_logprobs: Tensor | None,
@@ -64,6 +67,7 @@ def ppo_loss(
 ) -> Tensor:
     """`ops.ppo_loss` without its statistics."""
     proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
+    # Masked before exp: what a masked row holds, be it NaN, reaches neither the loss nor the gradient.
     log_ratio = (logprobs - proximal).masked_fill(~mask, 0.0)
     token_ratio = bounded(log_ratio).exp()
     if options.sequence_ratio:
@@ -80,7 +84,7 @@ def ppo_loss(
         loss = -clipped.detach() * advantages * own
     elif options.mode == "sapo":
         steepness = torch.where(advantages > 0, options.sapo_positive, options.sapo_negative)
-        loss = -advantages * 4 / steepness * torch.sigmoid(steepness * (ratio - 1))
+        loss = -advantages * 4 / steepness * torch.sigmoid(steepness * (ratio - 1))  # 4 / s: the slope at u = 1 is -A
     else:
         loss = -advantages * own
     if options.behavior != "off":
@@ -95,8 +99,7 @@ def ppo_loss(
         loss = loss * (weight.masked_fill(outside, 0.0) if options.behavior == "mask" else clamped)
     if options.kl_coefficient > 0:
         assert ref_logprobs is not None
-        estimate = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[options.kl_estimator]
-        divergence = estimate(own, ref_logprobs.masked_fill(~mask, 0.0))
+        divergence = KL[options.kl_estimator](own, ref_logprobs.masked_fill(~mask, 0.0))
         loss = loss + options.kl_coefficient * divergence * (token_ratio if options.kl_weighted else 1.0)
     if options.entropy_coefficient != 0:
         assert entropy is not None
@@ -161,11 +164,11 @@ CHECKSUM_COLUMNS = 1024
 def word_sums(tensor: Tensor) -> Tensor:
     """`ops.word_sums` of a contiguous tensor."""
     data = tensor.view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
+    if data.storage_offset() % 8:  # of a slice: bytes are seen as words only from a word's place on
         data = data.clone()
     whole = data.numel() // (8 * CHECKSUM_COLUMNS) * (8 * CHECKSUM_COLUMNS)
-    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)
+    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)  # -n % 8 fills up to words
     if not whole:
         return rest
     matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
-    return torch.cat([matrix.sum(1), matrix.sum(0), rest])
+    return torch.cat([matrix.sum(1), matrix.sum(0), rest])  # sums of int64 wrap around: mod 2^64

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.algo.normalize import deviation_of, group_numbers
-from megatron_rl.algo.reward_shaping import sum_of_tokens, written_tokens
+from megatron_rl.algo.reward_shaping import written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -85,7 +85,7 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
     }
     metrics |= {
-        "histogram/reply_tokens": counts_by_doubling(sum_of_tokens(written_tokens(batch).long(), batch)),
+        "histogram/reply_tokens": counts_by_doubling(batch.sums_of_tokens(written_tokens(batch).long())),
         "histogram/token_age": counts_by_number(version - trained_versions(batch)),
     }
     if "model_rewards" in batch:
