@@ -52,5 +52,5 @@ def packed_discounted_returns(
     rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, discount: float, bootstrap: Tensor | None = None
 ) -> Tensor:
     """R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype; arguments as `packed_gae`'s."""
-    zeros = torch.zeros_like(rewards)
+    zeros = torch.zeros_like(rewards)  # with V = 0 and trace_decay = 1 the advantage is the sum of discounted rewards
     return packed_gae(rewards, zeros, mask, cu_seqlens, discount=discount, trace_decay=1.0, bootstrap=bootstrap)[1]

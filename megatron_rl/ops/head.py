@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.ops.library import accumulator, ops, overwrite_with_gradient
+from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
 
@@ -44,7 +44,7 @@ def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[f
 
 def logits_results(logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple) -> tuple[Tensor, ...]:
     """(log-probs, entropy, peak, log-sum) of logits that need no gradient."""
-    partials = ops.logprob_partials(logits, labels, *rest)
+    partials = ops.logprob_partials(logits, labels, *rest)  # [tiles, c, 4]: peak, sum, moment, the label's logit
     if shard.is_split:
         assert shard.group is not None
         partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
@@ -59,13 +59,12 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, chunk: int):
-        rest = columns_of(weight, shard, temperature)
-        parts, logits = [], hidden.new_empty(0, len(weight))
-        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = head_logits(h, weight)
+        rest, parts = columns_of(weight, shard, temperature), []
+        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # without rows one empty chunk
+            logits = head_logits(h, weight)  # [c, V_local]
             parts.append(logits_results(logits, y, shard, rest))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
-        kept = (logits,) if len(parts) == 1 else ()
+        kept = (logits,) if len(parts) == 1 else ()  # no more memory than the chunk that had to be there anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
         ctx.rest, ctx.chunk = rest, chunk
         ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
@@ -83,7 +82,7 @@ class HeadLogprobs(torch.autograd.Function):
             slopes = (None if g is None else g[part].contiguous() for g in (grad_logprobs, grad_entropy))
             grad = saved[3] if len(saved) > 3 else head_logits(h, weight)
             overwrite_with_gradient(grad, *row, *slopes, *ctx.rest)
-            grad = grad.to(weight.dtype)
+            grad = grad.to(weight.dtype)  # the products run on 16-bit operands where the weight has them
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if needs_weight:
@@ -104,6 +103,7 @@ class HeadLoss(torch.autograd.Function):
     ):  # fmt: skip
         rest = columns_of(weight, shard, temperature)
         grad_hidden, grad_weight, totals = torch.empty_like(hidden), None, []
+        # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
         for start in range(0, max(len(hidden), 1), chunk):  # without rows too the loss says which statistics it has
             rows = slice(start, start + chunk)
             logits, y = head_logits(hidden[rows], weight), labels[rows]
@@ -114,7 +114,7 @@ class HeadLoss(torch.autograd.Function):
             grad = logits.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             grad_weight = add_weight_gradient(grad_weight, grad, hidden[rows])
-        sums = torch.stack(totals).sum(0)
+        sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(sums)
@@ -154,10 +154,11 @@ def lm_head_loss(
         leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()]
         with torch.enable_grad():
             total, sums = loss(*leaves, kept[chunk])
-            by_logprob, by_entropy = torch.autograd.grad(total, leaves, allow_unused=True)
-        names[:] = sums
+            by_logprob, by_entropy = torch.autograd.grad(total, leaves, allow_unused=True)  # of [c] leaves: cheap
+        names[:] = sums  # HeadLoss returns tensors only; every chunk says the same names
         column = torch.stack([total.detach().double(), *(value.detach().double() for value in sums.values())])
-        return column, zeros_or(by_logprob, logprobs), None if by_entropy is None else by_entropy.contiguous()
+        by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
+        return column, by_logprob, dense(by_entropy)
 
     picked = pick(hidden, rows, kept, weight.dtype)
     total, sums = HeadLoss.apply(
@@ -259,8 +260,5 @@ def places_of(labels: Tensor) -> Tensor:
 
 
 def pick(hidden: Tensor, rows: Tensor | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    # Only rows with a label go through the output layer: a prompt's have none.
     return hidden.index_select(0, kept if rows is None else rows.index_select(0, kept)).to(dtype)
-
-
-def zeros_or(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient.contiguous()

@@ -53,7 +53,7 @@ def built_from(library: Path) -> dict[str, object]:
 PPO_SUMS = 20
 """Statistics of ppo_loss; csrc/math/ppo.h counts them too."""
 
-load()
+load()  # before anything names `torch.ops.megatron_rl`: its operators are defined by the library
 ops = torch.ops.megatron_rl
 
 
@@ -65,6 +65,9 @@ def tiles(columns: int, dtype: torch.dtype) -> int:
     """Parts of a row that `logprob_partials` returns; csrc/math/logprob.h has the same rule."""
     tile = 32768 // dtype.itemsize
     return (columns + tile - 1) // tile if columns > tile else 1
+
+
+# Fakes give shapes and dtypes to torch.compile, which traces without computing.
 
 
 @torch.library.register_fake("megatron_rl::logprob_partials")
@@ -103,7 +106,7 @@ def save_for_logprob_grad(ctx, inputs, output) -> None:
 
 def logprob_backward(ctx, grad_logprobs, grad_entropy, _peak, _log_sum):
     if grad_logprobs is None and grad_entropy is None:
-        return (None,) * 9
+        return (None,) * 9  # one for each input of logprob_finish
     logits, labels, peak, log_sum, entropy, temperatures = ctx.saved_tensors
     temperature, vocab_start, columns, inplace = ctx.rest
     arguments = (
@@ -148,9 +151,9 @@ def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights,
 
 def save_for_ppo_grad(ctx, inputs, output) -> None:
     _, sums, grad_logprobs, grad_entropy = output
-    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # the forward has formed the slopes already
     ctx.save_for_backward(grad_logprobs, grad_entropy)
-    ctx.has_entropy = inputs[6] is not None
+    ctx.has_entropy = inputs[6] is not None  # autograd takes a gradient only of an input that is there
 
 
 def ppo_backward(ctx, grad_loss, *_):

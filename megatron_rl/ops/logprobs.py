@@ -19,7 +19,14 @@ from megatron_rl.ops.library import ops
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns `[start, stop)` of a vocabulary of `size`; `group` holds the ranks with the others."""
+    """This rank's columns `[start, stop)` of a vocabulary of `size`; `group` holds the ranks with the others.
+
+    For example:
+
+        whole = VocabShard(0, 32000, 32000)
+        second_half = VocabShard(16000, 32000, 32000, group)  # on rank 1 of a tensor axis of 2
+        gather_logprobs(logits, labels, shard=second_half)  # logits [T, 16000]: log p over all 32000
+    """
 
     start: int
     stop: int
@@ -49,6 +56,9 @@ class VocabParallelLogits(Tensor):
 
     Operations that keep the last dimension keep `shard` (a temperature, a cast, a slice of rows). A softmax over split
     columns raises ValueError instead of being silently wrong.
+
+        def my_loss(logits: VocabParallelLogits, rows: TensorDict) -> Tensor:
+            return -gather_logprobs(logits / 0.7, rows["labels"]).sum() / (rows["labels"] >= 0).sum()
     """
 
     shard: VocabShard
@@ -61,21 +71,23 @@ class VocabParallelLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        shards = [a.shard for a in args if isinstance(a, cls) and "shard" in a.__dict__]
+        given = [*args, *(kwargs or {}).values()]
+        given += [entry for part in given if isinstance(part, list | tuple) for entry in part]  # as torch.cat has them
+        shards = [a.shard for a in given if isinstance(a, cls) and "shard" in a.__dict__]
         if shards and shards[0].is_split and func in NORMALISING:
             raise ValueError(
                 f"logits: {func.__name__} sees only columns {shards[0].start} to {shards[0].stop} of "
-                f"{shards[0].size} on this "
-                f"tensor-parallel rank; use megatron_rl.gather_logprobs or gather_logprobs_entropy, which reduce "
-                f"over all."
+                f"{shards[0].size} on this tensor-parallel rank; use megatron_rl.gather_logprobs or "
+                f"gather_logprobs_entropy, which reduce over all."
             )
         result = super().__torch_function__(func, types, args, kwargs or {})
-        if isinstance(result, cls) and shards:
-            if result.ndim and result.shape[-1] == shards[0].stop - shards[0].start:
-                result.shard = shards[0]
-            else:
-                result = result.as_subclass(Tensor)
-        return result
+        if not shards:
+            return result
+        for part in result if isinstance(result, tuple | list) else (result,):  # as torch.split has them
+            if isinstance(part, cls) and part.ndim and part.shape[-1] == shards[0].stop - shards[0].start:
+                part.shard = shards[0]
+        is_plain = isinstance(result, cls) and "shard" not in result.__dict__  # of other columns, or of none
+        return result.as_subclass(Tensor) if is_plain else result
 
 
 def packed_logprobs(
@@ -117,9 +129,10 @@ def packed_logprobs(
         raise ValueError(f"vocab_start is {vocab_start}: it is the first column's place in the vocabulary, at least 0.")
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward: logits is a leaf that requires grad, its value would become its gradient.")
-    columns = max(0, min(logits.shape[1], size - vocab_start))
+    columns = max(0, min(logits.shape[1], size - vocab_start))  # the last rank may hold padding, or nothing else
     one, each = check_temperature(temperature, labels)
-    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns)
+    # Detached, as the backward of logprob_finish gives the whole gradient of the logits.
+    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns)  # [tiles, T, 4]
     if tp_group is not None:
         partials = gather_partials(ops.logprob_fold(partials, labels, one, each), tp_group)
     logprobs, entropy, _, _ = ops.logprob_finish(
@@ -169,14 +182,10 @@ def gather_logprobs_entropy(
     logits: `[T, V_local]`, plain or as the engine hands them to a loss (then they know their columns). labels: `[T]`
     int64 over the whole vocabulary; negative ones are ignored. temperature divides the logits.
     """
-    if shard is None:
-        shard = (
-            logits.shard
-            if isinstance(logits, VocabParallelLogits)
-            else VocabShard(0, logits.shape[-1], logits.shape[-1])
-        )
-    plain = logits.as_subclass(Tensor) if isinstance(logits, VocabParallelLogits) else logits
-    return packed_logprobs(plain, labels, temperature=temperature, return_entropy=True, **shard.columns)
+    if isinstance(logits, VocabParallelLogits):
+        shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
+    shard = shard or VocabShard(0, logits.shape[-1], logits.shape[-1])
+    return packed_logprobs(logits, labels, temperature=temperature, return_entropy=True, **shard.columns)
 
 
 def gather_logprobs(

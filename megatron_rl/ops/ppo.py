@@ -38,6 +38,10 @@ class PpoOptions:
 
     A log ratio is moved to within LOG_RATIO_BOUND = 20 of 0 before it is exponentiated, as verl does, and has no slope
     beyond it: of u, of w, and of k3 where q / p is larger.
+
+        decoupled = PpoOptions(clip_high=0.28, behavior="mask", behavior_high=5.0)
+        loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, trained, decoupled)
+        sums["clipped_tokens"] / sums["tokens"]
     """
 
     mode: str = "clip"
@@ -87,6 +91,7 @@ class PpoOptions:
 
     def packed(self, scale: float) -> list[float]:
         """Return the options as csrc/math/ppo.h reads them."""
+        # Words become their places in the enums there; estimators count from 1.
         numbers = {"mode": MODES, "behavior": BEHAVIOR, "kl_estimator": ("", *KL_ESTIMATORS)}
         order = (
             *("mode", "sequence_ratio", "clip_low", "clip_high", "dual_clip", "behavior", "behavior_by_sequence"),
@@ -133,11 +138,7 @@ def ppo_loss(
     Differentiable in logprobs and entropy. No value is waited for, and the result is the same bits every time.
     """
     check_ppo(
-        options,
-        behavior_logprobs=behavior_logprobs,
-        ref_logprobs=ref_logprobs,
-        entropy=entropy,
-        cu_seqlens=cu_seqlens,
+        options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, entropy=entropy, cu_seqlens=cu_seqlens
     )
     rows = {
         "proximal_logprobs": proximal_logprobs,

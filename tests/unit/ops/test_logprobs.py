@@ -94,6 +94,15 @@ def test_logits_keep_their_columns_through_elementwise_operations():
             normalise(logits, -1)
 
 
+def test_a_softmax_over_split_columns_is_refused_however_the_logits_are_given():
+    logits = ops.VocabParallelLogits.wrap(torch.randn(3, 4), ops.VocabShard(0, 4, 8))
+    joined, cut = torch.cat([logits, logits]), logits.split(2)[1]
+    for given in ({"input": logits}, {"input": joined}, {"input": cut}):
+        with pytest.raises(ValueError, match="columns 0 to 4 of 8"):
+            torch.softmax(**given, dim=-1)
+    assert type(torch.cat([logits, logits], dim=-1)) is torch.Tensor
+
+
 def test_softmax_of_whole_logits_is_allowed():
     logits = ops.VocabParallelLogits.wrap(torch.randn(3, 4), ops.VocabShard(0, 4, 4))
     torch.testing.assert_close(logits.softmax(-1).as_subclass(torch.Tensor).sum(-1), torch.ones(3))
