@@ -88,16 +88,13 @@ class Rollout:
         self.pid = self.process.process.pid
         os.sched_setaffinity(self.pid, {core})  # before it has threads
         prompts = load_prompts(config.data.train, config.data.train_args, key="data.train")
-        point = ResumePoint(rank=0, ranks=1, life=1, fingerprint="", resumed=None)
+        point = ResumePoint(rank=0, ranks=1, run_attempt=1, fingerprint="", resumed=None)
         here = {"prompts": prompts, "held_out": prompts[:1], "sys_path": sys.path}
         self.process.begin(Beginning(config=config, tokenizer=load_tokenizer(str(MODEL)), resume_point=point, **here))
         self.process.connect([f"http://127.0.0.1:{port}"])
-        self._next = 0
 
     def send(self, requests: int) -> None:
-        batch = self.process.rollout_batch(self._next, requests // SAMPLES).result()
-        self._next += requests // SAMPLES
-        assert len(batch) == requests
+        assert len(self.process.prepare_batch(requests // SAMPLES).result()) == requests
 
     def cpu_s(self) -> float:
         used = psutil.Process(self.pid).cpu_times()

@@ -247,8 +247,3 @@ class RolloutConfig(Section, name="rollout"):
             if name in names:
                 found = value if equals else following
         return found
-
-    @property
-    def takes_prompts_in_order(self) -> bool:
-        """Every step has the prompts that come next: none is sampled ahead, replaced or put off."""
-        return self.max_staleness == 0 and self.max_uniform_resamples == 0 and self.oversample == 1

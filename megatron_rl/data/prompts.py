@@ -21,7 +21,7 @@ from megatron_rl.config.import_path import resolve
 from megatron_rl.data.data_files import holds_rows, is_file, read_rows
 
 FORMS = ("input_ids", "prompt", "messages")
-RESERVED = ("prompt_index", "epoch")
+RESERVED = ("prompt_number", "prompt_index", "epoch")
 
 
 def load_prompts(
@@ -120,10 +120,10 @@ def check_prompt(prompt: Any, where: str) -> None:
 class PromptIterator(Iterator[dict[str, Any]]):
     """Endless prompts, each epoch in an order of its own drawn from (seed, epoch).
 
-    Yields copies with `prompt_index` (the prompt's number in the source) and `epoch` (from 0). Its state is a few
-    numbers and the prompts' digest; a resumed run continues with the prompt that comes next. With `weights`, by the
-    prompts' `source`, each source has epochs of its own, and its share of every BLOCK prompts, in an order drawn from
-    (seed, block).
+    Yields copies with `prompt_number` (the place in the endless order, from 0), `prompt_index` (the place in the list)
+    and `epoch` (from 0). Its state is a few numbers and the prompts' digest; a resumed run continues with the prompt
+    that comes next. With `weights`, by the prompts' `source`, each source has epochs of its own, and its share of every
+    BLOCK prompts, in an order drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
@@ -163,11 +163,6 @@ class PromptIterator(Iterator[dict[str, Any]]):
         self.number += 1
         return self.at(self.number - 1)
 
-    def skip(self, count: int) -> int:
-        """Leave out the next `count` prompts, and return the place of the first of them."""
-        self.number += count
-        return self.number - count
-
     def at(self, number: int) -> dict[str, Any]:
         """Return the prompt at a place of the endless order; the iteration stays where it is."""
         source, place = self._source_at(number)
@@ -175,7 +170,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         if epoch != self._orders[source][0]:
             self._orders[source] = epoch, self._order_of(source, epoch)
         index = self._orders[source][1][position]
-        return self.prompts[index] | {"prompt_index": index, "epoch": epoch}
+        return self.prompts[index] | {"prompt_number": number, "prompt_index": index, "epoch": epoch}
 
     def next_batch(self, count: int) -> list[dict[str, Any]]:
         """Return the next `count` prompts, over the end of an epoch where needed."""

@@ -23,7 +23,8 @@ class Episode:
 
     number: int
     data: dict[str, Any]
-    """The prompt as it came, with `prompt_index` and `epoch` where an iterator made it, and its `sample_key`."""
+    """The prompt as it came, with `prompt_number`, `prompt_index` and `epoch` where an iterator made it, and its
+    `sample_key`."""
     workflow: RolloutWorkflow
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True

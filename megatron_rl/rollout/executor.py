@@ -120,15 +120,18 @@ class RolloutExecutor:
         self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
         self._resamples = count * self._config.max_uniform_resamples
 
+        is_synchronous = self._config.max_staleness == 0
         # One step's prompts more than there is room for: they start as soon as the next version makes room.
-        spare = count if self._config.max_staleness > 0 else 0
+        spare = 0 if is_synchronous else count
+        # Which step an asynchronous episode will be of is not known as it begins.
+        step = f"version {self._engine.get_version()} " if is_synchronous else ""
 
         def refill() -> None:
             wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
             for data in itertools.islice(prompts, max(0, wanted)):
-                self._enqueue(data, workflow)
+                self._enqueue(data, workflow, step=step)
 
-        batch = await self._collect(count, refill=refill, in_order=self._config.max_staleness == 0)
+        batch = await self._collect(count, refill=refill, in_order=is_synchronous)
         if surplus:
             self._recall()
         return batch
@@ -207,16 +210,13 @@ class RolloutExecutor:
 
     # -- prompts
 
-    def _enqueue(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        episode = self._new_episode(data, workflow)
+    def _enqueue(self, data: dict[str, Any], workflow: RolloutWorkflow, *, step: str = "") -> None:
+        number, self._submitted = self._submitted, self._submitted + 1
+        data = {"sample_key": step + sample_key(data, f"episode {number}")} | data
+        episode = Episode(number=number, data=data, workflow=workflow)
         self._queue.append(episode)
         for events in self._events:
             events.queued(episode)
-
-    def _new_episode(self, data: dict[str, Any], workflow: RolloutWorkflow) -> Episode:
-        number, self._submitted = self._submitted, self._submitted + 1
-        data = {"sample_key": sample_key(data, f"episode {number}")} | data
-        return Episode(number=number, data=data, workflow=workflow)
 
     @property
     def has_failed(self) -> bool:

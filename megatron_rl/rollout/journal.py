@@ -78,15 +78,15 @@ class Record:
 class RolloutJournal(RolloutEvents):
     """Writes one rollout rank's journal. Evaluation and prompts without a place in the data set are left out.
 
-    life: number of the process among those of the run. fingerprint: of all settings that a sampled group depends on.
-    RuntimeError, which ends the run, where a record cannot be written: it could not be resumed as promised.
+    run_attempt: number of this start of the run, from its first one. fingerprint: of all settings that a sampled group
+    depends on. RuntimeError, which ends the run, where a record cannot be written: it could not be resumed as promised.
     """
 
     def __init__(
-        self, folder: str | Path, *, life: int, rank: int, first_step: int, version: int, fingerprint: str
+        self, folder: str | Path, *, run_attempt: int, rank: int, first_step: int, version: int, fingerprint: str
     ) -> None:
-        self.folder, self.life, self.rank, self.step = Path(folder), life, rank, first_step
-        self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint, "life": life}
+        self.folder, self.run_attempt, self.rank, self.step = Path(folder), run_attempt, rank, first_step
+        self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files = -1, 0
         self._failed: RuntimeError | None = None
@@ -105,7 +105,9 @@ class RolloutJournal(RolloutEvents):
             full_path = self.path if full >= 0 else None
             try:
                 self._files += 1
-                self.path = self.folder / f"{self.life:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
+                self.path = (
+                    self.folder / f"{self.run_attempt:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
+                )
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             except OSError as error:
@@ -129,12 +131,12 @@ class RolloutJournal(RolloutEvents):
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
         self._replied.pop(episode.data["sample_key"], None)
-        if not is_indexed(episode.data):
+        if not is_numbered(episode.data):
             return
         tensors = {f"tokens.{key}": tensor.contiguous() for key, tensor in group.tokens.items()}
         tensors |= {f"sequences.{key}": tensor.contiguous() for key, tensor in group.sequences.items()}
         versions = trained_versions(group)
-        about = {"event": "accepted", "prompt": place_of(episode.data), "key": episode.data["sample_key"]}
+        about = {"event": "accepted", "prompt": episode.data["prompt_number"], "key": episode.data["sample_key"]}
         about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
         blob = save_tensors(tensors | {"cu_seqlens": group.cu_seqlens}, metadata={"record": json.dumps(about)})
         with self._lock:
@@ -146,7 +148,7 @@ class RolloutJournal(RolloutEvents):
         One that was given up, or has no token, is no reply. One that an episode's next attempt is given again is kept
         already.
         """
-        if not is_indexed(data) or reply.stop_reason == "abort" or not reply.output_versions:
+        if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_versions:
             return
         kept = self._replied.setdefault(data["sample_key"], set())
         if request in kept:
@@ -155,7 +157,7 @@ class RolloutJournal(RolloutEvents):
         columns = {name: torch.tensor(getattr(reply, name), dtype=dtype) for name, dtype in _REPLY_COLUMNS.items()}
         rest = {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply)}
         rest = {name: value for name, value in rest.items() if name not in columns}
-        about = {"event": "replied", "prompt": place_of(data), "key": data["sample_key"], "request": request}
+        about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
         about |= {"versions": [min(reply.output_versions), max(reply.output_versions)], "rest": rest}
         blob = save_tensors(columns, metadata={"record": json.dumps(about)})
         with self._lock:
@@ -177,7 +179,7 @@ class RolloutJournal(RolloutEvents):
         self._note("dead_lettered", [episode], why=f"{type(error).__name__}: {error}")
 
     def _note(self, event: str, episodes: Sequence[Episode], **rest: Any) -> bool:
-        prompts = [place_of(episode.data) for episode in episodes if is_indexed(episode.data)]
+        prompts = [episode.data["prompt_number"] for episode in episodes if is_numbered(episode.data)]
         if prompts:
             with self._lock:
                 self._write_event(event, {"prompts": prompts} | rest)
@@ -202,13 +204,9 @@ class RolloutJournal(RolloutEvents):
         return self._failed
 
 
-def is_indexed(data: dict[str, Any]) -> bool:
-    return "prompt_index" in data and "epoch" in data
-
-
-def place_of(data: dict[str, Any]) -> list[int]:
-    """`[epoch, prompt_index]`: what names a prompt in journal and ledger."""
-    return [data["epoch"], data["prompt_index"]]
+def is_numbered(data: dict[str, Any]) -> bool:
+    """Return True for a prompt of a PromptIterator; its number is its name in journal and ledger."""
+    return "prompt_number" in data
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -246,12 +244,12 @@ def _about(blob: bytes) -> dict[str, Any]:
     return about
 
 
-def next_life(folder: str | Path) -> int:
-    """Return a number that no process of the run has had."""
-    return max((_life_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
+def next_run_attempt(folder: str | Path) -> int:
+    """Return a number that no start of the run has had."""
+    return max((_run_attempt_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
 
 
-def _life_of(path: Path) -> int:
+def _run_attempt_of(path: Path) -> int:
     return int(path.name.split("-")[0])
 
 
@@ -260,7 +258,7 @@ def _step_of(path: Path) -> int:
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
-    """Delete the files, of all ranks and lives, that end before `step`. A rank's newest one stays."""
+    """Delete the files, of all ranks and attempts, that end before `step`. A rank's newest one stays."""
     of_rank: dict[str, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         of_rank.setdefault(path.stem.split("-")[3], []).append(path)
@@ -286,27 +284,30 @@ class Replay:
     the checkpoint may exceed `max_staleness`; a synchronous run so takes the groups of the step it was killed in only.
     """
 
-    def __init__(self, folder: str | Path, *, life: int, version: int, max_staleness: int, fingerprint: str) -> None:
+    def __init__(
+        self, folder: str | Path, *, run_attempt: int, version: int, max_staleness: int, fingerprint: str
+    ) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
         """The parts that cannot be read or are another run's, file by file."""
         self.replayed = self.replayed_replies = 0
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}
-        branches: dict[int, int] = {life: version}
+        branches: dict[int, int] = {run_attempt: version}
         for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
             records, fault = read_file(path)
             if fault:
                 self.faults.append(fault)
-            if _life_of(path) >= life or not records:
+            attempt = _run_attempt_of(path)
+            if attempt >= run_attempt or not records:
                 continue
             opened = records[0].event
-            branches.setdefault(opened["life"], opened["version"])
+            branches.setdefault(attempt, opened["version"])
             if opened["fingerprint"] != fingerprint:
                 groups = sum(record.event["event"] == "accepted" for record in records)
                 self.faults.append(f"{path.name} is of a run with other settings, its {groups} groups are not used")
                 continue
-            branch = min(start for other, start in branches.items() if other > opened["life"])
+            branch = min(start for other, start in branches.items() if other > attempt)
             for record in reversed(records):
                 event, sampled = record.event, Sampled(record=record, branch=branch)
                 if event["event"] == "accepted":
@@ -390,19 +391,19 @@ class RememberingEngine:
         return reply
 
 
-def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield (step, prompts) of every batch that the run's present weights were trained on, from all lives and ranks.
+def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
+    """Yield (step, prompts) of every batch that the run's present weights were trained on, of all attempts and ranks.
 
     A batch of a step that a later process repeated is not among them.
     """
-    lives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    attempts: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         events = [record.event for record in read_file(path)[0]]
         if events:
-            _, batches = lives.setdefault(events[0]["life"], (events[0]["first_step"], []))
+            _, batches = attempts.setdefault(_run_attempt_of(path), (events[0]["first_step"], []))
             batches += [event for event in events if event["event"] == "consumed"]
-    for life, (_, batches) in sorted(lives.items()):
-        end = min((first for other, (first, _) in lives.items() if other > life), default=None)
+    for attempt, (_, batches) in sorted(attempts.items()):
+        end = min((first for other, (first, _) in attempts.items() if other > attempt), default=None)
         yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
 
 

@@ -1,4 +1,4 @@
-"""Which prompts a rollout rank has handed out and not heard the end of, where they are not taken strictly in order.
+"""Which prompts a rollout rank has handed out and not heard the end of.
 
 With it a resumed run, of any number of rollout ranks, takes up every prompt exactly once: those that were open, then
 those that come next.
@@ -8,49 +8,92 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout.events import Episode, RolloutEvents
-from megatron_rl.rollout.journal import is_indexed
+from megatron_rl.rollout.journal import is_numbered
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rollout rank's part of the endless order: of every `period` numbers those from `first` up to `end`.
+
+    A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead it samples.
+
+        Share.of_rank(1, 2, per_step=8)  # Share(period=8, first=4, end=8): 4 to 7, 12 to 15, ...
+    """
+
+    period: int
+    first: int
+    end: int
+
+    @classmethod
+    def of_rank(cls, rank: int, ranks: int, *, per_step: int) -> Share:
+        return cls(per_step, rank * per_step // ranks, (rank + 1) * per_step // ranks)
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Share:
+        """Return the share that a saved ledger had. Earlier versions gave a rank every `size`-th prompt."""
+        if "size" in state:
+            rank = state["next"] % state["size"]
+            return cls(state["size"], rank, rank + 1)
+        return cls(state["period"], state["first"], state["end"])
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __contains__(self, number: int) -> bool:
+        return self.first <= number % self.period < self.end
+
+    def following(self, number: int) -> int:
+        """Return the number of this share that comes after `number`, which is one of it."""
+        return number + 1 if number + 1 in self else number + 1 + self.period - len(self)
 
 
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
-    """Iterates over one rank's prompts, every `size`-th one, and closes those that were consumed or given up.
+    """Iterates over one rank's prompts, and closes those that were consumed or given up.
 
-    A prompt has a number: its place in the endless order of PromptIterator. It is open while its group waits, too.
+    A prompt is named by its number, and is open while its group waits, too.
+
+        ledger = PromptLedger(prompts, Share.of_rank(1, 2, per_step=8))
+        next(ledger)  # the prompt at place 4
     """
 
-    def __init__(self, prompts: PromptIterator, *, rank: int, size: int) -> None:
-        self.prompts, self.rank, self.size = prompts, rank, size
+    def __init__(self, prompts: PromptIterator, share: Share) -> None:
+        self.prompts, self.share = prompts, share
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
-        self._next = rank
-        self._open: dict[tuple[int, int], int] = {}
+        self._next = share.first
+        self._open: set[int] = set()
 
     def __next__(self) -> dict[str, Any]:
         with self._lock:
             if self._again:
                 number = self._again.pop(0)
             else:
-                number, self._next = self._next, self._next + self.size
-            prompt = self.prompts.at(number)
-            self._open[prompt["epoch"], prompt["prompt_index"]] = number
-            return prompt
+                number, self._next = self._next, self.share.following(self._next)
+            self._open.add(number)
+            return self.prompts.at(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers that are open, and the one that is next."""
+        """Return the numbers that are open, the one that is next, and the share."""
         with self._lock:
-            return {"open": sorted([*self._open.values(), *self._again]), "next": self._next, "size": self.size}
+            return {"open": sorted([*self._open, *self._again]), "next": self._next} | asdict(self.share)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Take this rank's part of what all ranks of the earlier process left."""
+        # From `base` on no rank has handed out anything; below it each has what its own share and `next` say.
         base = max(state["next"] for state in states)
-        base += -base % self.size
+        base += -base % self.share.period
         left = {number for state in states for number in state["open"]}
-        left |= {number for state in states for number in range(state["next"], base, state["size"])}
-        self._again, self._next = sorted(left)[self.rank :: self.size], base + self.rank
-        self._open = {}
+        for state in states:
+            share = Share.of_state(state)
+            left |= {number for number in range(state["next"], base) if number in share}
+        self._again = sorted(number for number in left if number in self.share)
+        self._next = base + self.share.first
+        self._open = set()
 
     def consumed(self, episodes: Sequence[Episode], version: int) -> None:
         for episode in episodes:
@@ -63,6 +106,6 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
-        if is_indexed(episode.data):
+        if is_numbered(episode.data):
             with self._lock:
-                self._open.pop((episode.data["epoch"], episode.data["prompt_index"]), None)
+                self._open.discard(episode.data["prompt_number"])

@@ -12,7 +12,7 @@ from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
-from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.ledger import PromptLedger, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class ResumePoint:
 
     rank: int
     ranks: int
-    life: int
-    """Number of the run's process among all that it has had."""
+    run_attempt: int
+    """Number of this start of the run, from its first one."""
     fingerprint: str
     """Of every setting that a sampled group depends on."""
     resumed: dict[str, Any] | None
@@ -30,22 +30,23 @@ class ResumePoint:
 
 
 class ResumeState:
-    """`folder` is the run's journal; None where the run keeps none."""
+    """`folder` is the run's journal; None where the run keeps none. `share` is this rank's of the prompts."""
 
     def __init__(
-        self, prompts: PromptIterator, point: ResumePoint, options: RolloutConfig, folder: Path | None
+        self, prompts: PromptIterator, share: Share, point: ResumePoint, options: RolloutConfig, folder: Path | None
     ) -> None:
         self.point, self.options, self.folder = point, options, folder
-        self.ledger = PromptLedger(prompts, rank=point.rank, size=point.ranks)
+        self.ledger = PromptLedger(prompts, share)
         self.journal: RolloutJournal | None = None
         self.replay: Replay | None = None
         if point.resumed:
+            # Earlier versions kept no ledgers of a run that takes its prompts in order.
             in_order = [{"open": [], "next": point.resumed["prompts"]["number"], "size": 1}]
             self.ledger.load_state_dicts(point.resumed["ledgers"] or in_order)
         if folder is None:
             return
         state = point.resumed or {"step": 0, "version": 0}
-        stamp = {"life": point.life, "version": state["version"], "fingerprint": point.fingerprint}
+        stamp = {"run_attempt": point.run_attempt, "version": state["version"], "fingerprint": point.fingerprint}
         self.journal = RolloutJournal(folder, rank=point.rank, first_step=state["step"], **stamp)
         if point.resumed is not None:
             self.replay = Replay(folder, max_staleness=options.max_staleness, **stamp)

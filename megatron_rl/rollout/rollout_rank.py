@@ -27,6 +27,7 @@ from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.hang_report import HangReport
+from megatron_rl.rollout.ledger import Share
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
 from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
@@ -66,13 +67,14 @@ class RolloutRank(RolloutService):
         torch.set_num_threads(1)
         config, point = beginning.config, beginning.resume_point
         self.run_config, self.held_out = config, beginning.held_out
-        self.prompts = PromptIterator(
+        prompts = PromptIterator(
             beginning.prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
+        share = Share.of_rank(point.rank, point.ranks, per_step=config.batch.prompts_per_step)
         folder = Path(config.run.folder)
         keeps_journal = config.run.checkpoint_every_steps > 0
         self.resume_state = ResumeState(
-            self.prompts, point, config.rollout, folder / journal.FOLDER if keeps_journal else None
+            prompts, share, point, config.rollout, folder / journal.FOLDER if keeps_journal else None
         )
         dead_letters = DeadLetters(folder / f"dead_letters{f'-{point.rank}' if point.rank else ''}.jsonl")
         super().__init__(
@@ -102,14 +104,13 @@ class RolloutRank(RolloutService):
 
     # -- groups
 
-    def prepare_batch(self, count: int) -> Future[TrajectoryBatch]:
-        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups."""
-        return self._start(self.executor.prepare_batch(self.resume_state.ledger, self.workflow, count))
+    def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
+        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups.
 
-    def rollout_batch(self, first: int, count: int) -> Future[TrajectoryBatch]:
-        """Give the groups of `count` prompts, from place `first` of their endless order on."""
-        prompts = [self.prompts.at(number) for number in range(first, first + count)]
-        return self._start(self.executor.rollout_batch(prompts, self.workflow))
+        count: 0 for this rank's share of a step.
+        """
+        ledger = self.resume_state.ledger
+        return self._start(self.executor.prepare_batch(ledger, self.workflow, count or len(ledger.share)))
 
     def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
         """Answer the held-out prompts, sampled as `generation` says, in the slots that training's episodes leave."""

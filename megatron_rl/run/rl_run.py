@@ -103,7 +103,7 @@ class RLRun(Run):
         self.devices = DeviceSharing(config, self.groups, self.timers, supervisor, process)
         self.devices.give_to_trainer()  # no engine may find the memory taken
         self._start_engines()
-        parts = config, self.groups, self.processes, self.devices, self.engine, self.prompts
+        parts = config, self.groups, self.processes, self.devices, self.engine
         self.rollouts = Rollouts(*parts, is_ending=lambda: self.is_ending)
         self.traces = StepTraces(config, self.groups, self.timers, self.engine, process, say=self.say)
         self.warm_start = WarmStart(

@@ -164,7 +164,7 @@ class RolloutProcesses:
 class Rollouts:
     """Brings the policy's weights to the servers and replies to the trainer.
 
-        rollouts = Rollouts(config, groups, processes, devices, engine, prompts, is_ending=lambda: False)
+        rollouts = Rollouts(config, groups, processes, devices, engine, is_ending=lambda: False)
         rollouts.publish()
         batch = rollouts.batch()  # this rollout rank's part of a step; None on ranks that drive no rollouts
 
@@ -178,13 +178,12 @@ class Rollouts:
         processes: RolloutProcesses,
         devices: DeviceSharing,
         engine: MegatronEngine,
-        prompts: PromptIterator,
         *,
         is_ending: Callable[[], bool],
     ) -> None:
         """is_ending(): True once the run is about to be ended; servers and replies may fail then."""
         self.config, self.groups, self.devices = config, groups, devices
-        self.engine, self.prompts, self.is_ending = engine, prompts, is_ending
+        self.engine, self.is_ending = engine, is_ending
         self.supervisor, self.process = processes.supervisor, processes.process
 
     def waits_for(self, phase: str) -> str:
@@ -252,21 +251,9 @@ class Rollouts:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def batch(self) -> TrajectoryBatch | None:
-        """Generate this rollout rank's part of the step's groups; None on ranks that drive no rollouts.
-
-        A run takes each step's prompts in order, unless it is asynchronous or may replace some: then each rank takes as
-        many as it needs from its own share of the prompts, which its ledger hands out.
-        """
+        """Generate this rollout rank's part of the step's groups; None on ranks that drive no rollouts."""
         self.devices.give_to_servers()
-        total, data = self.config.batch.prompts_per_step, self.groups.data
-        first, last = data.rank * total // data.size, (data.rank + 1) * total // data.size
-        pending: list[Future[TrajectoryBatch]] = []
-        if self.config.rollout.takes_prompts_in_order:
-            start = self.prompts.skip(total)
-            if self.process is not None:
-                pending = [self.process.rollout_batch(start + first, last - first)]
-        elif self.process is not None:
-            pending = [self.process.prepare_batch(last - first)]
+        pending: list[Future[TrajectoryBatch]] = [self.process.prepare_batch()] if self.process is not None else []
         self.wait_for(pending)
         self.devices.give_to_trainer()
         return pending[0].result() if pending else None

@@ -245,9 +245,12 @@ def is_count(value: Any) -> bool:
 
 
 def is_ledger(state: Any) -> bool:
-    if not (isinstance(state, dict) and is_count(state.get("next")) and is_count(state.get("size"))):
+    if not (isinstance(state, dict) and is_count(state.get("next")) and isinstance(state.get("open"), list)):
         return False
-    return state["size"] > 0 and isinstance(state.get("open"), list) and all(map(is_count, state["open"]))
+    share = [state["size"]] if "size" in state else [state.get(name) for name in ("period", "first", "end")]
+    if not (all(map(is_count, state["open"])) and all(map(is_count, share))):
+        return False
+    return share[0] > 0 and (len(share) == 1 or share[1] < share[2] <= share[0])
 
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
@@ -266,31 +269,26 @@ class PromptResumeState:
     def __init__(
         self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
     ) -> None:
-        self.prompts, self.groups, self.options, self.resumed = prompts, groups, config.rollout, resumed
+        self.prompts, self.groups, self.resumed = prompts, groups, resumed
         self.folder = Path(config.run.folder) / journal.FOLDER
         self.keeps_journal = config.run.checkpoint_every_steps > 0
         self.fingerprint = fingerprint(config)
-        attempt = [journal.next_life(self.folder)]
+        attempt = [journal.next_run_attempt(self.folder)]
         dist.broadcast_object_list(attempt, src=0, group=groups.control)
         self.run_attempt: int = attempt[0]
         """The number of this start of the run, counted from its first one."""
         if resumed:
-            self._check_order(resumed)
             prompts.load_state_dict(resumed["prompts"])
-
-    def _check_order(self, state: dict[str, Any]) -> None:
-        if state["ledgers"] and self.options.takes_prompts_in_order:
-            raise ValueError(
-                f"rollout.max_staleness = {self.options.max_staleness}: the checkpoint's run samples prompts ahead or "
-                f"replaces them, and one that takes them in order would leave out those under way; resume it with its "
-                f"own max_staleness, max_uniform_resamples and oversample."
-            )
 
     def resume_point(self) -> ResumePoint:
         """Return what this rollout rank's rollout process has to know."""
-        data = self.groups.data
-        stamp: dict[str, Any] = {"life": self.run_attempt, "fingerprint": self.fingerprint, "resumed": self.resumed}
-        return ResumePoint(rank=data.rank, ranks=data.size, **stamp)
+        return ResumePoint(
+            rank=self.groups.data.rank,
+            ranks=self.groups.data.size,
+            run_attempt=self.run_attempt,
+            fingerprint=self.fingerprint,
+            resumed=self.resumed,
+        )
 
     def lock(self) -> int | None:
         """Take the lock of this rank's journal, for its rollout process; None where the run keeps no journal."""
@@ -298,20 +296,14 @@ class PromptResumeState:
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
         """Remember the place where a step begins or has ended, for `state_dict`."""
-        in_order = rollout is None or self.options.takes_prompts_in_order
-        self._noted = self.prompts.state_dict(), None if in_order else rollout.ledger_state()
+        self._ledger_state = None if rollout is None else rollout.ledger_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the prompts, the same on all ranks.
-
-        The ledgers of all rollout ranks; none of a run that takes its prompts in order.
-        """
-        prompts, ledger = self._noted
-        if self.options.takes_prompts_in_order:
-            return {"prompts": prompts, "ledgers": []}
+        """Return what a checkpoint keeps of the prompts, the same on all ranks: what they are, and all ledgers."""
         states: list[Any] = [None] * self.groups.world_size
-        dist.all_gather_object(states, ledger, group=self.groups.control)
-        return {"prompts": prompts, "ledgers": [state for state in states if state is not None]}
+        dist.all_gather_object(states, self._ledger_state, group=self.groups.control)
+        ledgers = [state for state in states if state is not None]
+        return {"prompts": self.prompts.state_dict(), "ledgers": ledgers}
 
 
 def fingerprint(config: TrainConfig) -> str:

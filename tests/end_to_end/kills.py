@@ -28,11 +28,10 @@ from ranks import fork
 from training_runs import COUNT, ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig, load_config
-from megatron_rl.data.prompts import PromptIterator
-from megatron_rl.data.tasks import count_ones
 from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
 from megatron_rl.rollout.journal import consumed_by_step
+from megatron_rl.rollout.ledger import Share
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 
@@ -224,17 +223,18 @@ def logged(folder: Path) -> list[str]:
 def do_the_books(folder: Path) -> tuple[int, int]:
     """Return how many prompts were lost and how many trained more than once."""
     batches = list(consumed_by_step(folder / JOURNAL))
-    trained = [tuple(prompt) for _, prompts in batches for prompt in prompts]
+    trained = [prompt for _, prompts in batches for prompt in prompts]
     assert {step for step, _ in batches} == set(range(STEPS)), f"batches of the steps {[step for step, _ in batches]}"
     state = json.loads((folder / "checkpoints" / f"step-{STEPS}" / "run.json").read_text())
-    prompts = PromptIterator(count_ones("train"), seed=1)
-    place_of = lambda n: (prompts.at(n)["epoch"], prompts.at(n)["prompt_index"])  # noqa: E731
-    ledgers = state["ledgers"] or [{"open": [], "next": state["prompts"]["number"], "size": 1}]
-    furthest = max(ledger["next"] for ledger in ledgers)
-    to_come = {number for ledger in ledgers for number in range(ledger["next"], furthest, ledger["size"])}
-    handed_out = {place_of(number) for number in range(furthest) if number not in to_come}
-    still_open = {place_of(number) for ledger in ledgers for number in ledger["open"]}
-    lost = handed_out - set(trained) - still_open
+    furthest = max(ledger["next"] for ledger in state["ledgers"])
+    still_open = {number for ledger in state["ledgers"] for number in ledger["open"]}
+    to_come = {
+        number
+        for ledger in state["ledgers"]
+        for number in range(ledger["next"], furthest)
+        if number in Share.of_state(ledger)
+    }
+    lost = set(range(furthest)) - to_come - set(trained) - still_open
     twice = len(trained) - len(set(trained)) + len(set(trained) & still_open)
     return len(lost), twice
 

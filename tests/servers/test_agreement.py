@@ -179,10 +179,10 @@ def trained_replies(folder, steps):
         assert not fault
         for record in records:
             if record.event["event"] == "accepted":
-                last[tuple(record.event["prompt"])] = record
+                last[record.event["prompt"]] = record
             if record.event["event"] == "consumed":
-                trained += [tuple(prompt) for prompt in record.event["prompts"]]
-                group = join_groups([last[tuple(prompt)].group() for prompt in record.event["prompts"]])
+                trained += record.event["prompts"]
+                group = join_groups([last[prompt].group() for prompt in record.event["prompts"]])
                 ages = record.event["version"] - trained_versions(group)
                 assert record.event["version"] == record.event["step"] and ages.min() >= 0 and ages.max() <= 1
                 for reply in (group.select([number]) for number in range(len(group))):

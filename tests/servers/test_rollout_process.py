@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [{"prompt": f"What is {number} + 30?", "answer": "42"} for number in range(12)]
-PLACE = ResumePoint(rank=0, ranks=1, life=1, fingerprint="", resumed=None)
+PLACE = ResumePoint(rank=0, ranks=1, run_attempt=1, fingerprint="", resumed=None)
 GONE_WITHIN_S = 10.0
 
 
@@ -95,7 +95,7 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
     ]
     engine.destroy()
     process = run.start(embedded_servers)
-    given = [process.rollout_batch(first, 5).result(30) for first in (0, 5, 10)] + [process.evaluate(greedy).result(30)]
+    given = [process.prepare_batch(5).result(30) for _ in range(3)] + [process.evaluate(greedy).result(30)]
     for ours, theirs in zip(given, expected, strict=True):
         assert ours.tokens.keys() == theirs.tokens.keys() and ours.sequences.keys() == theirs.sequences.keys()
         for key in ("input_ids", "loss_mask", "versions", "rewards", "group"):
@@ -110,7 +110,7 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
 
 def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:burn", "generation.n_samples=4")
-    pending = process.rollout_batch(0, 1)
+    pending = process.prepare_batch(1)
     turns, own_s, all_s = 0, time.thread_time(), time.process_time()
     while not pending.done():
         turns += sum(range(100)) > 0
@@ -124,15 +124,15 @@ def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scrip
 
 def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):
     process = run.start([scripted().url], "rollout.reward=own_rewards:undecided", "rollout.episode_attempts=1")
-    with pytest.raises(RuntimeError, match="none of 1 episodes gave .* NoVerdict: no verdict at line 3") as raised:
-        process.rollout_batch(0, 1).result(30)
+    with pytest.raises(RuntimeError, match="1 episodes failed .* NoVerdict: no verdict at line 3") as raised:
+        process.prepare_batch(1).result(30)
     assert "own_rewards.py" in str(raised.value.__cause__), "it says where"
     assert "episode 0 is given up: RewardFailed: NoVerdict" in caplog.text
     assert "episode 0 is given up: RewardFailed: NoVerdict" in process.log.read_text()
     assert "no verdict" in (run.folder / "dead_letters.jsonl").read_text()
     process.fail("the world ends")
     with pytest.raises(RuntimeError, match="the world ends"):
-        process.rollout_batch(0, 1).result(30)
+        process.prepare_batch(1).result(30)
 
 
 def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
@@ -168,7 +168,7 @@ def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
 
 def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
-    pending = process.rollout_batch(0, 1)
+    pending = process.prepare_batch(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's business
         process.process.send_signal(number)
     assert process.serving and not run.died
@@ -182,7 +182,7 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
 
 def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
-    process.rollout_batch(0, 1)
+    process.prepare_batch(1)
     wait_for(lambda: "rewards: 2" in process.hang_report(), "the rewards did not begin")
     assert "; the oldest: reward own_rewards:wait_for_long (of " in process.hang_report()
     stacks = run.folder / "hang" / "rollout-0.txt"
@@ -286,7 +286,7 @@ def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_tr
     def is_silent(who):
         return lambda: [name for name, (seconds, _) in process.silent().items() if seconds > 0.5 and name.endswith(who)]
 
-    pending = process.rollout_batch(0, 1)
+    pending = process.prepare_batch(1)
     wait_for(is_silent("its event loop,"), "a workflow blocks it")
     process.process.send_signal(signal.SIGSTOP)
     wait_for(is_silent(f"(pid {process.process.pid})"), "nothing of it answers")

@@ -338,7 +338,8 @@ def test_prompts_are_chosen_and_ordered_by_measured_success(tmp_path):
         by_success(prompts, str(path), [0.0, 1.0])
 
 
-def test_prompts_that_are_skipped_are_those_that_their_places_name():
-    one, other = (PromptIterator([{"prompt": letter} for letter in "abcde"], seed=3) for _ in range(2))
-    assert [one.skip(3), one.skip(4)] == [0, 3] and one.number == 7
-    assert other.next_batch(8)[7] == next(one), "over the end of an epoch"
+def test_a_prompts_number_is_its_place_in_the_endless_order():
+    prompts = PromptIterator([{"prompt": letter} for letter in "abcde"], seed=3)
+    taken = prompts.next_batch(8)  # over the end of an epoch
+    assert [prompt["prompt_number"] for prompt in taken] == list(range(8))
+    assert [prompts.at(number) for number in range(8)] == taken and prompts.number == 8

@@ -25,10 +25,10 @@ from megatron_rl.rollout.journal import (
     RolloutJournal,
     consumed_by_step,
     drop_files_before,
-    next_life,
+    next_run_attempt,
     read_file,
 )
-from megatron_rl.rollout.ledger import PromptLedger
+from megatron_rl.rollout.ledger import PromptLedger, Share
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
@@ -41,8 +41,8 @@ class Engine:
         return self.version
 
 
-def episode(index, epoch=0, **data):
-    data = {"prompt_index": index, "epoch": epoch, "sample_key": f"prompt {epoch}/{index}"} | data
+def episode(index, **data):
+    data = {"prompt_number": index, "prompt_index": index, "epoch": 0, "sample_key": f"prompt 0/{index}"} | data
     return Episode(number=index, data=data, workflow=None)
 
 
@@ -62,13 +62,14 @@ def group(index, versions=(0,)):
     return TrajectoryBatch.from_trajectories([trajectories])
 
 
-def start(folder, *, life=1, first_step=0, version=0, fingerprint="f", rank=0):
+def start(folder, *, run_attempt=1, first_step=0, version=0, fingerprint="f", rank=0):
     stamp = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
-    return RolloutJournal(folder, life=life, rank=rank, **stamp)
+    return RolloutJournal(folder, run_attempt=run_attempt, rank=rank, **stamp)
 
 
-def replay(folder, *, life=2, version=0, max_staleness=4, fingerprint="f"):
-    return Replay(folder, life=life, version=version, max_staleness=max_staleness, fingerprint=fingerprint)
+def replay(folder, *, run_attempt=2, version=0, max_staleness=4, fingerprint="f"):
+    now = {"run_attempt": run_attempt, "version": version, "fingerprint": fingerprint}
+    return Replay(folder, max_staleness=max_staleness, **now)
 
 
 def assert_same(found, expected):
@@ -200,10 +201,10 @@ def unfinished(tmp_path):
 def test_an_unfinished_episode_gets_the_replies_back_that_it_had_and_only_the_others_anew(unfinished):
     expected = run_episode(Replies(), Turns())
     found, engine = replay(unfinished.parent, version=1), Replies()
-    journal = start(unfinished.parent, life=2, version=1)
+    journal = start(unfinished.parent, run_attempt=2, version=1)
     assert_same(run_episode(engine, ReplayingWorkflow(Turns(), found, journal), [journal]), expected)
     assert [asked[-1] for asked in engine.asked] == [1, 1] and found.replayed_replies == 4
-    again = replay(unfinished.parent, life=3, version=1)
+    again = replay(unfinished.parent, run_attempt=3, version=1)
     del expected.sequences["prompt_index"]  # which the trainer is told with the batch
     assert_same(again.take("prompt 0/5", 0), expected)
     assert again.take_reply("prompt 0/5", "any", 0) is None and again.replayed_replies == 0
@@ -229,7 +230,7 @@ def test_a_reply_is_read_back_bit_by_bit_and_once(tmp_path):
 
 def test_a_turn_whose_prompt_came_out_differently_gets_a_new_reply(unfinished):
     found, engine = replay(unfinished.parent), Replies()
-    batch = run_episode(engine, ReplayingWorkflow(Turns(tool=8), found, start(unfinished.parent, life=2)))
+    batch = run_episode(engine, ReplayingWorkflow(Turns(tool=8), found, start(unfinished.parent, run_attempt=2)))
     assert_same(batch, run_episode(Replies(), Turns(tool=8)))
     assert found.replayed_replies == 2, "the first turn of both samples"
 
@@ -238,7 +239,7 @@ def test_a_turn_whose_prompt_came_out_differently_gets_a_new_reply(unfinished):
 def test_replies_that_are_too_old_are_generated_anew(version, taken, unfinished):
     # They are of versions 0 and 1, and 1 came after the checkpoint: it counts as 0 here.
     found, engine = replay(unfinished.parent, max_staleness=2), Replies(version)
-    batch = run_episode(engine, ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=2)))
+    batch = run_episode(engine, ReplayingWorkflow(Turns(), found, start(unfinished.parent, run_attempt=2)))
     assert found.replayed_replies == (4 if taken else 0) and len(engine.asked) == 6 - found.replayed_replies
     of_first, of_second = batch["versions"][batch["loss_mask"]].tolist()[:2], batch["versions"][-2:].tolist()
     assert of_second == [version, version + 1] and of_first == ([0, 0] if taken else of_second)
@@ -255,7 +256,7 @@ def test_a_reply_cut_short_or_changed_is_named_and_generated_anew(unfinished):
         assert len(found.faults) == 1 and f"{unfinished.name} {fault}" in found.faults[0]
         assert run_episode(engine, ReplayingWorkflow(Turns(), found)) is not None and len(engine.asked) == 6
         found = replay(unfinished.parent)
-        run_episode(Replies(), ReplayingWorkflow(Turns(), found, start(unfinished.parent, life=9)))
+        run_episode(Replies(), ReplayingWorkflow(Turns(), found, start(unfinished.parent, run_attempt=9)))
         assert found.replayed_replies == 3
         max(unfinished.parent.iterdir()).unlink()
 
@@ -307,11 +308,11 @@ def test_a_replayed_group_from_before_the_version_of_now_is_trained_and_not_samp
 
 
 def test_versions_that_several_lives_had_are_told_apart(tmp_path):
-    start(tmp_path, life=1).accepted(episode(0), group(0, versions=(6,)))
-    start(tmp_path, life=2, first_step=4, version=4).accepted(episode(1), group(1, versions=(6,)))
-    found = replay(tmp_path, life=3, version=6, max_staleness=1)
-    assert found.take("prompt 0/1", 6)["versions"].tolist() == [-1, 6, 6], "life 3 goes on from it"
-    assert found.take("prompt 0/0", 6) is None, "life 1's version 6 is another: theirs had only 4 in common"
+    start(tmp_path, run_attempt=1).accepted(episode(0), group(0, versions=(6,)))
+    start(tmp_path, run_attempt=2, first_step=4, version=4).accepted(episode(1), group(1, versions=(6,)))
+    found = replay(tmp_path, run_attempt=3, version=6, max_staleness=1)
+    assert found.take("prompt 0/1", 6)["versions"].tolist() == [-1, 6, 6], "attempt 3 goes on from it"
+    assert found.take("prompt 0/0", 6) is None, "attempt 1's version 6 is another: theirs had only 4 in common"
 
 
 def test_of_a_prompt_sampled_twice_the_later_group_counts(tmp_path):
@@ -332,7 +333,7 @@ def test_old_files_go_and_the_others_stay(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         f"000001-0000000{n}-00000{n + 1}-0000.journal" for n in (2, 3)
     ]
-    assert next_life(tmp_path) == 2 and next_life(tmp_path / "none") == 1
+    assert next_run_attempt(tmp_path) == 2 and next_run_attempt(tmp_path / "none") == 1
 
 
 def test_a_journal_that_cannot_be_written_stops_the_run_by_name(tmp_path, monkeypatch):
@@ -346,17 +347,17 @@ def test_the_records_name_what_each_step_of_the_surviving_run_trained(tmp_path):
     first = start(tmp_path)
     for step in range(4):
         first.consumed([episode(step), episode(10 + step)], version=step)
-    second = start(tmp_path, life=2, first_step=2, version=2)
+    second = start(tmp_path, run_attempt=2, first_step=2, version=2)
     second.consumed([episode(13), episode(3)], version=2)
-    assert list(consumed_by_step(tmp_path)) == [(0, [[0, 0], [0, 10]]), (1, [[0, 1], [0, 11]]), (2, [[0, 13], [0, 3]])]
+    assert list(consumed_by_step(tmp_path)) == [(0, [0, 10]), (1, [1, 11]), (2, [13, 3])]
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
 
 
-def ledgers(count, size):
+def ledgers(count, size, per_step=4):
     prompts = PromptIterator([{"prompt": "p"}] * count, seed=3)
-    return [PromptLedger(prompts, rank=rank, size=size) for rank in range(size)]
+    return [PromptLedger(prompts, Share.of_rank(rank, size, per_step=per_step)) for rank in range(size)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -370,11 +371,11 @@ def test_any_number_of_ranks_hands_out_every_prompt_once_over_any_resumptions(da
             rank = data.draw(st.sampled_from(ranks))
             if under_way and data.draw(st.booleans()):
                 owner, prompt = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
-                owner.consumed([episode(prompt["prompt_index"], prompt["epoch"])], version=0)
-                done.append((prompt["epoch"], prompt["prompt_index"]))
+                owner.consumed([episode(prompt["prompt_number"])], version=0)
+                done.append(prompt["prompt_number"])
             else:
                 prompt = next(rank)
-                handed.add((prompt["epoch"], prompt["prompt_index"]))
+                handed.add(prompt["prompt_number"])
                 under_way.append((rank, prompt))
         states = [rank.state_dict() for rank in ranks]
         ranks = ledgers(count, data.draw(st.integers(1, 3)))
@@ -385,10 +386,31 @@ def test_any_number_of_ranks_hands_out_every_prompt_once_over_any_resumptions(da
     while not handed <= again | set(done):
         for rank in ranks:
             for _ in range(len(handed) + 3):
-                prompt = next(rank)
-                place = prompt["epoch"], prompt["prompt_index"]
-                assert place not in again and place not in done
-                again.add(place)
+                number = next(rank)["prompt_number"]
+                assert number not in again and number not in done
+                again.add(number)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_hand_out_each_step_in_order_as_one_would(ranks):
+    parts = ledgers(7, ranks, per_step=4)
+    for step in range(5):
+        numbers = [next(ledger)["prompt_number"] for ledger in parts for _ in range(len(ledger.share))]
+        assert numbers == list(range(4 * step, 4 * step + 4))
+
+
+def test_a_run_goes_on_behind_what_an_earlier_version_has_saved():
+    in_order = [{"open": [], "next": 8, "size": 1}]
+    every_second = [{"open": [4, 6], "next": 10, "size": 2}, {"open": [1], "next": 7, "size": 2}]
+    for states, expected in ((in_order, list(range(8, 16))), (every_second, [1, 4, 6, 7, *range(9, 16)])):
+        for size in (1, 2):
+            numbers = []
+            for ledger in ledgers(5, size):
+                ledger.load_state_dicts(states)
+                while not numbers or numbers[-1] < 16:
+                    numbers.append(next(ledger)["prompt_number"])
+                numbers.pop()
+            assert sorted(numbers) == expected
 
 
 # -- kills, simulated --------------------------------------------------------------------------------------------------
@@ -410,16 +432,17 @@ class Sampling(RolloutWorkflow):
 PER_STEP = 6
 
 
-def live(folder, life, saved, workflow, steps, ranks, chance):
+def live(folder, run_attempt, saved, workflow, steps, ranks, chance):
     """Run from the saved state until the end or a random kill; return the newest saved state and what was replayed."""
     prompts = PromptIterator([{"prompt": "p"}] * 11, seed=1)
-    ledgers = [PromptLedger(prompts, rank=rank, size=ranks) for rank in range(ranks)]
+    ledgers = [PromptLedger(prompts, Share.of_rank(rank, ranks, per_step=PER_STEP)) for rank in range(ranks)]
     engine, thread = Engine(), EventLoopThread("test")
     for ledger in ledgers if saved["ledgers"] else []:
         ledger.load_state_dicts(saved["ledgers"])
     engine.version = saved["step"]
-    journals = [start(folder, life=life, rank=n, first_step=saved["step"], version=saved["step"]) for n in range(ranks)]
-    found = [replay(folder, life=life, version=saved["step"], max_staleness=2) for _ in range(ranks)]
+    here = {"run_attempt": run_attempt, "version": saved["step"]}
+    journals = [start(folder, rank=n, first_step=saved["step"], **here) for n in range(ranks)]
+    found = [replay(folder, max_staleness=2, **here) for _ in range(ranks)]
     config = RolloutConfig(max_staleness=2, max_concurrent_episodes=6)
     executors = [
         RolloutExecutor(engine, config, RolloutMetrics(), records) for records in zip(ledgers, journals, strict=True)
@@ -448,34 +471,36 @@ def live(folder, life, saved, workflow, steps, ranks, chance):
     return saved, sum(of_rank.replayed for of_rank in found)
 
 
-# Lives of one rollout rank, as many ranks as there are, and another number in every life.
+# Runs of one rollout rank, of as many as there are, and of another number in every attempt.
 @pytest.mark.parametrize("ranks", [(1,), (2,), (3, 1, 2)])
 def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(ranks, tmp_path):
-    order = PromptIterator([{"prompt": "p"}] * 11, seed=1)
-    place = lambda number: (order.at(number)["epoch"], order.at(number)["prompt_index"])  # noqa: E731
     kills = replayed = 0
     for seed in range(4):
         folder, chance = tmp_path / str(seed), random.Random(seed)
         workflow, steps = Sampling(chance), 14
         saved = {"step": 0, "ledgers": []}
-        for life in itertools.count(1):
-            of_life = ranks[life % len(ranks)]
-            saved, from_journals = live(folder, life, saved, workflow, steps, of_life, chance)
+        for attempt in itertools.count(1):
+            count = ranks[attempt % len(ranks)]
+            saved, from_journals = live(folder, attempt, saved, workflow, steps, count, chance)
             replayed += from_journals
             if saved["step"] == steps:
                 break
             kills += 1
             torn = max(folder.glob("*.journal"))
             torn.write_bytes(torn.read_bytes()[: -chance.randrange(3)] or b"")
-        trained = [(step, tuple(prompt)) for step, prompts in consumed_by_step(folder) for prompt in prompts]
+        trained = [(step, prompt) for step, prompts in consumed_by_step(folder) for prompt in prompts]
         assert Counter(step for step, _ in trained) == dict.fromkeys(range(steps), PER_STEP), "every step once"
         done = {prompt for _, prompt in trained}
         assert len(done) == len(trained), "none twice"
         furthest = max(state["next"] for state in saved["ledgers"])
-        to_come = {n for state in saved["ledgers"] for n in range(state["next"], furthest, state["size"])}
-        left_open = {place(number) for state in saved["ledgers"] for number in state["open"]}
-        handed_out = {place(number) for number in range(furthest) if number not in to_come}
-        assert done | left_open == handed_out and not done & left_open, "none lost"
+        left_open = {number for state in saved["ledgers"] for number in state["open"]}
+        to_come = {
+            number
+            for state in saved["ledgers"]
+            for number in range(state["next"], furthest)
+            if number in Share.of_state(state)
+        }
+        assert done | left_open == set(range(furthest)) - to_come and not done & left_open, "none lost"
     assert kills > 4 and replayed > kills
 
 
