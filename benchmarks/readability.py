@@ -20,8 +20,8 @@ WALKS = {
     "a proxy sends the call, and the service of a rollout rank starts it": """
         train:train_by_rl RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
         RpcClient.call RpcClient.start RpcSocket.send
-        | rpc:serve serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
-        RolloutExecutor.rollout_batch RolloutExecutor._run_together RolloutExecutor._start RolloutExecutor._launch
+        | rpc:serve serve.listen serve.attend serve_trainer.answer RolloutRank.prepare_batch
+        RolloutExecutor.prepare_batch RolloutExecutor._collect RolloutExecutor._start
         RolloutExecutor._fly RolloutExecutor._run RolloutExecutor._group
         RLVRWorkflow.arun_episode samples tried RLVRWorkflow.scored_reply
         Attempt.agenerate SamplingClient.agenerate SamplingClient._whole_reply

@@ -335,13 +335,25 @@ class RolloutExecutor:
     # -- episodes
 
     def _start(self) -> None:
-        """Start what there is room for: first what somebody waits for, then the queue, then evaluations."""
-        while self._fatal is None and self._asked and self._gate.slots > 0:
-            self._launch(self._asked.popleft())
-        while self._fatal is None and self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
-            self._launch(self._queue.popleft())
-        while self._fatal is None and self._evaluations and self._gate.slots > 0:
-            self._launch(self._evaluations.popleft())
+        """Start the episodes that there is room for."""
+        while self._fatal is None and (episode := self._take_next()) is not None:
+            self._gate.start(is_admitted=episode.outcome is None)
+            episode.version = self._engine.get_version()
+            for events in self._observers(episode):
+                events.started(episode)
+            task = asyncio.get_running_loop().create_task(self._fly(episode))
+            self._running[task] = episode
+            task.add_done_callback(self._landed)
+
+    def _take_next(self) -> Episode | None:
+        """Return the episode to start now: first what somebody waits for, then the queue, then evaluations."""
+        if self._asked and self._gate.slots > 0:
+            return self._asked.popleft()
+        if self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
+            return self._queue.popleft()
+        if self._evaluations and self._gate.slots > 0:
+            return self._evaluations.popleft()
+        return None
 
     @property
     def _kept_free(self) -> int:
@@ -351,15 +363,6 @@ class RolloutExecutor:
 
     def _observers(self, episode: Episode) -> Sequence[RolloutEvents]:
         return self._events if episode.is_training else ()
-
-    def _launch(self, episode: Episode) -> None:
-        self._gate.start(is_admitted=episode.outcome is None)
-        episode.version = self._engine.get_version()
-        for events in self._observers(episode):
-            events.started(episode)
-        task = asyncio.get_running_loop().create_task(self._fly(episode))
-        self._running[task] = episode
-        task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
