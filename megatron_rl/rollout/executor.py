@@ -74,6 +74,7 @@ class RolloutExecutor:
         self._spans = spans or Spans()
         self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
+        # The lines that episodes start from. The gate admits those of the queue; somebody waits for each of the others.
         self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
         self._evaluations: deque[Episode] = deque()
@@ -116,6 +117,7 @@ class RolloutExecutor:
         With max_staleness 0 exactly `count` episodes exist at a time, or with `oversample` so many times as much, and
         the batch is in the order of the prompts.
         """
+        # Sampled beside the step's groups; the first `count` to finish make the step.
         surplus = math.ceil(count * self._config.oversample) - count
         self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
         self._resamples = count * self._config.max_uniform_resamples
@@ -161,6 +163,7 @@ class RolloutExecutor:
         if not data:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
         self.raise_if_fatal()
+        # The same prompts asked for twice at one version get other samples: the call's number is in the seeds' key.
         version = self._engine.get_version()
         batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
         self._batches_at = (version, batch)
@@ -239,6 +242,7 @@ class RolloutExecutor:
                 if len(self._finished) >= count and not self._is_due():
                     break
                 self._raise_if_hopeless(count)
+                # Nothing was awaited since the look at `_finished`, so no progress is missed between the two.
                 self._progress.clear()
                 await self._progress.wait()
         finally:
@@ -290,7 +294,7 @@ class RolloutExecutor:
             (dropped if versions and decides < oldest_allowed else kept).append(finished)
         self._finished = kept
         for _ in dropped:
-            self._gate.take_back()
+            self._gate.take_back()  # else their prompts, sampled again, would count twice
         self._metrics.add(stale=len(dropped))
         why = f"its group holds tokens of versions before {oldest_allowed}"
         self._requeue([finished.episode for finished in dropped], why)
@@ -299,6 +303,7 @@ class RolloutExecutor:
         """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
         recalled = [task for task, episode in self._running.items() if episode.outcome is None]
         for task in recalled:
+            # Its next start waits for this end: two tasks of one episode would add to the same replies.
             self._running[task].ending = task
             task.cancel()  # and whatever it still returns is nobody's; the replies go on where they were
             self._gate.finish(accepted=False)
@@ -316,6 +321,7 @@ class RolloutExecutor:
     def _consume(self, taken: list[Finished]) -> TrajectoryBatch:
         version = self._engine.get_version()
         if self._config.stale == "mask":
+            # The version rises while a group waits, so its age is known only now.
             for finished in taken:
                 masked = mask_older(finished.group, version - self._config.max_staleness)
                 self._metrics.add(masked_tokens=masked)
@@ -376,8 +382,9 @@ class RolloutExecutor:
             with self._spans("episodes", str(episode.data["sample_key"]), evaluation=not episode.is_training) as span:
                 outcome = await self._run(episode)
                 span.args["outcome"] = outcome.word
+            # `_recall` takes a task out of `_running`: its prompt is queued again, so what it gives must not count.
             if task is None or self._running.pop(task, None) is None:
-                return  # recalled
+                return
             self._book(episode, outcome)
         except BaseException as error:
             if isinstance(error, Exception):  # of an observer: episodes' own are kept
@@ -395,6 +402,7 @@ class RolloutExecutor:
 
     def _book(self, episode: Episode, outcome: Outcome) -> None:
         """Count how an episode ended, and keep the group of one that the gate admitted."""
+        # An episode with a future is one that somebody waits for, which did not pass the gate.
         is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
         if group is None and error is None:
             why = "the workflow returned None"
@@ -450,6 +458,7 @@ class RolloutExecutor:
             running = asyncio.ensure_future(self._group(attempt, episode))
             try:
                 group = await running
+                # Replies that were kept, from a journal or an earlier attempt, may rightly be older than this one.
                 refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
                 episode.replies.clear()
                 return Outcome(group=group)
@@ -469,8 +478,10 @@ class RolloutExecutor:
         raise AssertionError("unreachable")
 
     async def _group(self, attempt: Attempt, episode: Episode) -> TrajectoryBatch | None:
+        # Leaving the block cancels whatever the workflow left behind.
         async with attempt as engine:
             seen: Any = engine  # an InferenceEngine in all that a workflow may ask
+            # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
             result = await episode.workflow.arun_episode(seen, dict(episode.data))
         return as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
 

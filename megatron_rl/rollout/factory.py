@@ -111,8 +111,7 @@ def make_workflow(
     except TypeError as error:
         raise ValueError(
             f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
-            f"is called "
-            f"with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
+            f"is called with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
     return make(**arguments, **own)
 

@@ -193,6 +193,7 @@ class RolloutJournal(RolloutEvents):
             raise self._failed
         record = _HEAD.pack(_MAGIC, kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
         try:
+            # One call: a kill leaves a whole record or a torn one at the end, never two that are mixed.
             written = os.write(self._file, record)
         except OSError as error:
             raise self._failure(error) from error
@@ -307,9 +308,11 @@ class Replay:
                 groups = sum(record.event["event"] == "accepted" for record in records)
                 self.faults.append(f"{path.name} is of a run with other settings, its {groups} groups are not used")
                 continue
+            # A process that began later, at an earlier version, has thrown away what was trained since.
             branch = min(start for other, start in branches.items() if other > attempt)
             for record in reversed(records):
                 event, sampled = record.event, Sampled(record=record, branch=branch)
+                # Files and records are read newest first, so the first one of a key is the one that counts.
                 if event["event"] == "accepted":
                     self._sampled.setdefault(event["key"], sampled)
                 elif event["event"] == "replied" and event["key"] not in self._sampled:  # else the group came of it
@@ -324,6 +327,7 @@ class Replay:
         if sampled is None or not self._is_young(sampled, version):
             return None
         group = sampled.record.group()
+        # A version above the branch is one that this run has, or will have, with other weights.
         group.tokens["versions"] = group["versions"].clamp(max=sampled.branch)
         self.replayed += 1
         return group
@@ -403,6 +407,7 @@ def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
             _, batches = attempts.setdefault(_run_attempt_of(path), (events[0]["first_step"], []))
             batches += [event for event in events if event["event"] == "consumed"]
     for attempt, (_, batches) in sorted(attempts.items()):
+        # What it trained from there on, a later attempt has done again.
         end = min((first for other, (first, _) in attempts.items() if other > attempt), default=None)
         yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
 

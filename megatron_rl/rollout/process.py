@@ -70,6 +70,7 @@ class RolloutProcess:
         command = [sys.executable, "-P", "-m", "megatron_rl.rollout", "--socket", str(theirs.fileno())]
         command += ["--trainer", str(os.getpid())] + ([] if lock is None else ["--lock", str(lock)])
         log.parent.mkdir(parents=True, exist_ok=True)
+        # A child begins with this mask: Ctrl-C in a terminal reaches it too, before it can say that it leaves it to us.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             with log.open("ab") as output:
@@ -83,12 +84,13 @@ class RolloutProcess:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+            theirs.close()  # with a copy here, the end of the child would not be heard
         if lock is not None:
             file_lock.sign(lock, self.process.pid)
-            os.close(lock)
+            os.close(lock)  # the child's copy keeps it, for as long as there is a child that may write
         self._begun: Future[None] | None = None
         self._caller = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
+        # What stands still over there, by name, with its seconds: as the last answer had it.
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
         process_exit.start_thread(self._feel_pulse, name="rollout-pulse")

@@ -64,7 +64,7 @@ class RolloutRank(RolloutService):
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
         sys.path[:] = beginning.sys_path
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the trainer computes; this process joins a few tensors
         config, point = beginning.config, beginning.resume_point
         self.run_config, self.held_out = config, beginning.held_out
         prompts = PromptIterator(
@@ -96,6 +96,7 @@ class RolloutRank(RolloutService):
 
     async def close(self) -> None:
         """End in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
+        # In this order: episodes ask for rewards, and both are recorded.
         await super().close()
         await cancel_others()
         await self.recipe.close()
@@ -212,7 +213,7 @@ def serve_trainer(end: socket.socket) -> None:
         return member(*args, **kwargs) if callable(member) else member
 
     beat.begin()
-    # A call that ends or describes the one under way is answered at once.
+    # A call that ends or describes the one under way is answered at once: it would wait behind that one for ever.
     loop.run_until_complete(serve(wire, answer, at_once={"fail", "hang_report"}))
     logging.shutdown()
     sys.stdout.flush()

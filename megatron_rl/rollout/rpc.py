@@ -61,6 +61,7 @@ class RpcSocket:
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
         frame = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
+        # Head and tensors are sent as they lie; a join of them would copy every batch once more.
         with self._sending:
             self._socket.sendall(frame)
             for buffer in buffers:
@@ -221,6 +222,7 @@ async def serve(
                 loop.call_soon_threadsafe(messages.put_nowait, fault)
                 return
 
+    # Both threads run until the process ends: `receive` and `get` cannot be told to stop.
     process_exit.start_thread(send_results, name="answers")
     process_exit.start_thread(listen, name="calls")
     while isinstance(message := await messages.get(), tuple):
@@ -301,6 +303,7 @@ class RpcClient:
     ) -> None:
         self.wire, self._on_told, self._on_end = wire, on_told, on_end
         self._lock = threading.Lock()
+        # By ("call", number of the call) and ("future", number that the other side gave one in its answer).
         self._awaited: dict[tuple[str, int], ServedFuture] = {}
         self._numbers = iter(range(1 << 62))
         self._fault: BaseException | None = None
@@ -348,6 +351,7 @@ class RpcClient:
         except BaseException as error:  # whatever it is, nobody would hear the next answer
             fault = error
         end = self._on_end(fault)
+        # Under the lock: a call that begins now either finds the fault, or is among those that are ended here.
         with self._lock:
             self._fault = end
             awaited, self._awaited = self._awaited, {}
@@ -366,7 +370,7 @@ class RpcClient:
         with self._lock:
             future = self._awaited.pop(key)
         if not future.set_running_or_notify_cancel():
-            return
+            return  # cancelled here while the answer was on its way
         if error is None:
             future.set_result(content)
         else:

@@ -49,6 +49,7 @@ class AdmissionGate:
         as it was.
         """
         self.groups_per_step, self.surplus = groups, surplus
+        # Counted anew in each step rather than added up, so that no lost or dropped group shifts the bound for good.
         self.accepted = version * groups + waiting
 
     def start(self, *, is_admitted: bool = True) -> None:

@@ -81,8 +81,7 @@ class RLRun(Run):
         if prompts_per_step < replicas:
             raise ValueError(
                 f"batch.prompts_per_step = {prompts_per_step}: each of the {replicas} data-parallel replicas drives "
-                f"rollouts and "
-                f"needs one prompt at least; raise it, or start fewer ranks."
+                f"rollouts and needs one prompt at least; raise it, or start fewer ranks."
             )
         self.processes = RolloutProcesses(config, self.groups, on_death=self._on_death, say=self.say)
         self.at_end.push(self._stop_rollouts)  # before `_open`, so that the stop signal is heard until they are down
