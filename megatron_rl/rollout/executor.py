@@ -215,7 +215,7 @@ class RolloutExecutor:
 
     def _enqueue(self, data: dict[str, Any], workflow: RolloutWorkflow, *, step: str = "") -> None:
         number, self._submitted = self._submitted, self._submitted + 1
-        data = {"sample_key": step + sample_key(data, f"episode {number}")} | data
+        data = {"sample_key": sample_key(data, f"episode {number}", step)} | data
         episode = Episode(number=number, data=data, workflow=workflow)
         self._queue.append(episode)
         for events in self._events:
@@ -510,12 +510,12 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
-def sample_key(data: dict[str, Any], otherwise: str) -> str:
+def sample_key(data: dict[str, Any], otherwise: str, step: str = "") -> str:
     """Name a prompt for the derivation of its sampling seeds.
 
     A prompt that knows its place in the data set has a name that does not depend on which rank runs it, nor on what
     else that rank has run, such as an evaluation.
     """
     if "prompt_index" in data and "epoch" in data:
-        return f"prompt {data['epoch']}/{data['prompt_index']}"
+        return f"{step}prompt {data['epoch']}/{data['prompt_index']}"
     return otherwise

@@ -343,6 +343,7 @@ class GroupPublisher(WeightPublisher):
                     name=self.group_name,
                     backend=self.backend,
                     timeout_s=self.timeout_s,
+                    is_hopeless=lambda joins=joins: bool(_failures(joins)),
                 )
                 self._collect(joins)
             except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError

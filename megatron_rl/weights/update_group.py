@@ -7,7 +7,8 @@ Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5
 import hashlib
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,14 +19,29 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.ops.checksum import word_sums
 
+LOOK_S = 0.1
+"""How often rank 0 asks whether it waits in vain."""
+CONNECT_S = 30.0
+"""For gloo's connections between ranks that have all come to the store just before."""
+
 
 def join_update_group(
-    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str = "gloo", timeout_s: float = 120
+    *,
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str = "gloo",
+    timeout_s: float = 120,
+    is_hopeless: Callable[[], bool] = lambda: False,
 ) -> dist.ProcessGroup:
     """Join the group `name`; blocks until all `world_size` ranks have joined, or raises after `timeout_s`.
 
     Rank 0 hosts the TCP store at `address:port`, and at no other address of its host. Works with or without a default
     process group and never becomes it. `timeout_s` is also the deadline of every later collective of the group.
+
+    is_hopeless(): asked on rank 0; True where a rank will not come. TimeoutError then, at once and for all ranks.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"update group {name}: rank = {rank} must lie in [0, world_size = {world_size})")
@@ -34,18 +50,48 @@ def join_update_group(
     timeout = timedelta(seconds=timeout_s)
     # The store of torch's tcp:// rendezvous, made directly: under torchrun, rendezvous() would look for the store of
     # torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) and rank 0 would host none.
-    # Left to itself it would listen on every address of the host.
-    listener = socket.create_server((address, port)).detach() if rank == 0 else None
-    store = dist.TCPStore(
-        address, port, world_size, rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
-    )
+    if rank == 0:
+        store = _hosted_store(address, port, world_size, timeout, is_hopeless)
+    else:
+        store = dist.TCPStore(address, port, world_size, False, timeout=timeout, multi_tenant=True)
+    is_gloo = backend == "gloo"
+    # A rank that dies from here on holds up gloo, which connects now, and not NCCL, which connects as it sends.
+    connecting = min(timeout, timedelta(seconds=CONNECT_S)) if is_gloo and rank == 0 else timeout
     # As SGLang's init_custom_process_group does, prefix and all. `[]`: the group is no part of a default group.
     group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
+        world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=connecting
     )
+    if is_gloo:
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     # The helper leaves this to its caller: collectives look up `group_src` here.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def _hosted_store(
+    address: str, port: int, world_size: int, timeout: timedelta, is_hopeless: Callable[[], bool]
+) -> dist.TCPStore:
+    """Return rank 0's store once all ranks have come to it."""
+    # Left to itself it would listen on every address of the host.
+    listener = socket.create_server((address, port)).detach()
+    # A thread, as nothing interrupts a store that waits.
+    with ThreadPoolExecutor(1, thread_name_prefix="weight-store") as thread:
+        made = thread.submit(
+            dist.TCPStore,
+            *(address, port, world_size, True),
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+        while not wait([made], LOOK_S).done:
+            if is_hopeless():
+                # Counted as the ranks that will not come, these end its waiting, and with it that of those that came.
+                for _ in range(world_size):
+                    dist.TCPStore(address, port, world_size, False, timeout=timeout)
+                made.result()
+                del made  # the store closes here, and not where somebody lets go of the error with these frames
+                raise TimeoutError(f"update group at {address}:{port}: a rank will not come.")
+        return made.result()
 
 
 def leave_update_group(group: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import itertools
 import os
 import random
@@ -162,7 +163,7 @@ def survive(
     for life in itertools.count(1):
         assert life <= most_lives + 3, f"a run that nobody disturbs any more does not end\n{output.read_text()}"
         servers.disturb(life <= most_lives)  # else it might die of its servers' troubles each time
-        pids = start_ranks(1, experiment, overrides, output)
+        pids = start_ranks(1, with_stacks, overrides, output)
         if life <= most_lives:
             troubles += trouble_of(pids[0], chance)
         wait_for_the_end(pids, output)
@@ -182,6 +183,13 @@ def survive(
         wrong=wrong,
         is_same=None,
     )
+
+
+def with_stacks(overrides: tuple[str, ...]) -> None:
+    """Run as kills.py does, and say where it stands shortly before it would be called a standstill."""
+    faulthandler.dump_traceback_later(0.9 * STANDS_STILL_S)
+    experiment(overrides)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def trouble_of(pid: int, chance: random.Random) -> list[str]:
@@ -217,13 +225,12 @@ def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
     the weights that sampled it are gone.
     """
     models: dict[int, torch.nn.Module | None] = {}
-    files = [read_file(path)[0] for path in sorted((folder / JOURNAL).glob("*.journal"))]
-    first = {records[0].event["life"]: records[0].event["version"] for records in reversed(files) if records}
+    files = [(int(path.name[:6]), read_file(path)[0]) for path in sorted((folder / JOURNAL).glob("*.journal"))]
+    first = {attempt: records[0].event["version"] for attempt, records in reversed(files) if records}
     sampled_by: dict[tuple[str, bytes], torch.Tensor] = {}
     checked = wrong = 0
-    for records in files:
-        life = records[0].event["life"] if records else 0
-        repeated_from = min((version for other, version in first.items() if other > life), default=sys.maxsize)
+    for attempt, records in files:
+        repeated_from = min((version for other, version in first.items() if other > attempt), default=sys.maxsize)
         for record in records:
             if record.event["event"] != "accepted":
                 continue

@@ -84,6 +84,25 @@ def test_a_server_that_dies_or_hangs_in_the_middle_costs_the_others_nothing(
         os.kill(pid_of(own_servers, victim), signal.SIGCONT)  # or it would not hear that it is to stop
 
 
+def test_a_server_that_dies_as_it_is_asked_to_join_is_not_waited_for(own_servers, connect, weights, monkeypatch):
+    engine = connect(own_servers.urls)
+    publisher = GroupPublisher(engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=100)
+    victim, ask = own_servers.urls[1], engine.join_weight_group
+
+    def die_and_ask(**where):
+        if victim in engine.server_ranks:
+            os.kill(pid_of(own_servers, victim), signal.SIGKILL)
+        return ask(**where)
+
+    monkeypatch.setattr(engine, "join_weight_group", die_and_ask)
+    started = time.monotonic()
+    publisher.publish(specs_of(weights), weights.items(), 8)
+    assert time.monotonic() - started < 30, "and the others are not kept in the group that it never came to"
+    assert engine.serving == [url for url in own_servers.urls if url != victim]
+    assert greedy(engine).output_versions == [8] * 12
+    publisher.close()
+
+
 class Careless(GroupPublisher):
     """Changes one number of one tensor on its way to the wire."""
 

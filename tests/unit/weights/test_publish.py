@@ -1,5 +1,7 @@
 """The publisher with servers in this process: what it sends when, what it compares, whom it drops, what it costs."""
 
+import threading
+import time
 import weakref
 
 import psutil
@@ -272,3 +274,26 @@ def test_update_group_listens_at_its_address_alone():
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port]
     leave_update_group(group)
     assert listening == [("127.0.0.1", port)]
+
+
+def test_a_rank_that_will_not_come_ends_the_waiting_of_all_that_came():
+    where = {"address": "127.0.0.1", "port": free_port("127.0.0.1"), "world_size": 3, "name": "in vain"}
+    ends, may_end = {}, threading.Event()
+
+    def join(rank):
+        try:
+            join_update_group(rank=rank, **where, is_hopeless=may_end.is_set)
+        except (RuntimeError, TimeoutError) as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]  # rank 2 has died
+    for thread in threads:
+        thread.start()
+    threads[0].join(1.0)
+    assert not ends, "they wait as long as there is hope"
+    began = time.monotonic()
+    may_end.set()
+    for thread in threads:
+        thread.join(20)
+    assert isinstance(ends[0], TimeoutError) and "a rank will not come" in str(ends[0])
+    assert isinstance(ends[1], RuntimeError) and time.monotonic() - began < 10
