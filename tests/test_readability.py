@@ -18,17 +18,17 @@ def tree() -> Tree:
 
 def test_the_way_of_a_prompt_to_its_request_is_written_down_and_no_longer_than_it_was(tree):
     walk = tree.walk()
-    assert (walk.functions, walk.files) <= (31, 12)
+    assert (walk.functions, walk.files) <= (30, 12)
 
 
 def test_the_package_does_not_grow_and_files_import_no_circles(tree):
-    assert tree.lines() <= 38_300
-    assert tree.lines() - tree.lines("tools") <= 31_000
+    assert tree.lines() - tree.comments() <= 37_650, "a comment is no growth"
+    assert tree.lines() - tree.lines("tools") - tree.comments() <= 30_500
     assert not tree.circles()
 
 
 def test_comments_say_why_and_docstrings_are_whole_sentences(tree):
-    assert 100 * tree.comments() / tree.lines() >= 1.5
+    assert 100 * tree.comments() / tree.lines() >= 2.2
     assert len(tree.riddles()) <= 30, tree.riddles()[:3]
     assert 1000 * tree.public_names() / tree.lines() <= 31.5
 
