@@ -147,6 +147,7 @@ def values_of_the_other(backend, folder):
     return values_and_scores(make_any(backend, folder, head="value"))
 
 
+@pytest.mark.slow
 def test_critics_agree_and_load_each_other(tied, tmp_path):
     updates, values = {}, {}
     for backend in ("fsdp", "tp2_pp2"):  # three of FSDP2's four ranks hold nothing of the head
@@ -198,6 +199,7 @@ def rates_of_both(folder, schedules):
     return results
 
 
+@pytest.mark.slow
 def test_learning_rates_are_megatrons(tied):
     schedules = [
         {"schedule": "linear", "min_lr": 1e-4, "warmup_updates": 2},
@@ -248,7 +250,7 @@ def update_and_save(folder, target, dtype):
     return stats, streamed, after, engine.forward(batch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_transformers_loads_what_was_saved(dtype, tied, tmp_path):
     first, other = run_ranks(2, update_and_save, tied, tmp_path / "saved", dtype)
     stats, streamed, after, loaded = first

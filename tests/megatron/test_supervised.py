@@ -84,7 +84,9 @@ def assert_as_defined(ranks, expected):
             assert error <= TOLERANCE, f"microbatches of {split}: {name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.slow if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+)
 def test_update_is_that_of_the_definition_in_float64(layout, folder, expected):
     assert_as_defined(run_ranks(LAYOUTS[layout][0], updates, "megatron", folder, layout, SPLITS[layout]), expected)
 
