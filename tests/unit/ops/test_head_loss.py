@@ -139,7 +139,11 @@ def test_labels_are_shifted_inside_each_sequence(lengths, masked):
     for function in (ops.packed_labels, torch.ops.megatron_rl_emulated.packed_labels):
         for mine, right in zip(function(ids, cu_seqlens, mask), expected, strict=True):
             assert torch.equal(mine, right)
-    opcheck(library.packed_labels.default, (ids, cu_seqlens, mask))
+
+
+def test_labels_obey_torchs_rules():
+    for mask in (None, torch.arange(8) % 2 == 0):
+        opcheck(library.packed_labels.default, (torch.arange(8), torch.tensor([0, 3, 3, 4, 8]), mask))
 
 
 def test_labels_name_bad_input():
