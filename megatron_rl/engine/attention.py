@@ -40,11 +40,13 @@ class PackedAttention(nn.Module):
             rotation = packed.rotation(self.rope)
             query, key = rotate(query, rotation), rotate(key, rotation)
         if packed.context.size > 1:
+            # In the order of the microbatch's rows again, which the pieces' key rows are numbered by.
             key, value = (gather_rows(x, packed.context)[packed.gathered] for x in (key, value))
         if query.is_cuda and query.dtype != torch.float32:
             out = self._varlen_kernel(query, key, value, packed)
         else:  # the kernel takes half precision; float32 serves checks against a reference
-            out = self._by_shape(query, key, value, packed)
+            parts = [self._attend(query, key, value, alike) for alike in packed.alike]
+            out = parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
         return out.flatten(1)
 
     def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -70,20 +72,17 @@ class PackedAttention(nn.Module):
         )
         return out[..., :width]
 
-    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        parts = [self._attend(query, key, value, alike) for alike in packed.alike]
-        return parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
-
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, alike: Alike) -> Tensor:
         if alike.queries is not None:
             query = query.index_select(0, alike.queries)
             key, value = key.index_select(0, alike.keys), value.index_select(0, alike.keys)
-        q = query.unflatten(0, (-1, alike.n)).transpose(1, 2)
+        q = query.unflatten(0, (-1, alike.n)).transpose(1, 2)  # [pieces * n, heads, D] -> [pieces, heads, n, D]
         k, v = (t.unflatten(0, (-1, alike.m)).transpose(1, 2) for t in (key, value))
         is_windowed = self.window is not None and self.window < alike.m
         is_square = alike.n == alike.m and not is_windowed
-        mask = None
+        mask = None  # one query sees all of its keys
         if not is_square and (alike.n > 1 or is_windowed):
+            # The queries are the last n of the m keys: query i is key m - n + i. (SDPA's is_causal aligns the first.)
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)

@@ -94,7 +94,7 @@ class CheckpointWriter:
         """
         self.finish(wait=True)
         self.path = Path(path)
-        aside = self.path.with_name(f".{self.path.name}.partial")
+        aside = self.path.with_name(f".{self.path.name}.partial")  # beside it, as renaming needs the same disk
 
         def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -111,7 +111,7 @@ class CheckpointWriter:
         options: dict[str, Any] = {"async_sharded_save": True}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # megatron.core >= 0.18
             options["async_strategy"] = "mcore"
-        request = dist_checkpointing.save(state, str(aside), strategy, **options)
+        request = dist_checkpointing.save(state, str(aside), strategy, **options)  # plans: async_fn writes the tensors
         self._on_main(add_model_files)
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
@@ -125,6 +125,7 @@ class CheckpointWriter:
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
         """Return upstream's buckets, (file, key, (bytes, tensors)), with copies of training's own tensors."""
+        # By storage, as upstream's tensors are views; the rest, such as random states, nobody changes meanwhile.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
         buckets = preload()
         tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
@@ -199,7 +200,7 @@ def _write_and_sum(
     for number in (signal.SIGINT, *SIGNALS):
         signal.signal(number, signal.SIG_IGN)  # whoever sends them means the trainer, which waits for this process
     os.register_at_fork(after_in_child=functools.partial(_join_writer, os.getpid()))
-    signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))
+    signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))  # upstream's queue of results
     os.nice(niceness)
     write(*args, **kwargs)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -247,8 +248,8 @@ def training_state(engine: _TrainedModel, *, is_loading: bool) -> dict[str, Any]
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",  # by parameter: another layout can load it
+        "chained_optim_avoid_prefix": True,  # else names would hold an optimizer's place in its chain
         "singleton_local_shards": False,
         "dp_cp_group": groups.data_context.group,
     }
@@ -292,7 +293,7 @@ def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> Shard
         },
         global_shape=(1,),
         global_offset=(0,),
-        replica_id=0 if is_same else groups.rank,
+        replica_id=0 if is_same else groups.rank,  # upstream wants one owner of each object, and copies of it
     )
 
 
@@ -322,14 +323,14 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
         return
-    if "scheduler" not in common:
+    if "scheduler" not in common:  # written by megatron-rl convert
         raise ValueError(
             f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
         )
     schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
     wanted = training_state(engine, is_loading=True)
-    wanted["random"] = _random_state(engine.groups, common["layout"])
+    wanted["random"] = _random_state(engine.groups, common["layout"])  # by the names that the saved layout gave
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
     if is_distributed and not was_distributed:
         main_parameters = optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
@@ -352,7 +353,7 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
     """Check every file against the manifest, shared out over the ranks, and return the unsharded state."""
     path = Path(path)
     if groups.is_main:
-        recover_folder(path)
+        recover_folder(path)  # a save that was killed between its two renames
     dist.barrier(group=groups.control)
     if not is_checkpoint(path):
         raise ValueError(

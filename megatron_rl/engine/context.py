@@ -19,6 +19,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        # Every rank's queries have seen these rows, and each knows its own part of their gradient.
         own = grad.new_empty((grad.shape[0] // ctx.axis.size, *grad.shape[1:]))
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.axis.group)
         return own, None
@@ -41,7 +42,7 @@ class _SumForAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None
+        return grad, None  # all ranks go on alike: a sum over them would count one gradient `size` times
 
 
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:

@@ -29,7 +29,7 @@ from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
+from megatron_rl.weights.hf_files import WeightSource
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.update_group import TensorSpec
 
@@ -124,7 +124,7 @@ class FSDPEngine(ModelEngine):
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        self.step_lr_scheduler()
+        self.step_lr_scheduler()  # counts to 0: the first update has the rate after 0 steps
 
     def destroy(self) -> None:
         self.close_publisher()
@@ -142,6 +142,7 @@ class FSDPEngine(ModelEngine):
         totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=True)
         for parameter in self.model.parameters():
             parameter.grad.div_(max(totals["weight"], 1.0))  # the one division
+        # 0 is Megatron's way to clip nothing. The norm is a DTensor: each rank has that of its shards.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_grad or math.inf)
         grad_norm, lr, loss = float(norm.full_tensor()), self.optimizer.param_groups[0]["lr"], totals["loss"]
         applied = self.is_sound(loss, grad_norm)
@@ -165,7 +166,7 @@ class FSDPEngine(ModelEngine):
             if self.arch.head == "value":
                 values.append(output)
             elif post_hook is None:
-                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])
+                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])  # one of the pair
             else:
                 values.append(post_hook(output, rows).float())
         result = packing.scatter_rows(microbatches, values, len(batch["input_ids"]))
@@ -211,6 +212,7 @@ class FSDPEngine(ModelEngine):
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the mask of T rows, `[1, 1, T, T]` bool; by transformers' names where layers' windows differ."""
+        # A sequence begins where the positions begin again.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
         distance = row[:, None] - row[None, :]
         visible = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
@@ -242,12 +244,7 @@ class FSDPEngine(ModelEngine):
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("save", with_optimizer)
-        if self.groups.is_main:
-            write_hf_folder(path, self.hf_tensors(), dtype=self.dtype, **self.saved_model)
-        else:
-            for _ in self.hf_tensors():
-                pass
-        dist.barrier(group=self.groups.control)
+        self.write_weights(path)
 
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         _refuse_optimizer("load", with_optimizer)

@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # a rank has its rows' gradient: upstream sums it
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
@@ -106,7 +106,7 @@ class LatentAttention(MLASelfAttention):
         projected from."""
         config, heads = self.config, self.num_attention_heads_per_partition
         if config.q_lora_rank is None:
-            query_source = hidden_states
+            query_source = hidden_states  # [R / tensor, 1, H] under sequence parallelism
             query, _ = self.linear_q_proj(query_source)
         else:
             query_source = self.q_layernorm(self.linear_q_down_proj(hidden_states))
@@ -114,11 +114,11 @@ class LatentAttention(MLASelfAttention):
         down = self.linear_kv_down_proj(hidden_states)
         kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         kv_source = self.kv_layernorm(kv_source)
-        if config.sequence_parallel:
+        if config.sequence_parallel:  # linear_kv_up_proj gathers its input itself; this part does not pass through it
             rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
         key_value, _ = self.linear_kv_up_proj(kv_source)
 
-        query, key_value = (x.squeeze(1).unflatten(-1, (heads, -1)) for x in (query, key_value))
+        query, key_value = (x.squeeze(1).unflatten(-1, (heads, -1)) for x in (query, key_value))  # [R, heads, ...]
         plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         rotation = packed_seq_params.rotation(self.rope)
@@ -127,7 +127,7 @@ class LatentAttention(MLASelfAttention):
             rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), rotation) for x in (rotated_query, rotated_key)
         )
         query = torch.cat([plain_query, rotated_query], dim=-1)
-        key = torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1)
+        key = torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1)  # one rotated key for all heads
         return query, key, value, query_source, kv_source
 
 
@@ -161,9 +161,9 @@ def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, 
         moe_router_group_topk=mixture.groups_per_token,
         moe_router_topk_scaling_factor=mixture.scale,
         moe_router_enable_expert_bias=mixture.is_biased,
-        moe_router_bias_update_rate=0.0,
+        moe_router_bias_update_rate=0.0,  # the model's own bias stays as it is
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
+        moe_router_load_balancing_type="none",  # a loss for it would stand beside loss_fn, undivided
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
@@ -243,7 +243,7 @@ def block_spec(
         for kind in {arch.has_mixture(number) for number in range(arch.layers)}
     }
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
-    numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))
+    numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
     return TransformerBlockSubmodules(
         layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=norm_class(arch)
     )
@@ -255,9 +255,9 @@ def place_attention(layers: nn.ModuleList, arch: Architecture) -> None:
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
     for layer in layers:
-        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]
+        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window
-        rotating = attention.core_attention if arch.latent is None else attention
+        rotating = attention.core_attention if arch.latent is None else attention  # latent keys rotate before it
         rotating.rope = rope if window is None else windowed_rope
 
 

@@ -7,18 +7,13 @@ Results do not depend on the layout or the microbatch split; tests/megatron hold
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -29,7 +24,6 @@ from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
 from megatron_rl.engine.host_memory import left_out_of_forks
-from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
@@ -37,7 +31,6 @@ from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows, row_multiple
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.reshard import HFExport, load_shards
 
@@ -89,7 +82,7 @@ class MegatronEngine(ModelEngine):
         self.shard = vocab_shard(self.arch, self.groups)
         self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
         self.wrapped: list[Any] = list(self.chunks)
-        if self.dtype is torch.bfloat16:
+        if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
@@ -103,12 +96,13 @@ class MegatronEngine(ModelEngine):
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=True,  # over microbatches and ranks: in bfloat16 the split would show
             use_distributed_optimizer=options.distributed,
             overlap_grad_reduce=options.overlap,
             overlap_param_gather=options.overlap,
         )
         self.wrapped = [
+            # As upstream does: the reduction of later chunks is hidden behind the first one's backward anyway.
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
@@ -133,7 +127,7 @@ class MegatronEngine(ModelEngine):
         All ranks call it.
         """
         if not self.host_copy.is_out:
-            self._gather_weights()
+            self._gather_weights()  # one under way would write into emptied storages
             if self.optimizer is not None:
                 self.optimizer.zero_grad()  # main parameters hold gradients of their own
             self.host_copy.take(*tensors_of(self), self.device)
@@ -192,7 +186,7 @@ class MegatronEngine(ModelEngine):
             if self.arch.head == "value":
                 values = head.values(hidden, rows["labels"], packed)
             elif post_hook is None:
-                values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]
+                values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]  # one of the pair
             else:
                 values = post_hook(head.logits(hidden, packed), rows)
             # The schedule wants a loss and a weight of every microbatch; the values are what is kept.
@@ -219,8 +213,8 @@ class MegatronEngine(ModelEngine):
             if weight.is_floating_point() and float(weight) != int(weight):
                 raise ValueError(
                     f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
-                    f"sequences), because the "
-                    f"gradient is divided by their global sum; return the count and put fractions into the loss."
+                    f"sequences), because the gradient is divided by their global sum; return the count and put "
+                    f"fractions into the loss."
                 )
             weight, logprobs = weight.to(self.device, torch.int), None
             if isinstance(loss_fn, ValueLoss):
@@ -231,7 +225,7 @@ class MegatronEngine(ModelEngine):
                 loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:
                 loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
-            loss_sum = loss_sum.as_subclass(Tensor)
+            loss_sum = loss_sum.as_subclass(Tensor)  # of VocabParallelLogits: upstream's arithmetic is on plain tensors
             kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
             # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
@@ -276,20 +270,17 @@ class MegatronEngine(ModelEngine):
         result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
         if self.groups.is_last_stage:
             result = packing.scatter_rows(microbatches, rows, len(result)).to(self.device)
-        self._from_last_stage(result)
-        return result.to(batch["input_ids"].device)
-
-    def _from_last_stage(self, tensor: Tensor) -> None:
         if self.groups.pipeline.size > 1:
-            dist.broadcast(tensor, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
+            dist.broadcast(result, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
+        return result.to(batch["input_ids"].device)
 
     def _global_sums(self, kept: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add the statistics of all microbatches and data-parallel ranks; every rank gets them."""
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
-            names = list(kept[0])
+            names = list(kept[0])  # every microbatch has the same, also one without a trained row
             sums = torch.stack([torch.stack([part[n] for part in kept]).double().sum() for n in names])
-            dist.all_reduce(sums, group=self.groups.data.group)
+            dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers have the same sums already
             totals = [dict(zip(names, sums.tolist(), strict=True))]
         if self.groups.pipeline.size > 1:
             dist.broadcast_object_list(
@@ -306,7 +297,7 @@ class MegatronEngine(ModelEngine):
         weight = self.chunks[-1].output_weight()
         if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
             self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight[: self.shard.stop - self.shard.start]
+        return weight[: self.shard.stop - self.shard.start]  # without the padding of the vocabulary
 
     def _gather_weights(self) -> None:
         """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""
@@ -336,7 +327,7 @@ class MegatronEngine(ModelEngine):
     def copy_weights(self, other: MegatronEngine) -> None:
         """Take over the weights of an engine of the same architecture and layout. All ranks call it."""
         self._activate()
-        other.onload()
+        other.onload()  # for the moment of the copy both are on the device
         other._gather_weights()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
@@ -349,19 +340,8 @@ class MegatronEngine(ModelEngine):
         if with_optimizer:
             self.save_async(path, in_background=False)
             self.finish_saves()
-            return
-        tensors = self.hf_tensors()
-
-        def write() -> None:
-            try:
-                write_hf_folder(path, tensors, dtype=self.dtype, **self.saved_model)
-            finally:
-                deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
-
-        if not self.groups.is_main:
-            deque(tensors, maxlen=0)
-        if fault := self.groups.on_main(write):
-            raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
+        else:
+            self.write_weights(path)
 
     def save_async(
         self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True

@@ -45,6 +45,7 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
+        # Either way each tensor rank gets all rows, and its columns' part of the gradient is summed on the way back.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -120,7 +121,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        perform_initialization=False,
+        perform_initialization=False,  # weights are read right after building
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -132,9 +133,9 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # every microbatch has another number of rows
         moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # the one division, by the global weight: finalize_model_grads
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
@@ -152,7 +153,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
 def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialised weights: one, or several of an interleaved pipeline."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
-    stages = range(count) if count > 1 else [None]
+    stages = range(count) if count > 1 else [None]  # upstream knows a plain pipeline by None
     return [_build(arch, tf_config, groups, vp_stage=stage, count=count) for stage in stages]
 
 
@@ -169,6 +170,7 @@ def _build(
         ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
+        # Chunks go around the stages: the first has the embedding, the last stage's last one the head.
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
         post_process=groups.is_last_stage and vp_stage in (None, count - 1),
         vp_stage=vp_stage,
@@ -179,8 +181,8 @@ def _build(
     if model.pre_process:
         scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
-        # Upstream marks split parameters only where it initialises them; unmarked ones are left out of the gradient
-        # norm.
+        # Upstream marks split parameters only where it initialises them. Unmarked ones pass for copies, of which its
+        # gradient norm counts that of tensor rank 0 alone.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -17,11 +19,12 @@ from megatron_rl import platform
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
 from megatron_rl.config import EngineConfig, OptimizerConfig
 from megatron_rl.engine import soundness
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.delta import DeltaPublisher
-from megatron_rl.weights.hf_files import WeightSource
+from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, WeightPublisher
@@ -38,6 +41,8 @@ class ModelEngine(TrainEngine):
     """True where the last update was skipped: the schedule does not count it."""
     optimizer: Any
     """None for a frozen model."""
+    dtype: torch.dtype
+    """That of the weights as they are published and saved."""
 
     def __init__(self, config: EngineConfig, *, groups: ParallelGroups | None, trainable: bool, head: str) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
@@ -83,6 +88,21 @@ class ModelEngine(TrainEngine):
         if self.publisher is not None:
             self.publisher.close()
 
+    def write_weights(self, path: str | Path) -> None:
+        """Write a HF folder of `hf_tensors`; CheckpointError on all ranks where the disk did not take it."""
+        tensors = iter(self.hf_tensors())
+
+        def write() -> None:
+            try:
+                write_hf_folder(path, tensors, dtype=self.dtype, **self.saved_model)
+            finally:
+                deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
+
+        if not self.groups.is_main:
+            deque(tensors, maxlen=0)  # exhausts the stream: every tensor of it is a collective
+        if fault := self.groups.on_main(write):
+            raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
+
     def eval(self) -> Self:
         return self.train(False)
 
@@ -98,6 +118,7 @@ class ModelEngine(TrainEngine):
         An empty sequence scores 0. All ranks call it, with their share of the data; the engine has a value head.
         """
         self.check_head("score", "value")
+        # A value is that of the state in front of a token: behind the last one, that of one more.
         longer, last = TrajectoryBatch.of(data).with_one_more_token()
         return self.forward(longer)[last]
 
@@ -116,11 +137,8 @@ class ModelEngine(TrainEngine):
         self.was_skipped = not applied
         if applied:
             return ""
-        batch, name = (
-            TrajectoryBatch.of(data),
-            "own value" if self.arch.head == "value" else "own log p",
-        )
-        if results is None:
+        batch, name = TrajectoryBatch.of(data), "own value" if self.arch.head == "value" else "own log p"
+        if results is None:  # a pass more, in a step that is lost anyway
             temperature = loss_fn.temperature if isinstance(loss_fn, LogprobLoss) else 1.0
             results = self.forward(batch, temperature=temperature)
         fault = soundness.explain(loss, grad_norm, batch, results, name, self.groups)

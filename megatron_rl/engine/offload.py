@@ -47,6 +47,7 @@ class HostCopy:
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], device: torch.device) -> None:
         """Copy the storages of `kept` to the host and empty them, and those of `dropped` without a copy."""
+        # By storage, which many tensors may be views of; _cdata is the address of its object and survives resizing.
         keep = {s._cdata: s for s in (t.untyped_storage() for t in kept if t.device == device) if s.nbytes()}
         drop = {s._cdata: s for s in (t.untyped_storage() for t in dropped) if s.nbytes() and s._cdata not in keep}
         hosts = {}
@@ -57,7 +58,7 @@ class HostCopy:
             hosts[key] = host.copy_(_bytes_of(storage), non_blocking=True)
         self.hosts, self.kept = hosts, list(keep.values())
         self.dropped = [(storage, storage.nbytes()) for storage in drop.values()]
-        torch.cuda.synchronize()  # the copies have arrived
+        torch.cuda.synchronize()  # the copies have arrived, before what they were made of is given away
         for storage in [*keep.values(), *drop.values()]:
             storage.resize_(0)
         torch.cuda.empty_cache()
@@ -68,7 +69,7 @@ class HostCopy:
         for storage in self.kept:
             host = self.hosts[storage._cdata]
             storage.resize_(len(host))
-            _bytes_of(storage).copy_(host, non_blocking=True)
+            _bytes_of(storage).copy_(host, non_blocking=True)  # on the stream that will use it; the host copy stays
         for storage, size in self.dropped:
             storage.resize_(size)
             _bytes_of(storage).zero_()

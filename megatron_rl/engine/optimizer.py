@@ -31,6 +31,7 @@ class CheckedOptimizer(ChainedOptimizer):
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
+        # is_sound asks all ranks, and upstream calls this on all, also where a rank has no parameter of a kind.
         return self._is_sound(self._norm) and super().step_with_ready_grads()
 
 
@@ -67,7 +68,7 @@ def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> O
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_updates,
-        lr_decay_steps=max(total_updates, config.warmup_updates + 1),
+        lr_decay_steps=max(total_updates, config.warmup_updates + 1),  # upstream asserts that it is past the warm-up
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

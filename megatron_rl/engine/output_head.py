@@ -35,6 +35,7 @@ class Head:
     def logprobs(self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log p(label) and entropy, both `[T]` float32."""
         parts = lm_head_logprobs(hidden, self.weight(), labels, **self._rows(packed, temperature))
+        # A row is computed on one context rank and 0 on the others.
         logprobs, entropy = sum_for_all(torch.stack(parts), self.context)
         return logprobs, entropy
 
@@ -47,6 +48,7 @@ class Head:
             logprobs, entropy = self.logprobs(hidden, labels, packed, loss.temperature)
             return *loss.fn(logprobs, entropy, rows), logprobs.detach().float()
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        # Columns by row. One by sequence may be as long where sequences are short, but a loss by row reads none.
         columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
 
         def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,7 +74,7 @@ class Head:
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
         if packed.in_order:
-            return values[: len(packed.reads)]
+            return values[: len(packed.reads)]  # without the padding: no row is copied
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
         own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
         return sum_for_all(own, self.context)

@@ -3,7 +3,12 @@
 A microbatch is a list of segments of rows. A segment attends to itself causally and to all of its prefix, an earlier
 segment that several share. Context parallelism cuts the rows, not the sequences, into 2 x size chunks and gives rank r
 the chunks r and 2 x size - 1 - r (zigzag), so that early and late rows are spread evenly. Either way the queries of one
-piece are the last ones of its keys, which is the causal mask of variable-length kernels.
+piece are the last ones of its keys, which is the causal mask of variable-length kernels. Two segments on two ranks:
+
+    rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 0 0], [5 3 0 0]
+    chunk, rank   0  0 | 1  1 | 2  1 | 3  0
+    pieces of 0   queries 0 1 of keys 0 1, and 6 7 of 5 6 7
+    pieces of 1   queries 2 3 of keys 0 to 3, 4 of 0 to 4, and 5 of 5
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl.engine.rope import Rope
 from megatron_rl.parallel import Axis
-from megatron_rl.types import MicroBatch
+from megatron_rl.types import MicroBatch, prefix_sums
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class PackedRows(PackedSeqParams):
     context: Axis = field(kw_only=True)
     gathered: Tensor | None = field(kw_only=True)
     """int64: where each row is after gathering over the context axis."""
-    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by identity: layers share a Rope
 
     def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines `[R, 1, D]` of the rows, computed once for all layers."""
@@ -92,12 +97,12 @@ def own_rows(
     if padding:
         segments = torch.cat([segments, torch.tensor([[count, padding, 0, 0]])])
     ranges = _zigzag(total, context)
-    own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    own = torch.cat([torch.arange(start, stop) for start, stop in ranges])  # [R]
     first, rows, keys, prefix, prefix_rows = _pieces(segments, ranges)
-    query_cu, key_cu = _prefix_sums(rows), _prefix_sums(prefix_rows + keys)
+    query_cu, key_cu = prefix_sums(rows), prefix_sums(prefix_rows + keys)  # a piece's keys: its prefix, then its own
     is_plain = context.size == 1 and not bool(prefix_rows.any())
     key_rows = None
-    if not is_plain:
+    if not is_plain:  # plain rows are their own keys in order, which spares a copy of keys and values
         key_rows = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
     alike, unsorted = _alike(query_cu, key_cu, key_rows)
     padded = torch.nn.functional.pad
@@ -105,7 +110,7 @@ def own_rows(
     positions = padded(microbatch.positions[microbatch.computed], (0, padding))[own]
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
-    reads = place[microbatch.read]
+    reads = place[microbatch.read]  # [T]: from the microbatch's computed rows to this rank's
     trained = ((microbatch.rows["labels"] >= 0) & (reads >= 0)).nonzero()[:, 0]
     whole = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
     packed = PackedRows(
@@ -140,6 +145,7 @@ def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
 
 
 def _gathered(total: int, context: Axis) -> Tensor:
+    # After gathering, rank r's two chunks, r and 2 x size - 1 - r, are the chunks 2 r and 2 r + 1.
     chunk = total // (2 * context.size)
     places = []
     for number in range(2 * context.size):
@@ -158,7 +164,7 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ..
     for start, stop in ranges:
         first, end = segments[:, 0], segments[:, 0] + segments[:, 1]
         rows = end.clamp(max=stop) - first.clamp(min=start)
-        kept = rows > 0
+        kept = rows > 0  # the others lie outside the range
         keys = end.clamp(max=stop) - first
         parts.append(torch.stack([first, rows, keys, segments[:, 2], segments[:, 3]])[:, kept])
     return tuple(torch.cat(parts, dim=1))
@@ -184,10 +190,6 @@ def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return [starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))
-
-
-def _prefix_sums(lengths: Tensor) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

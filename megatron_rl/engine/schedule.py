@@ -42,16 +42,16 @@ def run(
         ids, packed = own_rows(microbatch, context, multiple_of=row_multiple, device=device)
         hidden = model(
             input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
-        )
-        return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)
+        )  # [R, 1, H]: rows come first upstream, then its batch, which is of one
+        return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)  # called on the last stage only
 
     most_rows = max(len(microbatch.computed) for microbatch in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(microbatches) for _ in chunks],
+        data_iterator=[iter(microbatches) for _ in chunks],  # each chunk of an interleaved pipeline takes all in turn
         model=chunks,
         num_microbatches=len(microbatches),
-        seq_length=most_rows + -most_rows % row_multiple,
+        seq_length=most_rows + -most_rows % row_multiple,  # stages tell each other the rows: variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -24,11 +24,12 @@ def explain(
     loss, grad_norm: as this rank has them; one of them is none on one rank at least. results: `[N]`, what the model
     makes of each token; name: what that is. Where all numbers are finite, names the token with the largest one.
     """
+    # Tensor, pipeline and context peers hold the same share: one of them names its tokens.
     own = tokens_without_number(batch, results, name) if groups.is_rollout_rank else []
     largest = largest_number(batch, results, name) if groups.is_rollout_rank and not own else (-1.0, "")
     found: list[Any] = [None] * groups.world_size
     dist.all_gather_object(found, (loss, grad_norm, own, largest), group=groups.control)
-    bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]
+    bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]  # one at least
     where = "" if len(bad) == groups.world_size else f" on rank {', '.join(map(str, bad))} alone"
     loss, grad_norm = found[bad[0]][:2]
     said = f"loss = {loss:g}, gradient norm = {grad_norm:g}{where}"

@@ -23,6 +23,7 @@ from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine import checkpoint as checkpoints
 from megatron_rl.engine import manifest
+from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.platform import upstream
@@ -260,8 +261,12 @@ def test_a_lost_process_of_a_writer_fails_that_checkpoint_on_all_ranks_at_once_a
     assert time.monotonic() - began < 40, "they sleep for a minute"
 
 
-def save_weights_to_a_full_disk(folder, target):
-    engine = make_engine(folder, LAYOUTS["tp2"][1])
+def save_weights_to_a_full_disk(folder, target, kind):
+    if kind is FSDPEngine:
+        engine = FSDPEngine(EngineConfig(model=ModelConfig(path=str(folder))))
+        engine.initialize(None, FinetuneSpec(total_updates=10))
+    else:
+        engine = make_engine(folder, LAYOUTS["tp2"][1])
     engine.save(target)
     before = (target / "model.safetensors").read_bytes()
     train(engine)
@@ -275,9 +280,10 @@ def save_weights_to_a_full_disk(folder, target):
     assert (target / "model.safetensors").read_bytes() != before
 
 
-def test_weights_that_a_full_disk_does_not_take_are_named_on_all_ranks_which_go_on(tmp_path):
+@pytest.mark.parametrize("kind", [MegatronEngine, FSDPEngine])
+def test_weights_that_a_full_disk_does_not_take_are_named_on_all_ranks_which_go_on(kind, tmp_path):
     make_model("llama", tmp_path / "model")
-    run_ranks(2, save_weights_to_a_full_disk, tmp_path / "model", tmp_path / "weights")
+    run_ranks(2, save_weights_to_a_full_disk, tmp_path / "model", tmp_path / "weights", kind)
 
 
 @pytest.fixture(scope="module")
