@@ -203,6 +203,7 @@ def _described_token(values: Tensor, source: Tensor) -> Tensor:
 
 
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
+    # The columns of the others, as every rank's loss must find them and return the same statistics.
     rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items()}
     rows["labels"] = torch.full((1,), -100)
     rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
@@ -225,7 +226,7 @@ def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count
     result = torch.zeros(token_count, dtype=rows[0].dtype, device=rows[0].device)
     for microbatch, values in zip(microbatches, rows, strict=True):
         predicted = microbatch.source >= 0
-        result[microbatch.source[predicted]] = values[predicted]
+        result[microbatch.source[predicted]] = values[predicted]  # a token is described by one row at most
     return result
 
 

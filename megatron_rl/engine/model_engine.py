@@ -80,7 +80,7 @@ class ModelEngine(TrainEngine):
         version: int,
     ) -> None:
         """Send weights to the servers behind `receiver`, over what the first call has set up. All ranks call it."""
-        if self.publisher is None:
+        if self.publisher is None:  # the servers are known only now; what is set up for them is kept
             self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
         self.publisher.publish(specs, tensors, version)
 

@@ -20,6 +20,7 @@ class Rope:
     def of(cls, arch: Architecture) -> Rope:
         """Return what transformers computes for the architecture's `rope_theta` and `rope_scaling`."""
         if arch.rope_scaling is None:
+            # By transformers' own steps: rounded otherwise, the frequencies would differ in their last bits.
             exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
             return cls(1.0 / arch.rope_theta**exponents)
         config = PretrainedConfig(
@@ -33,13 +34,13 @@ class Rope:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[R, 1, D]` float32 of `[R]` positions."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))  # [R, D / 2]
+        angles = torch.cat([angles, angles], dim=-1)[:, None]  # one for both of a pair, and for all heads
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate `[R, heads, D]`: the pair (i, i + D/2) by the row's angle i (RoFormer, arXiv 2104.09864)."""
-    cos, sin = (part.to(x.dtype) for part in rotation)
+    cos, sin = (part.to(x.dtype) for part in rotation)  # as HF and the servers do: rounded before the product
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

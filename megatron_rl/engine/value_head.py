@@ -18,4 +18,5 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, H]` -> `[T]` float32."""
+        # bfloat16 has three digits, and advantages are differences of values.
         return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]

@@ -19,5 +19,5 @@ def word_sums(tensor: Tensor) -> Tensor:
     zeros. Any two changed words change a row's or a column's sum, and so do moved, swapped, repeated or missing blocks.
     One pass over memory on a CPU; on a GPU torch's own sums, for which nothing is waited.
     """
-    data = tensor.detach().contiguous()
+    data = tensor.detach().contiguous()  # the bytes as they are sent, whatever the strides here
     return ops.word_sums(data) if data.device.type == "cpu" else reference.word_sums(data)
