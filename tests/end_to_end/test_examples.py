@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
-from ranks import run_ranks
+from kills import exit_codes
+from ranks import fork, run_ranks
 from talkative_model import make_talkative_model
 from training_runs import ROOT, environment, steps_of
 
@@ -36,6 +38,20 @@ def run_script(name, *arguments, folder):
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_script_in_fork(name, *arguments, folder):
+    """The same in a process that need not import anything."""
+
+    def script(words):
+        os.chdir(folder)
+        sys.argv = words
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+    output = folder / "output.txt"
+    codes = exit_codes([fork(script, [name, *map(str, arguments)], output)])
+    assert codes == [0], output.read_text()
+    return output.read_text()
 
 
 def launched(config, *overrides):
@@ -81,7 +97,7 @@ def test_search_tool_is_asked_by_the_policy(model, tmp_path):
 
 def test_distillation_trains_a_student_on_its_teachers_replies(model, tmp_path):
     rows = tmp_path / "replies.jsonl"
-    assert "16 replies of the teacher" in run_script("distillation/teacher.py", model, rows, folder=tmp_path)
+    assert "16 replies of the teacher" in run_script_in_fork("distillation/teacher.py", model, rows, folder=tmp_path)
     settings = (f"model.path={model}", f"data.train={rows}", f"run.folder={tmp_path}/run", "run.steps=2")
     run_ranks(1, main, [str(ROOT / "examples/distillation/config.yaml"), *settings])
     assert len(steps_of(tmp_path / "run")) == 2
