@@ -97,7 +97,9 @@ def test_search_tool_is_asked_by_the_policy(model, tmp_path):
 
 def test_distillation_trains_a_student_on_its_teachers_replies(model, tmp_path):
     rows = tmp_path / "replies.jsonl"
-    assert "16 replies of the teacher" in run_script_in_fork("distillation/teacher.py", model, rows, folder=tmp_path)
+    printed = run_script_in_fork("distillation/teacher.py", model, rows, folder=tmp_path)
+    written = len(rows.read_text().splitlines())
+    assert f"{written} replies of the teacher" in printed and 12 <= written <= 16, "by chance a reply is empty"
     settings = (f"model.path={model}", f"data.train={rows}", f"run.folder={tmp_path}/run", "run.steps=2")
     run_ranks(1, main, [str(ROOT / "examples/distillation/config.yaml"), *settings])
     assert len(steps_of(tmp_path / "run")) == 2
