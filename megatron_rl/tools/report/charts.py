@@ -14,13 +14,19 @@ from dataclasses import dataclass
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 """Margins in pixels for the axis labels."""
 HOVER_POINTS = 50
-"""Of a curve."""
+"""Of a curve: more would make the page of a long run megabytes larger."""
+LONG_CURVE = 30
+"""Points from which on a curve is shown by its moving average."""
 NOTHING = '<p class="empty">no values</p>'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one curve; a y of None leaves a gap. `style`: line, dashed, faint or marker, and a colour c0 to c7."""
+    """Points of one curve; a y of None leaves a gap. `style`: line, dashed, faint or marker, and a colour c0 to c7.
+
+    scores = Series(x=[0, 10, 20], y=[0.25, None, 0.5], style="marker c1", label="held-out accuracy")
+    page = line_chart([Series(x=[0, 1, 2], y=[0.1, 0.2, 0.4]), scores], title="Reward by step")
+    """
 
     x: Sequence[float]
     y: Sequence[float | None]
@@ -56,10 +62,13 @@ class Frame:
             y, label = f"{self.y(tick):.1f}", tick_label(tick, self.y_ticks[1] - self.y_ticks[0])
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y}" y2="{y}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y}" dy="0.35em" text-anchor="end">{label}</text>')
-        for tick in self.x_ticks:
-            x = f"{self.x(tick):.1f}"
-            parts.append(f'<text class="tick" x="{x}" y="{self.height - 6}" text-anchor="middle">{short(tick)}</text>')
-        return "".join(parts)
+        return "".join(parts) + self.x_axis()
+
+    def x_axis(self) -> str:
+        return "".join(
+            f'<text class="tick" x="{self.x(tick):.1f}" y="{self.height - 6}" text-anchor="middle">{short(tick)}</text>'
+            for tick in self.x_ticks
+        )
 
 
 def line_chart(series: list[Series], *, width: int = 340, height: int = 170, title: str, y_zero: bool = False) -> str:
@@ -103,6 +112,7 @@ def hover_points(series: Series, frame: Frame) -> str:
     if "faint" in series.style or "dashed" in series.style:
         return ""
     color, points = series.style.split()[-1], series.points
+    # -(-a // b) rounds up; a curve without a value has no points, and a slice no step of 0.
     return "".join(
         f'<circle class="hover {color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5">'
         f"<title>step {short(x)}: {y:.4g}</title></circle>"
@@ -114,16 +124,7 @@ def stacked_bars(
     bars: list[dict[str, float]], x: list[float], order: list[str], *, width: int, height: int, title: str
 ) -> str:
     """Draw one bar per entry of `x`, built up from its parts in `order`; part i has the colour c<i>."""
-    if not bars:
-        return NOTHING
-    half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
-    frame = Frame(
-        width=width,
-        height=height,
-        x_ticks=whole_ticks(min(x), max(x)),
-        y_ticks=ticks(0.0, max(sum(bar.values()) for bar in bars)),
-        x_range=(min(x) - half, max(x) + half),
-    )
+    frame = frame_of_bars(x, ticks(0.0, max(sum(bar.values()) for bar in bars)), width=width, height=height)
     slot = (width - LEFT - RIGHT) / len(bars)
     thick = min(max(slot * 0.8, 1.0), 48.0)
     parts = [frame.axes()]
@@ -149,20 +150,10 @@ def heat_map(
 
     The axis shows the first word of a class, its lowest value.
     """
-    half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
-    frame = Frame(
-        width=width,
-        height=height,
-        x_ticks=whole_ticks(min(x), max(x)),
-        y_ticks=[0.0, float(len(classes))],
-        x_range=(min(x) - half, max(x) + half),
-    )
+    frame = frame_of_bars(x, [0.0, float(len(classes))], width=width, height=height)
     thick = (width - LEFT - RIGHT) / len(columns)
     tall = (height - TOP - BOTTOM) / len(classes)
-    parts = []
-    for tick in frame.x_ticks:
-        label = f'y="{height - 6}" text-anchor="middle">{short(tick)}'
-        parts.append(f'<text class="tick" x="{frame.x(tick):.1f}" {label}</text>')
+    parts = [frame.x_axis()]
     for row, name in enumerate(classes):
         y, label = frame.y(row + 0.5), html.escape(name)
         # Many classes: no label for those that would overlap.
@@ -172,12 +163,20 @@ def heat_map(
         for place, column in zip(x, columns, strict=True):
             share = column.get(name, 0.0)
             if share > 0:
+                # Opacity from 0.06 on: a class that is rare must still be seen.
                 parts.append(
                     f'<rect class="fill c0" x="{frame.x(place) - thick / 2:.1f}" y="{y - tall / 2:.1f}" '
                     f'width="{thick:.1f}" height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * share:.2f}">'
                     f"<title>{label}, step {short(place)}: {share:.1%}</title></rect>"
                 )
     return svg("".join(parts), width, height, title)
+
+
+def frame_of_bars(x: list[float], y_ticks: list[float], *, width: int, height: int) -> Frame:
+    """Return the frame of bars around each of `x`, with room for half a bar at both ends."""
+    half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
+    x_range = (min(x) - half, max(x) + half)
+    return Frame(width=width, height=height, x_ticks=whole_ticks(min(x), max(x)), y_ticks=y_ticks, x_range=x_range)
 
 
 def svg(body: str, width: int, height: int, title: str) -> str:
@@ -193,6 +192,7 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
         high = high if high > low else 1.0
     raw = (high - low) / wanted
     magnitude = 10.0 ** math.floor(math.log10(raw))
+    # 0.999 and 1e-9 forgive rounding: 0.1 / 4 is to give 0.025 and no step more.
     step = next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999) * magnitude
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -222,9 +222,9 @@ def tick_label(value: float, step: float) -> str:
     return f"{value:.{-math.floor(math.log10(step))}f}" if step < 1e-2 * abs(value) and step < 1 else short(value)
 
 
-def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+def smooth(values: Sequence[float | None], weight: float = 0.85) -> list[float | None]:
     """Return the exponential moving average, without the bias of its start; gaps stay gaps."""
-    total = norm = 0.0
+    total = norm = 0.0  # `norm` is the weight that all values so far have, 1 in the end, as in Adam's correction
     result: list[float | None] = []
     for value in values:
         if value is None:

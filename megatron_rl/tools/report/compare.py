@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
-from megatron_rl.tools.report.charts import Series, line_chart, short, smooth
-from megatron_rl.tools.report.report import TITLES, is_number, render_legend
-from megatron_rl.tools.report.report_css import STYLE
+from megatron_rl.tools.report.charts import LONG_CURVE, Series, line_chart, short, smooth
+from megatron_rl.tools.report.report import TITLES, figure, html_page, is_number, render_legend
 from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values
 
 Rows = list[tuple[str, list[str]]]
@@ -71,6 +70,7 @@ def what_they_reached(runs: list[RunRecord]) -> Rows:
 
 def differing_options(runs: list[RunRecord]) -> Rows:
     """The options in which the runs' configs differ, but for the folder."""
+    # Read as YAML, so that 1e-6 and 0.000001 are one number.
     configs = [dict(_leaves(OmegaConf.to_container(OmegaConf.create(run.config)))) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [(key, [str(config.get(key, "–")) for config in configs]) for key in keys if key != "run.folder"]
@@ -85,19 +85,14 @@ def render(names: list[str], runs: list[RunRecord], reached: Rows, different: Ro
     order = [key for key in [*first, *sorted(set(keys) - set(first))] if key in keys and key not in HIDDEN]
     figures = []
     for curve in dict.fromkeys(curve.label for run in runs for curve in evaluation_curves(run)):
-        figures.append(_figure(curve, _evaluations(runs, curve)))
+        figures.append(figure(curve, line_chart(_evaluations(runs, curve), title=curve)))
     for key in order:
         series = [line for number, run in enumerate(runs) for line in _curve(run, key, f"c{number % 8}")]
-        figures.append(_figure(TITLES.get(key, key), series))
-    title = " against ".join(names)
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{STYLE}</style></head><body><main>"
-        f"<h1>{escape(title)}</h1>{_table(names, reached)}"
-        + (f"<h2>Config <small>where they differ</small></h2>{_table(names, different)}" if different else "")
-        + f"<h2>Curves <small>by step</small></h2>{legend}<div class='grid-of-charts'>{''.join(figures)}</div>"
-        "</main></body></html>\n"
-    )
+        title = TITLES.get(key, key)
+        figures.append(figure(title, line_chart(series, title=title)))
+    options = f"<h2>Config <small>where they differ</small></h2>{_table(names, different)}" if different else ""
+    curves = f"<h2>Curves <small>by step</small></h2>{legend}<div class='grid-of-charts'>{''.join(figures)}</div>"
+    return html_page(" against ".join(names), _table(names, reached) + options + curves)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,11 +117,7 @@ def _curve(run: RunRecord, key: str, color: str) -> list[Series]:
     x, y = [line["step"] for line in run.steps], column(run.steps, key)
     if not has_values(y):
         return []
-    return [Series(x=x, y=y if len(y) < 30 else smooth(y, 0.85), style=f"line {color}")]
-
-
-def _figure(title: str, series: list[Series]) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{line_chart(series, title=title)}</figure>"
+    return [Series(x=x, y=y if len(y) < LONG_CURVE else smooth(y), style=f"line {color}")]
 
 
 def _table(names: list[str], rows: Rows) -> str:

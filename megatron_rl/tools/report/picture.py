@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_rl.telemetry.run_log import RunRecord
-from megatron_rl.tools.report.charts import smooth
+from megatron_rl.tools.report.charts import LONG_CURVE, smooth
 from megatron_rl.tools.report.summary import Aim, aim_of, column, evaluation_curves, phase_seconds, phases_by_size
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a07400", "#868e96")
@@ -50,19 +50,14 @@ def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
     """Draw a metric by step: a long one as faint values under their moving average."""
     x = [line["step"] for line in run.steps]
     y = column(run.steps, key)
-    values = [float("nan") if v is None else v for v in y]
-    is_long = len(values) >= 30
-    axes.plot(
-        x,
-        values,
-        color=COLORS[0],
-        alpha=0.3 if is_long else 1.0,
-        linewidth=1 if is_long else 2,
-        label=None if is_long else label,
-    )
-    if is_long:
-        mean = [float("nan") if v is None else v for v in smooth(y, 0.85)]
-        axes.plot(x, mean, color=COLORS[0], linewidth=2, label=f"{label}, moving average")
+    if len(y) >= LONG_CURVE:
+        axes.plot(x, _with_gaps(y), color=COLORS[0], alpha=0.3, linewidth=1)
+        y, label = smooth(y), f"{label}, moving average"
+    axes.plot(x, _with_gaps(y), color=COLORS[0], linewidth=2, label=label)
+
+
+def _with_gaps(values: list[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
 
 
 def draw_time(run: RunRecord, axes: Axes) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
 from megatron_rl.telemetry.trace import FOLDER
-from megatron_rl.tools.report.charts import Series, heat_map, line_chart, short, smooth, stacked_bars
+from megatron_rl.tools.report.charts import LONG_CURVE, Series, heat_map, line_chart, short, smooth, stacked_bars
 from megatron_rl.tools.report.report_css import STYLE
-from megatron_rl.tools.report.report_samples import samples_section
+from megatron_rl.tools.report.report_samples import samples_section, turns_of
 from megatron_rl.tools.report.summary import (
     aim_of,
     change_of,
@@ -85,10 +85,14 @@ def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
         samples_section(run),
         config_section(run),
     ]
+    return html_page(title, "".join(sections))
+
+
+def html_page(title: str, body: str) -> str:
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
+        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
     )
 
 
@@ -97,9 +101,6 @@ def config_section(run: RunRecord) -> str:
         return ""
     text = f"<pre class='config'>{escape(run.config)}</pre>"
     return f"<h2>Config</h2><details><summary>config.yaml</summary>{text}</details>"
-
-
-# -- headline ----------------------------------------------------------------------------------------------------------
 
 
 def headline(run: RunRecord) -> str:
@@ -126,9 +127,6 @@ def card(label: str, value: str, note: str, style: str = "") -> str:
     )
 
 
-# -- charts ------------------------------------------------------------------------------------------------------------
-
-
 def aim_section(run: RunRecord) -> str:
     """Draw the metric that the run works towards, by step and in its evaluations."""
     aim = aim_of(run)
@@ -152,9 +150,9 @@ def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
     x, y = [line["step"] for line in steps], column(steps, key)
     if not has_values(y):
         return []
-    if len(y) < 30:
+    if len(y) < LONG_CURVE:
         return [Series(x=x, y=y)]
-    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y, 0.85))]
+    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y))]
 
 
 def time_section(run: RunRecord) -> str:
@@ -164,7 +162,7 @@ def time_section(run: RunRecord) -> str:
     order, whole = list(totals), sum(totals.values())
     if not whole:
         return ""
-    per_bar = -(-len(run.steps) // 80)
+    per_bar = -(-len(run.steps) // 80)  # rounded up: at most 80 bars
     bars, x = [], []
     for start in range(0, len(run.steps), per_bar):
         part = seconds[start : start + per_bar]
@@ -202,16 +200,12 @@ def histogram_section(run: RunRecord) -> str:
             whole = sum(counts.values()) or 1.0
             columns.append({label: count / whole for label, count in counts.items()})
             x.append(lines[start]["step"])
-        classes = sorted({label for column in columns for label in column}, key=class_start)
+        # By the lowest number of a class: 16 of `16 to 31`.
+        classes = sorted({label for column in columns for label in column}, key=lambda label: int(label.split()[0]))
         if len(classes) > 1:
             chart = heat_map(columns, x, classes, width=470, height=210, title=name)
-            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>")
+            figures.append(figure(name, chart))
     return side_by_side("Distributions <small>share of each step's, by step</small>", figures)
-
-
-def class_start(label: str) -> int:
-    """The lowest number of a histogram's class: 16 of `16 to 31`."""
-    return int(label.partition(" ")[0])
 
 
 def mismatch_section(run: RunRecord) -> str:
@@ -228,7 +222,7 @@ def mismatch_section(run: RunRecord) -> str:
                 legend.append((f"c{number % 8}", key.removeprefix(start).replace("_", " ")))
         if series:
             chart = line_chart(series, width=470, height=210, title=name, y_zero=True)
-            figures.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}{render_legend(legend)}</figure>")
+            figures.append(figure(name, chart + render_legend(legend)))
     return side_by_side("Trainer against servers <small>mean |log-prob difference|, nats</small>", figures)
 
 
@@ -249,16 +243,18 @@ def metric_section(run: RunRecord) -> str:
         for key, value in line.items():
             if is_number(value) and key not in hidden and not key.startswith(("time/", "mismatch/mean_")):
                 values.setdefault(key, set()).add(value)
+    # A number that stays is worth a word and no chart; after one step that cannot be told.
     constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
     changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
-    figures = []
-    for key in changing:
-        chart, name = line_chart(curve(run.steps, key), title=key), escape(TITLES.get(key, key))
-        figures.append(f"<figure><figcaption>{name}</figcaption>{chart}</figure>")
+    figures = [figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key)) for key in changing]
     unchanged = " · ".join(f"{key} {short(*values[key])}" for key in constant)
     note = f"<p class='unchanged'>The same in every step: {escape(unchanged)}</p>" if constant else ""
     body = f"<div class='grid-of-charts'>{''.join(figures)}</div>{note}"
     return f"<h2>Metrics <small>by step</small></h2>{body}" if values else ""
+
+
+def figure(name: str, drawing: str) -> str:
+    return f"<figure><figcaption>{escape(name)}</figcaption>{drawing}</figure>"
 
 
 def render_legend(entries: list[tuple[str, str]]) -> str:
@@ -268,9 +264,6 @@ def render_legend(entries: list[tuple[str, str]]) -> str:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def evaluation_section(run: RunRecord) -> str:
@@ -295,7 +288,7 @@ def evaluation_section(run: RunRecord) -> str:
 def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
     """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`; the unmatched are left out."""
     waiting: dict[str, list[Row]] = {}
-    for sample in reversed(last):
+    for sample in reversed(last):  # so that pop() takes the first one
         waiting.setdefault(sample["prompt"], []).append(sample)
     return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
 
@@ -324,16 +317,9 @@ def reply(sample: Row) -> str:
     reward = sample["reward"]
     style = "none" if reward is None else "good" if reward >= 0.999 else "bad" if reward <= 0.0 else "part"
     number = "–" if reward is None else short(reward)
-    said = dialogue(sample["turns"]) if sample.get("turns") else text(sample["reply"])  # earlier runs have no turns
+    said = text(sample["reply"])
+    if sample.get("turns"):  # a dialogue; earlier runs have no turns
+        turns = [("policy" if by == "policy" else "others", words) for by, words in turns_of(sample)]
+        spoken = "".join(f"<div class='turn {by}'>{escape(words)}</div>" for by, words in turns)
+        said = f"<div class='text'>{spoken}</div>"
     return f"<div class='reply'><span class='reward {style}'>{number}</span>{said}</div>"
-
-
-def dialogue(turns: list[dict[str, str]]) -> str:
-    """A dialogue after its prompt, turn by turn."""
-    spoken = turns[1:] if turns[0]["by"] != "policy" else turns
-    return f"<div class='text'>{''.join(turn_of(turn) for turn in spoken)}</div>"
-
-
-def turn_of(turn: dict[str, str]) -> str:
-    by = "policy" if turn["by"] == "policy" else "others"
-    return f"<div class='turn {by}'>{escape(turn['text'])}</div>"

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.telemetry.run_log import RunRecord
 
 TEXT_BUDGET = 4_000_000
-"""Characters of samples in a page; of a longer run the first and the newest of each split stay, thinned out evenly."""
+"""Characters of samples in a page; a longer run's are thinned out evenly."""
 COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 
 

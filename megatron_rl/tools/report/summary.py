@@ -80,6 +80,7 @@ def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
         if key is None:
             continue
         lines = [line for line in lines if line.get(key) is not None]
+        # A mean of rewards of 0 and 1 is the share of right replies, and readers look for that.
         is_share = key == "accuracy" or is_right_or_wrong(run, name)
         score = "accuracy" if is_share and key == "reward/mean" else SCORES[key]
         curves.append(
@@ -102,6 +103,7 @@ def is_right_or_wrong(run: RunRecord, name: str) -> bool:
 def phase_seconds(line: dict[str, Any]) -> dict[str, float]:
     """Return a step's seconds by phase, with what no phase accounts for."""
     phases = {k.removeprefix("time/"): v or 0.0 for k, v in line.items() if k.startswith("time/") and k != "time/step"}
+    # Phases never overlap (telemetry.timers), so what is left was spent outside of them.
     rest = (line.get("time/step") or 0.0) - sum(phases.values())
     return phases | ({UNMEASURED: rest} if rest > 0 else {})
 
