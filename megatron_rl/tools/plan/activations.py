@@ -26,7 +26,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one microbatch of a training pass keeps on a rank."""
+    """Bytes that one microbatch of a training pass keeps on a rank.
+
+    activations = Activations(read_architecture(folder), config.actor, config.megatron)
+    waiting, backward = activations.of_stage(0, rows=8192, microbatches=4)  # bytes at the two fullest moments
+    """
 
     arch: Architecture
     config: EngineConfig
@@ -58,6 +62,7 @@ class Activations:
         rotation = 2 * 4 * self.arch.head_dim if self.itemsize == 4 else 0  # cosines and sines, once for all layers
         kept = [sum(run.kept for run in runs) + rotation for runs in chunks]
         flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
+        # All but the last of those in flight count as a mean chunk, as the chunks of a stage take turns.
         before = (flying - 1) * sum(kept) / len(kept)
         last = self.norm(self.arch.hidden) if stage == parallel.pipeline - 1 else 0.0
         backward = 0.0
@@ -77,16 +82,15 @@ class Activations:
     def _runs(self, chunk: list[int]) -> list[Run]:
         """The layers of a model chunk, one by one or as they are recomputed together."""
         options = self.megatron
-        alike: dict[bool, float] = {}
-        for number in chunk:
-            kind = self.arch.has_mixture(number)
-            alike[kind] = alike[kind] if kind in alike else self.layer(number)
-        whole = [alike[self.arch.has_mixture(number)] for number in chunk]
+        kinds = [self.arch.has_mixture(number) for number in chunk]
+        by_kind = {kind: self.layer(chunk[kinds.index(kind)]) for kind in set(kinds)}  # layers of a kind are alike
+        whole = [by_kind[kind] for kind in kinds]
         if options.get("recompute_granularity") != "full":
             return [Run(kept, 0.0) for kept in whole]
         count, is_block = options.get("recompute_num_layers") or 1, options.get("recompute_method") == "block"
         first = self.itemsize * self.own * self.arch.hidden
         again = first if self.itemsize == 4 else 0.0  # in float32 the first norm keeps the run's input itself
+        # `block` forms the first layers of a chunk again one by one; `uniform` all of them in runs of `count`.
         if is_block:
             return [Run(first, w - again) if n < count else Run(w, 0.0) for n, w in enumerate(whole)]
         return [Run(first, sum(whole[n : n + count]) - again) for n in range(0, len(whole), count)]
@@ -96,6 +100,7 @@ class Activations:
         attention = self._latent_attention() if self.arch.latent else self._attention()
         feed_forward = self._mixture() if self.arch.has_mixture(number) else self._dense(self.arch.ffn)
         after = 2 * self.norm(self.arch.hidden) if self.arch.family == "gemma3" else 0.0
+        # Twice: a norm, and its result as the input of the matrix behind it, before attention and before feed-forward.
         inputs = 2 * (self.norm(self.arch.hidden) + self.itemsize * self.own * self.arch.hidden)
         return inputs + attention + feed_forward + after
 
@@ -150,6 +155,7 @@ class Activations:
         rotation = 4 * b * self.arch.head_dim if b == 2 else 0  # cosines and sines rounded, for queries and for keys
         fixed = 4 * heads + rotation + b * (query + result)
         keys = self.keys_per_row * self.config.parallel.context
+        # More than its own keys per row: those of a shared prompt or of other context ranks are gathered beside them.
         if not self.uses_kernel:
             return fixed + (keys * b * (key + value) + b * result if keys > 1 else b * key + projected)
         # The kernel wants keys and values for each query head, and values as wide as keys.
@@ -167,6 +173,7 @@ class Activations:
         mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
         assert mixture is not None
         routed = mixture.per_token * self.own * parallel.expert_tensor
+        # Six widths: the five of a dense part, and the product once more, with the router's weight.
         experts = routed * (b * self.arch.hidden + 6 * b * mixture.ffn / parallel.expert_tensor + 4)
         scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
         return experts + scores + self._dense(mixture.shared_ffn or 0)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES, Device
-from megatron_rl.tools.plan.memory import (
-    Model,
-    ServerMemory,
-    TrainerMemory,
-    models_of,
-    server_memory,
-    trainer_memory,
-)
-from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, plan_batch
-from megatron_rl.tools.plan.throughput import Split, Step, steps_of
+from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES
+from megatron_rl.tools.plan.memory import Model, models_of, server_memory, trainer_memory
+from megatron_rl.tools.plan.plan import Cluster, Plan
+from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.weights.layout import check_layout
 
 MOST_DOUBLINGS = 5
@@ -28,63 +19,6 @@ MOST_DOUBLINGS = 5
 MOST_SPLITS = 32
 """Looked at: of more GPUs, splits that many evenly spaced."""
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    nodes: int
-    gpus_per_node: int
-    device: Device
-    servers: int = 0
-    """Their number, which is not changed; 0 lets the plan choose."""
-
-    @property
-    def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run on one split of the GPUs: its batch, its memory and its time."""
-
-    config: TrainConfig
-    cluster: Cluster
-    tokens: PromptTokens
-    models: list[Model]
-    batch: BatchPlan
-    trainer: TrainerMemory
-    server: ServerMemory
-    servers: int
-    trainer_gpus: int
-    shares_gpus: bool
-    """Servers are on the trainers' GPUs: by turns (rollout.colocated), or as there are too few, which does not fit."""
-
-    @cached_property
-    def step(self) -> Step:
-        return steps_of(
-            self.models,
-            self.config,
-            self.batch,
-            self.tokens,
-            self.trainer,
-            self.server,
-            self.cluster.device,
-            servers=self.servers,
-            trainer_gpus=self.trainer_gpus,
-            shares_gpus=self.shares_gpus,
-        )
-
-    @cached_property
-    def split(self) -> Split:
-        return self.step.split()
-
-    @property
-    def fits(self) -> bool:
-        return self.trainer.fits and self.server.fits and self.has_gpus_for_both
-
-    @property
-    def has_gpus_for_both(self) -> bool:
-        return self.config.rollout.colocated or not self.shares_gpus
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
@@ -107,23 +41,20 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
     ValueError where the layout divides no number of trainer ranks.
     """
-    plans = _all_plans(config, tokens, cluster)
+    plans = plans_of(config, tokens, cluster)
     best: Plan | None = None
-    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.step.least_s):
-        if best is not None and plan.step.least_s >= best.split.step_s:
+    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.least_s):
+        if best is not None and plan.least_s >= best.split.step_s:
             break  # simulating the others would show nothing faster
         if best is None or plan.split.step_s < best.split.step_s:
             best = plan
     return best or min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
 
 
-def _all_plans(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
+def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
+    """Return a plan of each split that is looked at. ValueError where none gives every replica a prompt."""
     models = models_of(config)
     check_models(models, config)
-    return list(_plans(models, config, tokens, cluster))
-
-
-def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Iterator[Plan]:
     gpus, each = cluster.gpus, config.rollout.gpus_per_server
     if each > cluster.gpus_per_node:
         raise ValueError(
@@ -131,6 +62,7 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
             f"lower it."
         )
     external, takes_turns = len(config.rollout.servers), config.rollout.colocated
+    # All models are on all trainer ranks, so each of their layouts has to divide them.
     unit = math.lcm(*(_ranks(model) for model in models))
     counts = [] if takes_turns else list(range(unit, (gpus if external else gpus - each) + 1, unit))
     shares_gpus = not external and not counts
@@ -139,34 +71,32 @@ def _plans(models: list[Model], config: TrainConfig, tokens: PromptTokens, clust
         counts = [gpus]
     if not external and cluster.servers:
         counts = _with_room(counts, cluster, each, shares_gpus=shares_gpus)
-    found = 0
+    plans: list[Plan] = []
     refused: ValueError | None = None
-    for count in counts[:: -(-len(counts) // MOST_SPLITS)]:
-        servers = external or cluster.servers or (gpus if shares_gpus else gpus - count) // each
-        parallel = config.parallel
+    parallel, beside = config.parallel, float(RESERVED_BYTES) if shares_gpus else 0.0
+    for count in counts[:: -(-len(counts) // MOST_SPLITS)]:  # rounded up
         try:
             batch = plan_batch(config, tokens, count // (parallel.tensor * parallel.pipeline * parallel.context))
         except ValueError as error:
             refused = error
             continue
-        trainer = trainer_memory(models, config, batch, tokens, count, cluster.device)
-        beside = float(RESERVED_BYTES) if shares_gpus else 0.0
-        server = server_memory(models[0], config, batch, cluster.device, beside)
-        found += 1
-        yield Plan(
-            config=config,
-            cluster=cluster,
-            tokens=tokens,
-            models=models,
-            batch=batch,
-            trainer=trainer,
-            server=server,
-            servers=servers,
-            trainer_gpus=count,
-            shares_gpus=shares_gpus,
+        plans.append(
+            Plan(
+                config=config,
+                cluster=cluster,
+                tokens=tokens,
+                models=models,
+                batch=batch,
+                trainer=trainer_memory(models, config, batch, tokens, count, cluster.device),
+                server=server_memory(models[0], config, batch, cluster.device, beside),
+                servers=external or cluster.servers or (gpus if shares_gpus else gpus - count) // each,
+                trainer_gpus=count,
+                shares_gpus=shares_gpus,
+            )
         )
-    if not found and refused is not None:
+    if refused is not None and not plans:
         raise refused
+    return plans
 
 
 def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
@@ -185,7 +115,12 @@ def _ranks(model: Model) -> int:
     """Return the number that must divide the trainer ranks."""
     layout = model.engine.parallel
     dense = layout.tensor * layout.pipeline * layout.context
+    # Experts have axes of their own over the same ranks, without a context axis.
     return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
@@ -194,7 +129,7 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
     if not plan.has_gpus_for_both:
         ranks = math.lcm(*(_ranks(model) for model in plan.models))
         why = (
-            f"{ranks} GPU{'s' * (ranks > 1)} for the trainer and {plan.server.gpus} for a server are more than the "
+            f"{counted(ranks, 'GPU')} for the trainer and {plan.server.gpus} for a server are more than the "
             f"{plan.cluster.gpus} there are"
         )
     elif not plan.trainer.fits:
@@ -244,10 +179,11 @@ def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tup
             for values in itertools.product(*(options[key] for key in keys)):
                 changes = dict(zip(keys, values, strict=True))
                 try:
-                    plans = _all_plans(_changed(config, changes), tokens, cluster)
+                    plans = plans_of(_changed(config, changes), tokens, cluster)
                 except ValueError:  # a layout that divides neither the model nor the GPUs
                     continue
-                fitting = [plan.step.least_s for plan in plans if plan.fits]
+                # A bound in place of a simulation: there may be hundreds of these, and only their order counts.
+                fitting = [plan.least_s for plan in plans if plan.fits]
                 if fitting:
                     found.append((min(fitting), changes))
         if found:
@@ -262,6 +198,7 @@ def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dic
 
     parallel, budget = config.parallel, config.batch.tokens_per_microbatch
     longest = tokens.longest + config.generation.max_new_tokens
+    # Halves, but not below one sequence, which is packed whole: a lower budget changes nothing.
     shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
     optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
     options: dict[str, list[Any]] = {
@@ -288,7 +225,7 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         layout = parallel if critic.parallel == config.parallel else critic.parallel
         critic = replace(critic, parallel=layout, optimizer=of_critic)
     rollout = config.rollout
-    if "rollout.colocated" in changes:
+    if "rollout.colocated" in changes:  # NCCL takes a GPU once, and trainer and servers never work at the same time
         rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
     if "rollout.server_args" in changes:
         rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])

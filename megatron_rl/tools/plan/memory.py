@@ -23,7 +23,11 @@ HEAD_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models of a run. A frozen one has weights alone."""
+    """One of the models of a run. A frozen one has weights alone.
+
+    policy = Model("policy", read_architecture("models/qwen3"), config.actor)
+    states_of_stage(policy, stage=0, world_size=8)  # {"weights": ..., "gradients": ..., "optimizer": ...}
+    """
 
     name: str
     arch: Architecture
@@ -80,7 +84,7 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
         return weights
-    per_parameter = 8 + (4 if model.itemsize == 2 else 0)
+    per_parameter = 8 + (4 if model.itemsize == 2 else 0)  # AdamW's two moments, and main weights beside bfloat16
     optimizer = per_parameter * _of_optimizer(shares, model.engine, world_size)
     return weights | {"gradients": 4.0 * shares.total, "optimizer": optimizer}
 
@@ -103,6 +107,7 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
     columns = -(-arch.vocab // model.engine.parallel.tensor)
     kept = rows * arch.hidden * b + 4 * columns * arch.hidden  # gradients of the rows and of the weight
     logits = min(HEAD_CHUNK, rows) * columns * 4
+    # In bfloat16 also the chunk's gradient rounded, and the weight's as it is scaled, before it is rounded.
     rounded = min(HEAD_CHUNK, rows) * columns * 2 + 4 * columns * arch.hidden if b == 2 else 0
     gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
     return kept, logits + rounded + rows * arch.hidden * b + gathered
@@ -117,6 +122,7 @@ def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:
 def keys_per_row(config: TrainConfig, tokens: PromptTokens) -> float:
     """Keys that attention reads for each computed row, where the replies of a group share their prompt's rows."""
     samples, reply = config.generation.n_samples, config.generation.max_new_tokens
+    # Computed are the prompt once and each reply; read are prompt and reply once for each sample.
     if samples == 1 or not config.batch.share_prompts:
         return 1.0
     return samples * (tokens.mean + reply) / (tokens.mean + samples * reply)
@@ -139,7 +145,7 @@ def _of_stage(
         return ModelMemory(states)
     parallel = model.engine.parallel
     whole = rows_of_microbatch(config, batch)
-    rows = -(-whole // parallel.context)
+    rows = -(-whole // parallel.context)  # rounded up: each context rank has a part of every sequence
     activations = Activations(
         model.arch,
         model.engine,
@@ -170,7 +176,7 @@ def publication_bytes(model: Model) -> float:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of the fullest trainer GPU."""
+    """Bytes of the fullest trainer GPU: `peak`, its `parts`, and the `fullest_moment` that they are of."""
 
     by_model: dict[str, ModelMemory]
     offload: bool
@@ -200,10 +206,13 @@ class TrainerMemory:
             if name == owner:
                 passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
                 parts |= {prefix + part: size for part, size in passing.items()}
+        # Behind all tensors, as it is a share of their sum.
         parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
         return parts | {"reserved": self.reserved}
 
     def _working(self, memory: ModelMemory) -> float:
+        # With offload a model's states are there only while it works, so a large one may be the fullest without much
+        # passing; without, all states are there at any moment.
         return memory.passing + (memory.kept if self.offload else 0.0)
 
     @property
@@ -252,7 +261,7 @@ class ServerMemory:
 
 def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
     """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
-    if arch.latent is not None:
+    if arch.latent is not None:  # one compressed row for all heads, and the rotated part of a key
         return float(arch.layers * (arch.latent.kv_rank + arch.head_dim) * itemsize)
     return float(arch.layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
 
@@ -268,6 +277,7 @@ def server_memory(
         gpus=gpus,
         weights=weights,
         kv_per_token=kv_bytes_per_token(policy.arch, policy.itemsize, gpus),
+        # SGLang's share is of the whole device, weights included.
         kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
         longest_sequence=batch.longest_sequence,
         available=device.memory,

@@ -9,7 +9,8 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.data.prompts import load_held_out
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.tools.plan.devices import DEVICES
-from megatron_rl.tools.plan.fit import Cluster, Plan, best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.plan_text import as_dict, as_text
 from megatron_rl.tools.plan.step_sizes import PromptTokens
 from megatron_rl.weights.architecture import read_architecture

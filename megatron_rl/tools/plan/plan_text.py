@@ -8,7 +8,8 @@ import textwrap
 from typing import Any
 
 from megatron_rl.tools.plan.devices import GIB, assumptions
-from megatron_rl.tools.plan.fit import Plan
+from megatron_rl.tools.plan.fit import counted
+from megatron_rl.tools.plan.plan import Plan
 
 WIDTH = 118
 NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
@@ -19,22 +20,22 @@ NO_COMMAND = "Nothing starts servers on the GPUs of trainers of several nodes; a
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """Counts, bytes and seconds under the names that the code has for them."""
-    split, server, batch = plan.split, plan.server, dataclasses.asdict(plan.batch)
+    split, server = plan.split, plan.server
     return {
         "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
         "cluster": dataclasses.asdict(plan.cluster),
         "prompts": dataclasses.asdict(plan.tokens),
-        "batch": batch,
+        "batch": dataclasses.asdict(plan.batch),
         "trainer": {
-            "gpus": split.trainer_gpus,
+            "gpus": plan.trainer_gpus,
             "bytes": plan.trainer.parts,
             "peak_bytes": plan.trainer.peak,
             "fullest_moment": plan.trainer.fullest_moment,
             "models": {name: dataclasses.asdict(memory) for name, memory in plan.trainer.by_model.items()},
         },
         "servers": {
-            "count": split.servers,
-            "gpus_each": split.server_gpus,
+            "count": plan.servers,
+            "gpus_each": server.gpus,
             "share_gpus_with_trainers": plan.shares_gpus,
             "weights_bytes": server.weights,
             "kv_bytes_per_token": server.kv_per_token,
@@ -86,27 +87,24 @@ def _shell_lines(command: list[str]) -> list[str]:
 
 
 def _run(plan: Plan) -> dict[str, str]:
-    config, cluster, split = plan.config, plan.cluster, plan.split
+    config, cluster = plan.config, plan.cluster
     layout, arch = config.parallel, plan.models[0].arch
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
     model = f"{config.model.path}, {arch.family}, {_count(plan.models[0].parameters)} parameters, {config.model.dtype}"
-    replicas = f"{plan.batch.replicas} replica{'s' * (plan.batch.replicas > 1)}"
-    trainer = " x ".join([replicas, *(f"{name} {size}" for name, size in axes.items() if size > 1)])
-    where = (
-        "on the trainers' GPUs, by turns"
-        if plan.shares_gpus
-        else f"on {split.server_gpus} GPU{'s' * (split.server_gpus > 1)}"
+    trainer = " x ".join(
+        [counted(plan.batch.replicas, "replica"), *(f"{name} {size}" for name, size in axes.items() if size > 1)]
     )
+    where = "on the trainers' GPUs, by turns" if plan.shares_gpus else f"on {counted(plan.server.gpus, 'GPU')}"
     if config.rollout.servers:
         where = "running already (rollout.servers)"
     rows = {
         "model": model,
         "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name}",
-        "trainer": f"{split.trainer_gpus} GPU{'s' * (split.trainer_gpus > 1)}: {trainer}",
-        "servers": f"{split.servers}, each {where}",
+        "trainer": f"{counted(plan.trainer_gpus, 'GPU')}: {trainer}",
+        "servers": f"{plan.servers}, each {where}",
     }
-    if not config.rollout.servers and config.rollout.server_count != split.servers:
-        rows["servers"] += f" (rollout.server_count={split.servers}; the config has {config.rollout.server_count})"
+    if not config.rollout.servers and config.rollout.server_count != plan.servers:
+        rows["servers"] += f" (rollout.server_count={plan.servers}; the config has {config.rollout.server_count})"
     return rows
 
 
@@ -149,8 +147,8 @@ def _trainer(plan: Plan) -> dict[str, str]:
 
 
 def _server(plan: Plan) -> dict[str, str]:
-    server, split, wanted = plan.server, plan.split, plan.batch.replies_running
-    room = server.replies * split.servers
+    server, wanted = plan.server, plan.batch.replies_running
+    room = server.replies * plan.servers
     fits = (
         f"{server.replies:,} replies of full length a server, {room:,} in all; up to {wanted:,} are asked for at once"
     )

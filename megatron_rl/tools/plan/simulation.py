@@ -17,7 +17,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work to simulate. Times are seconds."""
+    """The work to simulate. Times are seconds.
+
+    work = Workload(servers=2, slots=64, token_s=lambda replies, tokens: 0.01, read_s=1e-5, prompt_tokens=100,
+                    groups=itertools.cycle([[200, 300]]), groups_per_step=32, groups_at_once=64, max_staleness=1,
+                    update_s=4.0, publish_s=0.5)
+    simulate(work, steps=10, first=3).step_s
+    """
 
     servers: int
     slots: int
@@ -95,6 +101,7 @@ class _Server:
         past, self.now = now - self.now, now
         if not self.running:
             return
+        # What is to be read is read first, and everything else in the batch waits for it.
         self.busy_s += past
         self.slot_s += past * len(self.running)
         decoding = max(0.0, past - self.stall_s)
@@ -117,12 +124,13 @@ class _Server:
             self.tokens += self.work.prompt_tokens
             self.stall_s += self.work.read_s * self.work.prompt_tokens
         if self.running:
+            # A token's time grows evenly with the keys it reads: its mean until the next end is that of the middle.
             count = len(self.running)
             halfway = self.tokens / count + (self.running[0][0] - self.count) / 2
             self.token_s = self.work.token_s(count, halfway)
 
     def interrupt(self) -> None:
-        """All running replies are read again."""
+        """All running replies are read again, also what was being read."""
         self.stall_s = self.work.read_s * self.tokens
 
 
@@ -141,6 +149,7 @@ class _Run:
     def admit(self) -> None:
         """Ask for as many groups as staleness and concurrency allow."""
         work = self.work
+        # AdmissionGate's bound: nobody starts what could only be trained more than max_staleness versions later.
         most = (work.max_staleness + self.version + 1) * work.groups_per_step - self.trained
         while len(self.done) + len(self.with_servers) < most and len(self.with_servers) < work.groups_at_once:
             group = self.again.popleft() if self.again else _Group(lengths=next(work.groups))
@@ -180,6 +189,7 @@ class _Run:
                 break
             self.go_on(float("inf"), to_a_group=True)
         waited = self.now - began
+        # As the executor takes them: what was sampled again first, then what is closest to being too old.
         self.done.sort(key=lambda group: (-group.requeues, group.oldest))
         taken, self.done = self.done[: work.groups_per_step], self.done[work.groups_per_step :]
         self.trained += work.groups_per_step
@@ -187,7 +197,7 @@ class _Run:
         self.now += work.publish_s
         self.version += 1
         for server in self.servers:
-            server.now = self.now
+            server.now = self.now  # and not `advance`: it stood still, which is no work
             server.interrupt()
         return waited, sum(sum(group.lengths) for group in taken)
 

@@ -21,15 +21,14 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the prompts of `data.train`, and how many prompts there are."""
+    """Tokens of the prompts of `data.train`, and how many prompts there are: `PromptTokens.of([9, 12, 40])`."""
 
     shortest: int
     longest: int
     mean: float
     count: int
     held_out: int = 0
-    """Replies of one evaluation."""
-    """Prompts of `data.evaluation`."""
+    """Replies of one evaluation, over all prompts of `data.evaluation`."""
 
     @classmethod
     def of(cls, lengths: list[int], held_out: int = 0) -> PromptTokens:
@@ -81,6 +80,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         )
     trajectories, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
     evaluations = evaluation_count(config) if tokens.held_out else 0
+    # As the AdmissionGate counts: those of this step, and of as many steps ahead as their tokens may be versions old.
     groups = (config.rollout.max_staleness + 1) * prompts + surplus_groups(config, replicas)
     running = min(replicas * config.rollout.max_concurrent_episodes, groups)
     copies = 1 if batch.share_prompts else samples
@@ -131,11 +131,9 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
     shared prompts an item is a part of a group, of at most the budget, and may hold one reply only; a group whose
     replies are all alike needs hardly more rows than one of them.
     """
-    budget, samples, shared = (
-        config.batch.tokens_per_microbatch,
-        config.generation.n_samples,
-        config.batch.share_prompts,
-    )
+    batch, samples = config.batch, config.generation.n_samples
+    budget, shared = batch.tokens_per_microbatch, batch.share_prompts
+    # Upstream's interleaved schedule takes microbatches in rounds of one to each stage.
     rounds = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
     shortest = min(max(1, tokens.shortest - 1), budget)  # a loss of log-probabilities needs no last row
     alike = -(-trajectories.least // samples) if shared else trajectories.least
@@ -143,10 +141,9 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
 
     longest = min(tokens.longest + config.generation.max_new_tokens, budget)
     count = trajectories.most
-    item = longest
-    if shared:
-        item = min(budget, tokens.longest + samples * config.generation.max_new_tokens)
+    item = min(budget, tokens.longest + samples * config.generation.max_new_tokens) if shared else longest
     rows = count * longest
+    # In order: an item to a bin; two bins hold more than the budget; a bin holds more than the budget less an item.
     most = min(count, 1 + 2 * rows // budget, 1 + rows // (budget - item + 1))
     if not shared:
         most = min(most, -(-count // (budget // longest)))

@@ -34,7 +34,7 @@ from megatron_rl.launch.placement import Nodes, place
 from megatron_rl.ops import lm_head_loss
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES
-from megatron_rl.tools.plan.fit import Cluster, _plans, best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.fit import best_plan, nearest_plan, plans_of, refusal
 from megatron_rl.tools.plan.memory import (
     HEAD_CHUNK,
     ModelMemory,
@@ -44,6 +44,7 @@ from megatron_rl.tools.plan.memory import (
     server_memory,
     trainer_memory,
 )
+from megatron_rl.tools.plan.plan import Cluster
 from megatron_rl.tools.plan.step_sizes import Bounds, PromptTokens, evaluation_count, plan_batch
 from megatron_rl.tools.plan.throughput import SELECTING, forward_flops, matrix_parameters, passes, update_seconds
 from megatron_rl.types import TrajectoryBatch
@@ -287,14 +288,14 @@ def test_best_split_is_the_fastest_that_fits(tmp_path):
             rollout=RolloutConfig(max_staleness=staleness),
         )
         best = best_plan(config, TOKENS, cluster(nodes=4))
-        plans = list(_plans(models_of(config), config, TOKENS, cluster(nodes=4)))
+        plans = plans_of(config, TOKENS, cluster(nodes=4))
         assert {plan.trainer_gpus for plan in plans} == set(range(4, 32, 4))
         assert all(plan.trainer_gpus + plan.servers == 32 for plan in plans)
         assert best.split.step_s == min(plan.split.step_s for plan in plans if plan.fits)
         for plan in plans:
             split = plan.split
             # What may be left out of the search, and what the parts of a step are.
-            assert plan.step.least_s <= split.step_s * 1.01
+            assert plan.least_s <= split.step_s * 1.01
             assert split.step_s == pytest.approx(split.wait_s + split.update_s + split.publish_s)
             assert 0 <= split.server_idle <= 1 and 0 <= split.trainer_idle <= 1
         # More trainers update faster, fewer servers have more to do.
@@ -434,7 +435,7 @@ def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp
 
 def test_servers_that_run_already_leave_all_gpus_to_trainers():
     config = config_with(rollout=RolloutConfig(servers=["http://a:1", "http://b:1"]))
-    plans = list(_plans(models_of(config), config, TOKENS, cluster(gpus=2)))
+    plans = plans_of(config, TOKENS, cluster(gpus=2))
     assert {(plan.servers, plan.trainer_gpus, plan.shares_gpus) for plan in plans} == {(2, 1, False), (2, 2, False)}
 
 

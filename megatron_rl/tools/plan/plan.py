@@ -1,0 +1,195 @@
+"""A run on one split of the GPUs between servers and trainers: its batch, its memory and the time of its step.
+
+What comes of the times of a token and of an update in a run, whose replies have lengths spread evenly between 0 and the
+longest, is simulated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.tools.plan import devices
+from megatron_rl.tools.plan.devices import Device
+from megatron_rl.tools.plan.memory import Model, ServerMemory, TrainerMemory
+from megatron_rl.tools.plan.simulation import Workload, simulate
+from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
+from megatron_rl.tools.plan.throughput import Decoder, forward_flops, update_seconds
+
+REPLIES_SIMULATED = 256
+"""Of a step: with more, as many servers fewer."""
+STEPS_SIMULATED = 6
+LONGEST_FILLING = 16
+"""Steps that a simulation runs before those it measures, at most: as many as the pipeline takes to fill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The GPUs that there are: `Cluster(nodes=4, gpus_per_node=8, device=DEVICES["h100"])`."""
+
+    nodes: int
+    gpus_per_node: int
+    device: Device
+    servers: int = 0
+    """Their number, which is not changed; 0 lets the plan choose."""
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The seconds of a simulated step, by who works or waits in them."""
+
+    rollout_s: float
+    """A server has something to do, on average."""
+    wait_s: float
+    """The trainer waits for replies."""
+    update_s: float
+    publish_s: float
+    turns_s: float
+    """Servers and trainer leave the devices to each other (rollout.colocated)."""
+    reply_tokens: float
+    """Mean tokens of all replies of a step."""
+
+    @property
+    def step_s(self) -> float:
+        return self.wait_s + self.update_s + self.publish_s + self.turns_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.reply_tokens / self.step_s
+
+    @property
+    def server_idle(self) -> float:
+        return 1 - self.rollout_s / self.step_s
+
+    @property
+    def trainer_idle(self) -> float:
+        return self.wait_s / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run on one split of the GPUs: its batch, its memory and its time.
+
+    plan = best_plan(config, PromptTokens.of([9, 12]), Cluster(nodes=1, gpus_per_node=8, device=DEVICES["h100"]))
+    if plan.fits:
+        print(plan.trainer_gpus, plan.servers, plan.trainer.peak, plan.split.step_s)
+    """
+
+    config: TrainConfig
+    cluster: Cluster
+    tokens: PromptTokens
+    models: list[Model]
+    batch: BatchPlan
+    trainer: TrainerMemory
+    server: ServerMemory
+    servers: int
+    trainer_gpus: int
+    shares_gpus: bool
+    """Servers are on the trainers' GPUs: by turns (rollout.colocated), or as there are too few, which does not fit."""
+
+    @property
+    def slots(self) -> int:
+        """Replies that fit a server at a time."""
+        return max(1, self.server.replies)
+
+    @property
+    def max_staleness(self) -> int:
+        return 0 if self.shares_gpus else self.config.rollout.max_staleness
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        return Decoder(self.models[0], self.server.gpus, self.cluster.device, self.server.kv_per_token)
+
+    @cached_property
+    def read_s(self) -> float:
+        """The seconds that a server takes to read a prompt's token, which attends to half of the prompt on average."""
+        policy = self.models[0]
+        peak = self.server.gpus * self.cluster.device.flops(policy.engine.model.dtype)
+        return forward_flops(policy, 1, 0, self.tokens.mean / 2) / (peak * devices.PREFILL_EFFICIENCY)
+
+    @cached_property
+    def update_s(self) -> float:
+        device = self.cluster.device
+        return update_seconds(self.models, self.config, self.batch, self.tokens, self.trainer_gpus, device)
+
+    @property
+    def publish_s(self) -> float:
+        return self.models[0].itemsize * self.models[0].parameters / devices.PUBLICATION_BANDWIDTH
+
+    @property
+    def turns_s(self) -> float:
+        """The seconds to move everything that engines keep to host memory and back (rollout.colocated)."""
+        kept = sum(memory.kept for memory in self.trainer.by_model.values())
+        return 2 * kept / devices.HOST_BANDWIDTH if self.config.rollout.colocated else 0.0
+
+    @property
+    def least_s(self) -> float:
+        """No step is shorter: what the servers have to do with all slots taken, and what the trainer has."""
+        longest = self.config.generation.max_new_tokens
+        # Full batches of replies that have just begun: a token is never cheaper.
+        one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
+        servers_s = self.batch.requests * devices.MEAN_REPLY * longest * one / self.servers
+        both = max(servers_s, self.update_s) if self.max_staleness else servers_s + self.update_s
+        return both + self.publish_s + self.turns_s
+
+    @cached_property
+    def split(self) -> Split:
+        """Simulate some steps, of fewer servers and groups where there are many, which are alike.
+
+        Takes long beside `least_s`.
+        """
+        batch, servers, groups = self.batch, self.servers, self.batch.prompts
+        # Servers and groups shrink by one factor, so each server has as much to do as in the run.
+        if batch.requests > REPLIES_SIMULATED:
+            servers = max(1, servers * REPLIES_SIMULATED // batch.requests)
+            groups = max(1, round(groups * servers / self.servers))
+        share = groups / batch.prompts * self.servers / servers  # of a server's work in a step, after rounding
+        work = Workload(
+            servers=servers,
+            slots=self.slots,
+            token_s=self.decoder.seconds,
+            read_s=self.read_s,
+            prompt_tokens=self.tokens.mean,
+            groups=spread_lengths(self.config.generation.max_new_tokens, groups, batch.requests // batch.prompts),
+            groups_per_step=groups,
+            groups_at_once=max(1, round(batch.episodes_running * groups / batch.prompts)),
+            max_staleness=self.max_staleness,
+            drops_stale=self.config.rollout.stale == "drop",
+            # Where rounding gave a server `share` times its work, the trainer takes `share` times as long as well.
+            update_s=self.update_s * share,
+            publish_s=(self.publish_s + self.turns_s) * share,
+        )
+        filling = min(self.max_staleness + 2, LONGEST_FILLING) if self.max_staleness else 0
+        outcome = simulate(work, steps=STEPS_SIMULATED, first=filling)
+        return Split(
+            rollout_s=outcome.busy * outcome.step_s / share,
+            wait_s=outcome.wait_s / share,
+            update_s=self.update_s,
+            publish_s=self.publish_s,
+            turns_s=self.turns_s,
+            reply_tokens=batch.requests * devices.MEAN_REPLY * self.config.generation.max_new_tokens,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.trainer.fits and self.server.fits and self.has_gpus_for_both
+
+    @property
+    def has_gpus_for_both(self) -> bool:
+        return self.config.rollout.colocated or not self.shares_gpus
+
+
+def spread_lengths(longest: int, groups: int, samples: int) -> Iterator[list[int]]:
+    """Yield groups of reply lengths, endlessly: those of a step are spread evenly between 0 and the longest."""
+    count, chance = groups * samples, random.Random(0)
+    lengths = [max(1, round((number + 0.5) / count * longest)) for number in range(count)]
+    while True:
+        chance.shuffle(lengths)
+        yield from (lengths[first : first + samples] for first in range(0, count, samples))
