@@ -25,22 +25,12 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
-from megatron_rl.engine.checkpoint import (
-    HF_FILES,
-    CheckpointWriter,
-    is_checkpoint,
-    model_state,
-    open_checkpoint,
-)
+from megatron_rl.engine.checkpoint import HF_FILES, CheckpointWriter, is_checkpoint, model_state, open_checkpoint
 from megatron_rl.engine.model import build_chunks, transformer_config
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import refusing_code

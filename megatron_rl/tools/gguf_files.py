@@ -75,6 +75,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
     reader, fields = read_gguf(source)
     config = model_config(fields, tied=all(t.name != "output.weight" for t in reader.tensors), dtype=dtype_name)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, on the same file system: only there os.rename makes the whole folder appear at once.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         from safetensors.torch import save_file

@@ -71,6 +71,7 @@ def heading(section: str) -> str:
 def about(section: str) -> list[str]:
     """Return what the section's own docstring says, as lines."""
     kind = SECTIONS.get(section)
+    # A dataclass without a docstring is given its signature.
     text = "" if kind is None or not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}(") else kind.__doc__
     return textwrap.wrap(" ".join(text.split()), WIDTH)
 

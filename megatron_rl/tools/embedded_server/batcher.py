@@ -2,9 +2,13 @@
 
 One thread runs `Batcher.run` and alone touches the model, the cache and the requests; others talk to it through
 `submit`, `abort`, `pause`, `resume` and `call`. A request waits at the door (while paused or while an update waits),
-then in the queue, then runs in a row. Each turn: admit, prefill at most `prefill_tokens_per_turn`, decode one token of
-every running row. Prefill stops one token short of the end, so the last token of a prompt is decoded like all others.
-Tested: tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
+then in the queue, then runs in a row:
+
+    submit -> door -> waiting -> running -> finished
+                        ^------- retracted: its row is needed, or a pause sends it back
+
+Each turn: admit, prefill at most `prefill_tokens_per_turn`, decode one token of every row that is ready. Tested: tokens
+and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
 """
 
 import logging
@@ -19,11 +23,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.embedded_server import sampling
+from megatron_rl.tools.embedded_server.forward_passes import next_tokens, prefill
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
-from megatron_rl.tools.embedded_server.sampling import SamplingParams
-from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
+from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,6 @@ MEMORY = ("weights", "kv_cache")
 """The parts of a server's memory that can be released, as SGLang calls them."""
 RELEASED = "released"
 """The weight version where there are no weights, or none that were published. No policy version has this name."""
-LOGIT_ROWS = 256
-"""Rows of logits computed at a time when a prompt is scored."""
 
 
 class Stopped(RuntimeError):
@@ -59,6 +60,17 @@ class Stats:
 
 
 class Batcher:
+    """Runs requests in the rows of a KV cache, all of them together.
+
+        batcher = Batcher(decoder, max_running_requests=8, context_length=512, max_total_tokens=4096)
+        threading.Thread(target=batcher.run).start()
+        request = Request(rid="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=16))
+        batcher.submit(request).result().output
+        batcher.stop()
+
+    decode_text: makes text of tokens, for stop strings.
+    """
+
     def __init__(
         self,
         model: Decoder,
@@ -108,13 +120,7 @@ class Batcher:
 
     def submit(self, request: Request) -> Future:
         """Queue a request; the future gives the request itself once `finish_reason` is set."""
-        with self._wake:
-            if self._has_ended:
-                request.done.set_exception(Stopped(self.failure or "the server is shutting down"))
-            else:
-                self._door.append(request)
-                self._wake.notify()
-        return request.done
+        return self._hand_over(request, self._door)
 
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
         """Run `function` in the batcher's thread between two turns.
@@ -122,14 +128,19 @@ class Batcher:
         An exclusive one waits until every request accepted before it has finished, and holds new ones at the door; on a
         paused batcher it runs at once.
         """
-        command = _Command(function, exclusive)
+        return self._hand_over(_Command(function, exclusive), self._commands)
+
+    def _hand_over(self, item: Any, queue: deque) -> Future:
         with self._wake:
             if self._has_ended:
-                command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+                item.done.set_exception(self._stopped())
             else:
-                self._commands.append(command)
+                queue.append(item)
                 self._wake.notify()
-        return command.done
+        return item.done
+
+    def _stopped(self) -> Stopped:
+        return Stopped(self.failure or "the server is shutting down")
 
     def abort(self, rid: str | None) -> Future:
         """Abort one request, or all of them with None. Unknown ids are ignored."""
@@ -143,13 +154,14 @@ class Batcher:
         without their keys, `in_place` freezes them."""
 
         def run() -> None:
+            # Those that came before the pause are part of it: aborted with the others, or queued before later ones.
             if not self.paused:
                 self._open_door()
             self.paused = True
             if mode == "abort":
                 self._abort(lambda request: request.accepted)
             elif mode == "retract":
-                for request in reversed(list(self._running)):
+                for request in reversed(self._running[:]):  # the last first, so that the queue has them in order
                     self._retract(request)
 
         return self.call(run)
@@ -250,13 +262,14 @@ class Batcher:
             self._abort(lambda request: True, message="The server is shutting down", status=503)
             for command in self._commands:
                 if not command.done.done():
-                    command.done.set_exception(Stopped(self.failure or "the server is shutting down"))
+                    command.done.set_exception(self._stopped())
 
     def _run(self) -> None:
         while True:
             with self._wake:
                 while not (self._stopping or self._can_turn()):
                     self._wake.wait()
+                    # Time without work is no part of the throughput.
                     self._window = (time.monotonic(), self.stats.generated_tokens)
                 if self._stopping:
                     break
@@ -301,14 +314,17 @@ class Batcher:
             self._abort(lambda request: True)
             return
         self._admit()
+        # Bounded, so that prompts delay the next token of those that are decoding by no more than this.
         budget = self.prefill_tokens_per_turn
-        while computed := self._prefill(budget):
+        while computed := prefill(self.model, self.kv_rows, self._running, budget):
             budget -= computed
             self._admit()  # requests that waited for a prefix computed just now
         self._decode()
         self._count()
 
     def _open_door(self) -> None:
+        # An update waits until those before it have finished; whoever comes later gets the new weights, and cannot
+        # keep it waiting for ever.
         with self._wake:
             if any(command.exclusive for command in self._commands):
                 return
@@ -323,6 +339,7 @@ class Batcher:
     def _admit(self) -> None:
         if not self._waiting:
             return
+        # For all that wait at once: one row at a time the cache would be copied for each.
         running = len(self._running)
         self._fit(min(running + len(self._waiting), self.kv_rows.max_rows), self._longest(), least_rows=max(running, 1))
         deferred: list[Request] = []
@@ -330,8 +347,9 @@ class Batcher:
             request, running = self._waiting.popleft(), len(self._running)
             if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
                 self._waiting.appendleft(request)
-                break
+                break  # nobody overtakes it: a long prompt would never come to run
             prefix = self.kv_rows.find_prefix(request)
+            # A running request computes what this one would: wait for its keys, as all but the first of a group do.
             if prefix.more_is_coming:
                 deferred.append(request)
                 continue
@@ -372,65 +390,22 @@ class Batcher:
         request.retractions += 1
         self._waiting.appendleft(request)
 
-    # The forward passes
-
-    def _prefill(self, budget: int) -> int:
-        """Compute at most `budget` prompt tokens; returns how many there were to compute."""
-        spans, owners, tokens = [], [], []
-        for request in self._running:
-            count = min(len(request.tokens) - 1 - request.filled, budget)
-            if count > 0:
-                spans.append(Span(request.row, request.filled, count))
-                owners.append(request)
-                tokens += request.tokens[request.filled : request.filled + count]
-                budget -= count
-        if not spans:
-            return 0
-        hidden = self.model.prefill(torch.tensor(tokens, device=self.model.device), spans, self.cache)
-        begin = 0
-        for request, span in zip(owners, spans, strict=True):
-            if request.next_score is not None:
-                self._score(request, hidden[begin : begin + span.count], span)
-            begin += span.count
-            self.kv_rows.advance(request, span.count)
-        return len(tokens)
-
-    def _score(self, request: Request, hidden: torch.Tensor, span: Span) -> None:
-        """Log-probabilities of the prompt tokens after those of `span`, at temperature 1 like SGLang's."""
-        stop = min(span.start + span.count, len(request.prompt) - 1)
-        for begin in range(max(request.next_score, span.start), stop, LOGIT_ROWS):
-            end = min(begin + LOGIT_ROWS, stop)
-            logprobs = self.model.logits(hidden[begin - span.start : end - span.start]).log_softmax(-1)
-            targets = torch.tensor(request.prompt[begin + 1 : end + 1], device=logprobs.device)
-            request.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+    # One token of each
 
     def _decode(self) -> None:
         ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
-        for request in [r for r in ready if r.room <= 0]:
+        for request in [r for r in ready if r.room <= 0]:  # max_new_tokens = 0 asks for the prompt's scores alone
             self._finish(request, {"type": "length", "length": len(request.output)})
         ready = [r for r in ready if r.room > 0]
         if not ready:
             return
+        # Where all have grown too long to fit together, this retracts the youngest, which then have no row.
         self._fit(len(self._running), max(len(r.tokens) for r in ready), least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
-        hidden = self.model.decode(
-            [r.tokens[-1] for r in batch], [r.filled for r in batch], [r.row for r in batch], self.cache
-        )
-        logits = self.model.logits(hidden)
-        for i, request in enumerate(batch):
-            if request.params.adjusts_logits:
-                sampling.adjust_logits(
-                    logits[i], request.params, request.prompt, request.output, self._stop_ids(request.params)
-                )
-        uniforms = [sampling.uniform(r.seed, len(r.tokens) - len(r.prompt)) for r in batch]
-        chosen, logprobs = sampling.sample(logits, [r.params for r in batch], uniforms)
+        chosen, logprobs = next_tokens(self.model, self.kv_rows, batch, self.eos_token_ids)
         for request, token, logprob in zip(batch, chosen, logprobs, strict=True):
             self._accept(request, token, logprob)
         self.stats.generated_tokens += len(batch)
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        # SGLang's ignore_eos switches off stop_token_ids as well.
-        return frozenset() if params.ignore_eos else params.stop_token_ids | self.eos_token_ids
 
     def _accept(self, request: Request, token: int, logprob: float) -> None:
         params = request.params
@@ -439,13 +414,14 @@ class Batcher:
         request.first_token_s = request.first_token_s or time.monotonic()
         self.kv_rows.advance(request, 1)
         reason: dict[str, Any] | None = None
+        # As SGLang ends a request whose logits are NaN; JSON has no NaN to send.
         if math.isnan(logprob):
             self.kv_rows.wipe(request)
             reason = {"type": "stop", "matched": "NaN happened"}
             request.logprobs[-1] = 0.0
         elif request.room == 0:
-            reason = {"type": "length", "length": len(request.tokens) - len(request.prompt)}
-        elif token in self._stop_ids(params):
+            reason = {"type": "length", "length": request.generated}
+        elif token in params.stop_ids(self.eos_token_ids):
             reason = {"type": "stop", "matched": token}
         elif params.stop and (matched := self._matched_stop(request)) is not None:
             reason = {"type": "stop", "matched": matched}
@@ -465,6 +441,7 @@ class Batcher:
     def _finish(self, request: Request, reason: dict[str, Any]) -> None:
         if request.row is not None:
             self._running.remove(request)
+            # Keys from before an update are of no use to new requests.
             self.kv_rows.release(request, keep=self.kv_rows[request.row].epoch == self.kv_rows.epoch)
         self._accepted.discard(request)
         request.end_span(self.weight_version)
@@ -480,7 +457,7 @@ class Batcher:
         self.failure = cause
         for request in list(self._accepted):
             request.row = None
-            self._finish(request, {"type": "abort", "message": FAILED + cause, "status_code": 500, "err_type": None})
+            self._finish(request, _aborted(FAILED + cause, 500))
         self._waiting.clear()
         self._running.clear()
         self.kv_rows.reset()
@@ -496,12 +473,10 @@ class Batcher:
                 for request in taken:
                     queue.remove(request)
             for request in taken:
-                queued = message or ("Aborted" if request.started else "Abort in waiting queue")
-                self._finish(request, {"type": "abort", "message": queued, "status_code": status, "err_type": None})
+                queued = "Aborted" if request.started else "Abort in waiting queue"
+                self._finish(request, _aborted(message or queued, status))
         for request in [r for r in self._running if chosen(r)]:
-            self._finish(
-                request, {"type": "abort", "message": message or "Aborted", "status_code": status, "err_type": None}
-            )
+            self._finish(request, _aborted(message or "Aborted", status))
 
     def _count(self) -> None:
         now = time.monotonic()
@@ -509,3 +484,8 @@ class Batcher:
         if now - since >= 1.0:
             self.stats.tokens_per_s = (self.stats.generated_tokens - generated) / (now - since)
             self._window = (now, self.stats.generated_tokens)
+
+
+def _aborted(message: str, status: int | None) -> dict[str, Any]:
+    """Return SGLang's reason. With a status the client gets an HTTP error in place of what was generated."""
+    return {"type": "abort", "message": message, "status_code": status, "err_type": None}

@@ -31,6 +31,7 @@ SLOWEST_BYTES_PER_S = 1024**2
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
+"""A body's opening brackets, commas and quotes, which are counted before it is read: about as many Python objects."""
 
 Result = TypeVar("Result")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -55,7 +56,12 @@ class _Held:
 
 
 class Bodies:
-    """Lives in the event loop's thread, one in each application."""
+    """Lives in the event loop's thread, one in each application.
+
+    call = await http.app[BODIES].json(http, lambda body: parse_generate(body, limits, text))
+    async with http.app[BODIES].raw(http, most=2**27) as content:
+        ...
+    """
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -129,7 +135,7 @@ class Bodies:
         if sum(held.size for held in self._held) > ALL_BODIES_BYTES:
             largest = max((held for held in self._held if not held.is_whole), key=lambda held: held.size)
             largest.is_dropped, largest.size = True, 0
-            largest.deadline.reschedule(0)
+            largest.deadline.reschedule(0)  # ends it in its own coroutine, which says why
 
 
 BODIES = web.AppKey("bodies", Bodies)

@@ -54,7 +54,14 @@ class _Connection:
 
 
 class Connections:
-    """Lives in the event loop's thread."""
+    """Lives in the event loop's thread.
+
+    connections = Connections()
+    tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
+    tasks.append(asyncio.create_task(connections.look_after()))
+    with connections.request(http):  # in the guard
+        connections.welcome(http)
+    """
 
     def __init__(self) -> None:
         self.most = min(MOST_CONNECTIONS, max(32, open_files.raise_limit() - OTHER_FILES))
@@ -133,6 +140,8 @@ class Connections:
 
     def _close_one(self, *, strangers_only: bool) -> bool:
         """Close what is least of a loss; False where everyone is being answered."""
+        # Of too many strangers a silent one goes first. Of too many in all one that is late and silent, and then a
+        # client between two requests, which only has to connect again.
         living, now = self._living(), time.monotonic()
         strangers = [connection for connection in living if not connection.is_known]
         silent = [connection for connection in strangers if not connection.is_heard]
@@ -144,6 +153,7 @@ class Connections:
             if connection.is_known and not connection.requests and not connection.transport.get_write_buffer_size()
         ]
         for candidates in (silent, strangers) if strangers_only else (late_and_silent, idle, late):
+            # Of the peer that has most: one host cannot push out the others.
             if candidates:
                 crowd = Counter(connection.peer for connection in candidates)
                 most = max(crowd.values())

@@ -11,17 +11,10 @@ from typing import Any
 MOST_LETTERS = 4096
 """Of a string that names something: a version, a group, a path."""
 _REQUIRED: Any = object()
-
-
-def _shortener() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 120
-    short.maxlist = short.maxdict = short.maxtuple = 8
-    short.maxlevel = 3
-    return short
-
-
-_SHORT = _shortener()
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 8
+_SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
@@ -36,7 +29,7 @@ def field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED)
         if default is _REQUIRED:
             raise ValueError(f"{name}: required, must be of type {kind.__name__}")
         return default
-    if type(value) is not kind:
+    if type(value) is not kind:  # exactly: True is an int to isinstance
         raise ValueError(f"{name} = {shown(value)}: must be of type {kind.__name__}")
     if kind is str and len(value) > MOST_LETTERS:
         raise ValueError(f"{name}: has {len(value)} letters; must have at most {MOST_LETTERS}")

@@ -51,7 +51,9 @@ def guard(token: str | None, host: str, connections: Connections) -> Callable:
                     response: web.StreamResponse = refusal
                 else:
                     _refuse_head(http, token)
-                    if http.path not in OPEN_PATHS if token is not None else not http.can_read_body:
+                    # Known by its token; without one by a whole request, which `Bodies` sees where there is a body.
+                    is_known = not http.can_read_body if token is None else http.path not in OPEN_PATHS
+                    if is_known:
                         connections.welcome(http)
                     response = await handler(http)
             except ValueError as error:
@@ -83,6 +85,7 @@ async def invite_later(_: web.Request) -> None:
 
 def _refusal(http: web.Request, token: str | None) -> web.Response | None:
     if token is not None:
+        # In constant time, or a guesser could measure how many letters are right.
         sent = http.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
             return json_response({"error": "Unauthorized"}, 401)
@@ -160,7 +163,7 @@ class LogRate(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = (record.name, str(record.msg)[:200]), time.monotonic()
         if len(self._kinds) >= MOST_KINDS and kind not in self._kinds:
-            self._kinds.clear()
+            self._kinds.clear()  # some lines more than allowed, but no memory without end
         since, count = self._kinds.get(kind, (now, 0))
         if now - since > WINDOW_S:
             left_out = count - MOST_IN_WINDOW

@@ -37,7 +37,14 @@ class Prefix:
 
 
 class KVRows:
-    """The table of the cache's rows. Used by the batcher's thread alone."""
+    """The table of the cache's rows. Used by the batcher's thread alone.
+
+    rows = KVRows(cache, max_rows=8, context_length=512, max_total_tokens=4096, reuse_prefixes=True)
+    rows.resize(*rows.size_for(1, tokens=100, longest=0))
+    rows.admit(request, rows.find_prefix(request))  # request.row, request.filled
+    rows.copy_prefixes()
+    rows.release(request, keep=True)
+    """
 
     def __init__(
         self, cache: KVCache, *, max_rows: int, context_length: int, max_total_tokens: int, reuse_prefixes: bool
@@ -80,6 +87,7 @@ class KVRows:
 
         Shrinks the capacity again before it gives up rows, but not below `longest`, the longest running request.
         """
+        # Powers of two: a cache that grows copies all of itself, and so does it a few times only.
         capacity = max(self.cache.capacity, self._capacity_for(tokens))
         wanted = max(len(self), min(_power_of_two(rows), self.max_rows))
         if wanted * capacity > self.max_total_tokens:
@@ -132,6 +140,7 @@ class KVRows:
         if prefix.row is not None and self._rows[prefix.row].request is None:
             index = prefix.row
         else:
+            # First a row whose keys nobody can use any more, then the one that was not used for longest.
             free = [i for i, row in enumerate(self._rows) if row.request is None]
             index = min(free, key=lambda i: (self._rows[i].epoch == self.epoch, self._rows[i].last_used, i))
         if prefix.row not in (None, index):
@@ -144,6 +153,7 @@ class KVRows:
         row.tokens, row.filled, row.epoch, row.request = request.tokens, prefix.length, self.epoch, request
 
     def copy_prefixes(self) -> None:
+        # One copy for all requests of a group: most prefixes are a prompt's that is sampled several times.
         for source, length, targets in self._copies:
             self.cache.copy_prefix(source, targets, length)
         self._copies.clear()

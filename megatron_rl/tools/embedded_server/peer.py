@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.responses import read_object, wait
-from megatron_rl.tools.embedded_server.weight_endpoints import refusals_as_responses, weight_response
+from megatron_rl.tools.embedded_server.weight_endpoints import refusals_as_responses, success
 
 HEADER_BYTES = 64 * 1024
 """More than an error or the head of a safetensors file of one tensor takes."""
@@ -79,7 +79,7 @@ class PeerEndpoints:
                 being_written = self._write(name, tensor, own_version)
                 count += 1
         await wait(being_written)
-        return weight_response(True, f"Took {count} tensors of {url}.")
+        return success(f"Took {count} tensors of {url}.")
 
     async def _fetch(self, session: aiohttp.ClientSession, url: str, body: dict[str, str], most: int) -> Tensor:
         """Ask for a tensor that takes `most` bytes at most."""

@@ -142,10 +142,12 @@ def make_requests(
         raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
     if logprob_start > len(prompt):
         raise ValueError(f"logprob_start_len = {logprob_start}: must be at most the prompt's {len(prompt)} tokens")
+    # Asking for more than the context holds is no error with SGLang: the reply ends there.
     params = replace(params, max_new_tokens=min(params.max_new_tokens, limits.context_length - len(prompt)))
     requests = []
     for i in range(params.n):
         own = params
+        # With one seed all samples would be the same reply.
         if params.n > 1 and params.sampling_seed is not None:
             own = replace(params, sampling_seed=derive_seed(params.sampling_seed, i))
         own_rid = rid if rid is not None and params.n == 1 else uuid.uuid4().hex
@@ -193,6 +195,7 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
             "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
             "num_retractions": request.retractions,
         }
+    # The reply's last tokens belong to no closed span yet; an unfinished one is cut to what a stream has sent.
     spans, begin = [], 0
     for span_version, end in [*request.spans, (version, len(output))]:
         if min(end, len(output)) > begin:
@@ -207,6 +210,7 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
 def timing(request: Request) -> dict[str, float]:
     """Return when a finished request came, in wall-clock seconds, and how long it took, as SGLang with metrics on."""
     times = {
+        # Measured by the monotonic clock, which nobody sets, and told by the wall's.
         "request_received_ts": time.time() - (time.monotonic() - request.created_s),
         "queue_time": (request.started_s or request.finished_s) - request.created_s,
         "e2e_latency": request.finished_s - request.created_s,
@@ -226,9 +230,8 @@ def reply_text(request: Request, output: list[int], finished: bool, text: Text |
     if trim and isinstance(matched, int):
         output = output[:-1]
     reply = text.decode(output, params.skip_special_tokens)
-    if trim and isinstance(matched, str) and matched in params.stop:
-        reply = reply[: reply.find(matched)] if matched in reply else reply
-    return reply
+    # Found by its last few tokens, a stop string may read otherwise in the text as a whole, and then stays.
+    return reply.partition(matched)[0] if trim and matched in params.stop and matched in reply else reply
 
 
 def parse_chat(body: Any, limits: Limits, text: Text | None) -> ChatCall:
@@ -289,17 +292,12 @@ def chat_response(
             "matched_stop": reason.get("matched"),
             "logprobs": None,
         }
-        triples = _triples(request.logprobs, output, text)
         if call.logprobs:
+            named = [(logprob, token or "") for logprob, _, token in _triples(request.logprobs, output, text)]
             choice["logprobs"] = {
                 "content": [
-                    {
-                        "token": token or "",
-                        "logprob": logprob,
-                        "bytes": list((token or "").encode()),
-                        "top_logprobs": [],
-                    }
-                    for logprob, _, token in triples
+                    {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                    for logprob, token in named
                 ]
             }
         if call.return_token_ids:

@@ -26,7 +26,12 @@ TEMPLATE_ERRORS = (
 
 
 class Text:
-    """The tokenizer of a model folder. Thread-safe after construction."""
+    """The tokenizer of a model folder. Thread-safe after construction.
+
+    text = Text.load(folder)  # None where there is no tokenizer
+    ids = text.render([{"role": "user", "content": "2 + 2?"}], options={})
+    text.decode(ids)
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder

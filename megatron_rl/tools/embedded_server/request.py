@@ -12,7 +12,12 @@ from megatron_rl.tools.embedded_server.sampling import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its reply. Fields up to `on_progress` are the caller's; the others belong to the batcher."""
+    """One prompt and its reply. Fields up to `on_progress` are the caller's; the others belong to the batcher.
+
+    request = Request(rid="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=16, sampling_seed=1))
+    batcher.submit(request).result()
+    request.output, request.logprobs, request.finish_reason
+    """
 
     rid: str
     prompt: list[int]
@@ -57,23 +62,29 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def generated(self) -> int:
+        """Tokens of the output so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def room(self) -> int:
         """Tokens it may still generate."""
-        return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
+        return self.params.max_new_tokens - self.generated
 
     @property
     def next_score(self) -> int | None:
         """The next prompt position whose prediction is to be scored."""
-        if self.logprob_start is None or self.logprob_start + len(self.input_logprobs) >= len(self.prompt) - 1:
+        if self.logprob_start is None:
             return None
-        return self.logprob_start + len(self.input_logprobs)
+        position = self.logprob_start + len(self.input_logprobs)
+        return position if position < len(self.prompt) - 1 else None
 
     def end_span(self, version: str) -> None:
         """The tokens since the last span were sampled with `version`."""
-        count = len(self.tokens) - len(self.prompt)
         begin = self.spans[-1][1] if self.spans else 0
-        if count > begin:
+        if self.generated > begin:
+            # One step each: the event loop may be reading them for a stream.
             if self.spans and self.spans[-1][0] == version:
-                self.spans[-1] = (version, count)
+                self.spans[-1] = (version, self.generated)
             else:
-                self.spans.append((version, count))
+                self.spans.append((version, self.generated))

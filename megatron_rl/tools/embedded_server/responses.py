@@ -8,8 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megatron_rl.tools.embedded_server.bodies import BODIES, RequestFailed
-from megatron_rl.tools.embedded_server.request import Request
+from megatron_rl.tools.embedded_server.bodies import BODIES
 
 MOST_MESSAGE_LETTERS = 4000
 
@@ -27,12 +26,6 @@ async def wait(future: Future) -> Any:
 
 def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
-def raise_failed(request: Request) -> None:
-    reason = request.finish_reason
-    if reason["type"] == "abort" and reason["status_code"] is not None:
-        raise RequestFailed(reason["message"], reason["status_code"])
 
 
 def error_response(message: str, status: int) -> web.Response:

@@ -25,7 +25,10 @@ NOT_SUPPORTED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """The fields and defaults of SGLang's sampling_params."""
+    """The fields and defaults of SGLang's sampling_params.
+
+    SamplingParams.parse({"temperature": 0, "max_new_tokens": 16}, vocab_size=512).greedy  # True
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -63,6 +66,10 @@ class SamplingParams:
             or self.presence_penalty
             or self.repetition_penalty != 1
         )
+
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end a reply. SGLang's ignore_eos switches off stop_token_ids as well."""
+        return frozenset() if self.ignore_eos else self.stop_token_ids | eos_token_ids
 
     @classmethod
     def parse(cls, body: Any, vocab_size: int, names: Mapping[str, str] | None = None) -> "SamplingParams":
@@ -180,6 +187,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 def uniform(seed: int, k: int) -> float:
     """The number in [0, 1) that draws token k of a request with this seed."""
+    # The 53 bits that a float64 between 0 and 1 has.
     return (mix64(mix64(seed & _MASK64) ^ k) >> 11) * 2.0**-53
 
 
@@ -209,6 +217,7 @@ def sample(
     """
     if any(p.temperature != 1 for p in params):
         logits /= torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    # Always of the unfiltered distribution: what the trainer's softmax of the same logits has to agree with.
     probs = torch.softmax(logits, -1)
     greedy = [i for i, p in enumerate(params) if p.greedy]
     filtered = [i for i, p in enumerate(params) if p.filters]
@@ -248,6 +257,7 @@ def filter_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         values, ids = probs.topk(width)
         rank = torch.arange(width, device=probs.device)
         keep = (rank < top_k) & (values.cumsum(-1) - values <= top_p) & (values >= min_p * values[:, :1])
+        # Where the last of the head is excluded in every row, so is all that is less likely.
         if width == vocab_size or not keep[:, -1].any():
             break
     return torch.zeros_like(probs).scatter_(1, ids, values * keep)

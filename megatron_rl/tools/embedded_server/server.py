@@ -31,13 +31,15 @@ from megatron_rl.tools.embedded_server import protocol
 from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
+from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
+from megatron_rl.tools.embedded_server.information import InformationEndpoints
 from megatron_rl.tools.embedded_server.lent_memory import MemoryEndpoints
 from megatron_rl.tools.embedded_server.peer import PeerEndpoints
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
-from megatron_rl.tools.embedded_server.responses import json_response, raise_failed, read_object, wait
+from megatron_rl.tools.embedded_server.responses import json_response, read_object, wait
 from megatron_rl.tools.embedded_server.run_arguments import (
     add_run_arguments,
     check_run_arguments,
@@ -45,16 +47,13 @@ from megatron_rl.tools.embedded_server.run_arguments import (
     port_number,
     token_file_of,
 )
-from megatron_rl.tools.embedded_server.sampling import SamplingParams
-from megatron_rl.tools.embedded_server.transformer import Decoder, ModelConfig
+from megatron_rl.tools.embedded_server.transformer import Decoder
 from megatron_rl.tools.embedded_server.weight_endpoints import DTYPES, WeightEndpoints
 
 logger = logging.getLogger(__name__)
 SECONDS = re.compile(r"\d{1,4}(\.\d{1,6})?", re.ASCII)
 
-PROTOCOL_VERSION = "0.5.21"
 CPU_CONTEXT_LENGTH = 4096
-HEALTH_TIMEOUT_S = 20.0
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
 """Longest that the rest of a refused body is read, so that its sender reads the refusal."""
@@ -62,13 +61,13 @@ CHUNK_S = 30.0
 """Longest that a client may take to read a piece of a streamed response."""
 MOST_LIVE_REQUESTS = 65_536
 MOST_LIVE_TOKENS = 2**25
-"""Of all requests that run or wait, prompts and what they may generate not counted."""
+"""Of the prompts of all requests that run or wait; what they may generate is not counted."""
 CACHE_SHARE = 0.3
 """Share of the device's memory that the KV cache may take."""
 
 
 class RolloutServer:
-    """The HTTP handlers and the state between them. Lives in the event loop's thread.
+    """Generation by HTTP, beside the other endpoints. Lives in the event loop's thread.
 
         server = RolloutServer(batcher, text, model_path="/models/qwen3", options={})
         runner = web.AppRunner(server.app(token, host, connections))
@@ -80,49 +79,32 @@ class RolloutServer:
         self.batcher = batcher
         self.text = text
         self.weights = WeightEndpoints(batcher, model_path)
-        self.options = options
+        self.information = InformationEndpoints(batcher, self.weights, options)
         self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.kv_rows.context_length)
         self.live: dict[str, Request] = {}
         self.live_tokens = 0
         """Of the prompts of those."""
-        self.health_check: asyncio.Task[bool] | None = None
-        self.started_s = time.time()
-
-    @property
-    def model_name(self) -> str:
-        """SGLang renames a model whose weights were replaced from disk."""
-        path = self.weights.model_path
-        replaced = path != self.options["model_path"]
-        return path if replaced else self.options["served_model_name"] or path
 
     def app(self, token: str | None, host: str, connections: Connections) -> web.Application:
         app = web.Application(middlewares=[guard(token, host, connections)])
         app[BODIES] = Bodies(connections)
-        both = ("GET", "POST")
-        for methods, path, handler in (
-            (("POST", "PUT"), "/generate", self.generate),
-            (("POST",), "/v1/chat/completions", self.chat),
-            (("POST",), "/abort_request", self.abort_request),
-            (("POST",), "/pause_generation", self.pause_generation),
-            (("POST",), "/continue_generation", self.continue_generation),
-            (both, "/flush_cache", self.flush_cache),
-            (("GET",), "/health", self.health),
-            (("GET",), "/ready", self.health),
-            (("GET",), "/health_generate", self.health_generate),
-            (("GET",), "/model_info", self.model_info),
-            (("GET",), "/get_model_info", self.model_info),
-            (("GET",), "/server_info", self.server_info),
-            (("GET",), "/get_server_info", self.server_info),
-            (("GET",), "/v1/loads", self.loads),
-            (("GET",), "/v1/models", self.models),
-            (("GET",), "/metrics", self.metrics),
-        ):
-            for method in methods:
-                app.router.add_route(method, path, handler, expect_handler=invite_later)
-        for endpoints in (self.weights, PeerEndpoints(self.batcher), MemoryEndpoints(self.batcher)):
+        peers, memory = PeerEndpoints(self.batcher), MemoryEndpoints(self.batcher)
+        for endpoints in (self, self.information, self.weights, peers, memory):
             for route in endpoints.routes():
                 app.router.add_route(route.method, route.path, route.handler, expect_handler=invite_later)
         return app
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self.generate),
+            web.put("/generate", self.generate),
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/abort_request", self.abort_request),
+            web.post("/pause_generation", self.pause_generation),
+            web.post("/continue_generation", self.continue_generation),
+            web.get("/flush_cache", self.flush_cache),
+            web.post("/flush_cache", self.flush_cache),
+        ]
 
     # Generation
 
@@ -132,13 +114,11 @@ class RolloutServer:
         )
         if call.stream:
             return await self._stream(http, call)
-        requests = await self._run(call.requests)
-        for request in requests:
-            raise_failed(request)
+        await self._run(call.requests)
         version = self.batcher.weight_version
 
         def write() -> bytes:
-            responses = [orjson.dumps(protocol.generate_response(r, call, version, self.text)) for r in requests]
+            responses = [orjson.dumps(protocol.generate_response(r, call, version, self.text)) for r in call.requests]
             return responses[0] if call.single else b"[" + b",".join(responses) + b"]"
 
         return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
@@ -150,9 +130,7 @@ class RolloutServer:
 
         call, requests = await http.app[BODIES].json(http, read, is_slow=protocol.is_text)
         await self._run(requests)
-        for request in requests:
-            raise_failed(request)
-        known = self.batcher.weight_version, self.model_name, int(time.time())
+        known = self.batcher.weight_version, self.information.model_name, int(time.time())
 
         def write() -> bytes:
             return orjson.dumps(protocol.chat_response(requests, call, *known, self.text))
@@ -166,6 +144,7 @@ class RolloutServer:
         if twice := next((r.rid for r in requests if r.rid in self.live or len(own) < len(requests)), None):
             raise ValueError(f"Duplicate request ID detected: {twice}")
         tokens = sum(len(request.prompt) for request in requests)
+        # A call alone is let in however large it is, or it could never be.
         if self.live and (
             len(self.live) + len(requests) > MOST_LIVE_REQUESTS or self.live_tokens + tokens > MOST_LIVE_TOKENS
         ):
@@ -179,13 +158,18 @@ class RolloutServer:
         self.live_tokens += tokens
         return [asyncio.wrap_future(self.batcher.submit(request)) for request in requests]
 
-    async def _run(self, requests: list[Request]) -> list[Request]:
-        """Run to the end. A client that hangs up cancels this coroutine, and with it the requests."""
+    async def _run(self, requests: list[Request]) -> None:
+        """Run to the end; RequestFailed where one could not. A client that hangs up cancels this coroutine, and with
+        it the requests."""
         futures = self._submit(requests)
         try:
-            return await asyncio.gather(*futures)
+            await asyncio.gather(*futures)
         finally:
             self._forget(requests)
+        for request in requests:
+            reason = request.finish_reason
+            if reason["type"] == "abort" and reason["status_code"] is not None:
+                raise RequestFailed(reason["message"], reason["status_code"])
 
     def _forget(self, requests: list[Request]) -> None:
         for request in requests:
@@ -196,6 +180,7 @@ class RolloutServer:
 
     async def _stream(self, http: web.Request, call: protocol.GenerateCall) -> web.StreamResponse:
         (request,), loop, progress = call.requests, asyncio.get_running_loop(), asyncio.Event()
+        # The batcher's thread goes on meanwhile: a slow reader gets several tokens in one piece.
         request.on_progress = lambda _: loop.call_soon_threadsafe(progress.set)
         (done,) = self._submit([request])
         done.add_done_callback(lambda _: progress.set())
@@ -205,6 +190,7 @@ class RolloutServer:
             while not done.done():
                 await progress.wait()
                 progress.clear()
+                # Log-probabilities, which the batcher appends last: so many tokens have all that is sent of them.
                 count = None if done.done() else len(request.logprobs)
                 part = protocol.generate_response(request, call, self.batcher.weight_version, self.text, count)
                 async with asyncio.timeout(CHUNK_S):
@@ -248,111 +234,6 @@ class RolloutServer:
         load = f"{self.batcher.running_requests} running and {self.batcher.waiting_requests} queued requests"
         return web.Response(status=400, text=f"Cache not flushed: there are {load}. Abort or finish them first.\n")
 
-    # Information
-
-    async def health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.batcher.failure is None else 503)
-
-    async def health_generate(self, _: web.Request) -> web.Response:
-        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long.
-
-        However many ask at the same time, it generates one.
-        """
-        if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:
-            return await self.health(_)
-        if self.health_check is None or self.health_check.done():
-            self.health_check = asyncio.create_task(self._generates())
-        if not await asyncio.shield(self.health_check):
-            return web.Response(status=503)
-        return await self.health(_)
-
-    async def _generates(self) -> bool:
-        request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", prompt=[0], params=SamplingParams(max_new_tokens=1))
-        generated, deadline = self.batcher.stats.generated_tokens, time.monotonic() + HEALTH_TIMEOUT_S
-        check = asyncio.ensure_future(asyncio.wrap_future(self.batcher.submit(request)))
-        while not check.done() and self.batcher.stats.generated_tokens == generated:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.wait([check], timeout=0.05)
-        if check.done():
-            return check.exception() is None
-        check.cancel()
-        self.batcher.abort_request(request)
-        return self.batcher.stats.generated_tokens > generated
-
-    async def model_info(self, _: web.Request) -> web.Response:
-        config = self.batcher.model.config
-        return json_response(
-            {
-                "model_path": self.weights.model_path,
-                "served_model_name": self.model_name,
-                "tokenizer_path": self.options["model_path"],
-                "is_generation": True,
-                "weight_version": self.batcher.weight_version,
-                "load_format": self.options["load_format"],
-                "model_type": config.model_type,
-                "architectures": config.architectures,
-            }
-        )
-
-    async def server_info(self, _: web.Request) -> web.Response:
-        state = {"weight_version": self.batcher.weight_version, "last_gen_throughput": self.batcher.stats.tokens_per_s}
-        return json_response(
-            self.options
-            | {"version": PROTOCOL_VERSION, "embedded": True, "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
-            | {
-                "max_total_num_tokens": self.batcher.kv_rows.max_total_tokens,
-                "context_length": self.batcher.kv_rows.context_length,
-            }
-            | {
-                "max_req_input_len": self.batcher.kv_rows.context_length - 1,
-                "internal_states": [state],
-                "status": "ready",
-            }
-            | {"startup_time": self.started_s, "vocab_size": self.limits.vocab_size}
-        )
-
-    def load(self) -> dict[str, Any]:
-        batcher = self.batcher
-        return {
-            "dp_rank": 0,
-            "num_running_reqs": batcher.running_requests,
-            "num_waiting_reqs": batcher.waiting_requests,
-            "num_used_tokens": batcher.used_tokens,
-            "max_total_num_tokens": batcher.kv_rows.max_total_tokens,
-            "token_usage": batcher.used_tokens / batcher.kv_rows.max_total_tokens,
-            "gen_throughput": batcher.stats.tokens_per_s,
-        }
-
-    async def loads(self, _: web.Request) -> web.Response:
-        return json_response({"timestamp": time.time(), "version": PROTOCOL_VERSION, "loads": [self.load()]})
-
-    async def models(self, _: web.Request) -> web.Response:
-        model = {"id": self.model_name, "object": "model", "created": int(self.started_s), "owned_by": "megatron_rl"}
-        return json_response(
-            {"object": "list", "data": [model | {"root": self.model_name, "max_model_len": self.limits.context_length}]}
-        )
-
-    async def metrics(self, _: web.Request) -> web.Response:
-        load, stats = self.load(), self.batcher.stats
-        rows = (
-            ("num_running_reqs", "gauge", "Requests in the batch.", load["num_running_reqs"]),
-            ("num_queue_reqs", "gauge", "Requests that wait.", load["num_waiting_reqs"]),
-            ("num_used_tokens", "gauge", "Tokens of running requests in the KV cache.", load["num_used_tokens"]),
-            ("token_usage", "gauge", "Used share of the KV cache's token budget.", load["token_usage"]),
-            ("gen_throughput", "gauge", "Generated tokens per second.", load["gen_throughput"]),
-            ("prompt_tokens_total", "counter", "Prompt tokens received.", stats.prompt_tokens),
-            ("cached_tokens_total", "counter", "Prompt tokens taken from the KV cache.", stats.cached_tokens),
-            ("generation_tokens_total", "counter", "Generated tokens.", stats.generated_tokens),
-            ("num_requests_total", "counter", "Finished requests.", stats.finished_requests),
-        )
-        label = self.model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        lines = []
-        for name, kind, help_, value in rows:
-            lines += [f"# HELP sglang:{name} {help_}", f"# TYPE sglang:{name} {kind}"]
-            lines += [f'sglang:{name}{{model_name="{label}"}} {value}']
-        return web.Response(text="\n".join(lines) + "\n")
-
 
 # The process
 
@@ -361,7 +242,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
     """Load the model and start nothing yet."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[("bfloat16" if device.type == "cuda" else "float32") if args.dtype == "auto" else args.dtype]
-    config = ModelConfig.read(folder)
+    config = DecoderConfig.read(folder)
     longest = config.max_positions if device.type == "cuda" else min(config.max_positions, CPU_CONTEXT_LENGTH)
     context_length = args.context_length or longest
     if not 2 <= context_length <= config.max_positions:
@@ -384,6 +265,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
     )
+    # What /server_info repeats: all but paths that are nobody's business, and the run's name.
     options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
     options |= {"model_path": str(folder), "dtype": str(dtype).removeprefix("torch."), "device": device.type}
     return RolloutServer(batcher, text, model_path=str(folder), options=options)
@@ -395,6 +277,7 @@ def default_total_tokens(model: Decoder) -> int:
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     config = model.config
+    # Keys and values.
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     return int(memory * CACHE_SHARE / per_token)
 
@@ -410,7 +293,7 @@ def watch_parent(pid: int) -> None:
             return False
         except PermissionError:
             pass
-        return os.getppid() == parent
+        return os.getppid() == parent  # the pid may be another process's by now
 
     def watch() -> None:
         while alive():
@@ -474,11 +357,12 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
         port = listener.getsockname()[1]
         url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
         if args.ready_file is not None:
+            # Renamed, so that whoever waits for the file reads all of the URL.
             partial = args.ready_file.with_name(f"{args.ready_file.name}.{os.getpid()}")
             partial.write_text(url)
             partial.replace(args.ready_file)
-        count, dtype = sum(p.numel() for p in batcher.model.parameters.values()), server.options["dtype"]
-        known = f"model {server.model_name}, dtype {dtype}, {count:,} parameters"
+        count, information = sum(p.numel() for p in batcher.model.parameters.values()), server.information
+        known = f"model {information.model_name}, dtype {information.options['dtype']}, {count:,} parameters"
         print(f"rollout server ready at {url} ({known})", flush=True)
         with contextlib.ExitStack() as stack:
             if args.register is not None:
@@ -489,7 +373,7 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatron-rl serve", description="Serve rollouts with SGLang's HTTP protocol.")
-    parser.add_argument("model", type=Path, help="folder in Hugging Face format (llama, qwen2, qwen3)")
+    parser.add_argument("model", type=Path, help="folder in Hugging Face format (llama, mistral, qwen2, qwen3)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; other hosts reach 0.0.0.0")
     parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free one (default 30000)")
     parser.add_argument(
@@ -522,7 +406,7 @@ def main(argv: list[str] | None = None) -> None:
         check_run_arguments(args)
         token_file = token_file_of(args)
         token = None if token_file is None else token_in(token_file, key="--token-file")
-        ModelConfig.read(args.model)
+        DecoderConfig.read(args.model)
         listener = listen(args.host, args.port)  # before the model is loaded, which takes long
         server = build_server(args.model, args)
     except ValueError as error:

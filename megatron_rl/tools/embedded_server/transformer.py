@@ -5,117 +5,19 @@ forward pass multiplies with, so an update is a `copy_` by HF name and a checksu
 equal transformers' to 1e-5 in float32; decoding row by row equals the full forward.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 from megatron_rl.weights.update_group import checksum
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The part of an HF `config.json` that the forward pass needs."""
-
-    model_type: str
-    architectures: list[str]
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: frozenset[int]
-
-    @classmethod
-    def read(cls, folder: Path) -> "ModelConfig":
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
-        raw = json.loads((folder / "config.json").read_text())
-        kind = raw.get("model_type")
-        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-            raise ValueError(
-                f"config.json: model_type = {kind!r}: the embedded server runs llama, mistral, qwen2 and qwen3; serve "
-                f"this model with SGLang"
-            )
-        window = raw.get("sliding_window") if kind == "mistral" else None
-        if window is not None and window < raw.get("max_position_embeddings", 2048):
-            raise ValueError(
-                f"config.json: sliding_window = {window}: the embedded server attends to all tokens; serve this model "
-                f"with SGLang, or lower max_position_embeddings to the window"
-            )
-        if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-            raise ValueError("config.json: sliding-window attention is not supported; set use_sliding_window to false")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"config.json: hidden_act = {raw['hidden_act']!r}; only 'silu' is supported")
-        # transformers 5 writes rope_parameters; transformers 4 wrote rope_theta and rope_scaling.
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
-        heads = raw["num_attention_heads"]
-        attention_bias = bool(raw.get("attention_bias", False))
-        eos = raw.get("eos_token_id")
-        if (folder / "generation_config.json").is_file():
-            eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", eos)
-        return cls(
-            model_type=kind,
-            architectures=raw.get("architectures") or [],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            # Qwen3 alone has a default that does not follow from the hidden size.
-            head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
-            vocab_size=raw["vocab_size"],
-            max_positions=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=rope,
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or attention_bias,
-            o_bias=kind != "qwen2" and attention_bias,
-            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        )
-
-
-def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Rotary frequencies `[head_dim / 2]` float32, with the rope scalings `default`, `linear` and `llama3`."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported (only 1)"
-        )
-    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope["rope_theta"] ** steps)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / rope["factor"]
-    if kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        # 0 below `low` periods in the original context (scaled by factor), 1 above `high` (kept), a ramp between.
-        keep = ((periods - low) / (high - low)).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / rope["factor"])
-    raise ValueError(f"config.json: rope_type = {kind!r}; the embedded server knows default, linear and llama3")
 
 
 class KVCache:
@@ -123,9 +25,13 @@ class KVCache:
 
     Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and whoever leaves NaN in
     a row calls `clear_row`.
+
+        cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
+        cache.resize(rows=4, capacity=64, kept=[])
+        cache.resize(rows=8, capacity=128, kept=[(2, 0, 50)])  # 50 tokens of row 2 are now in row 0
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device):
         self.shape = (config.num_kv_heads, config.head_dim)
         self.dtype, self.device = dtype, device
         self.rows = self.capacity = 0
@@ -135,10 +41,6 @@ class KVCache:
     def _empty(self, rows: int, capacity: int) -> Tensor:
         heads, head_dim = self.shape
         return torch.zeros(rows, heads, capacity, head_dim, dtype=self.dtype, device=self.device)
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * len(self.keys) * math.prod(self.shape) * self.dtype.itemsize
 
     def resize(self, rows: int, capacity: int, kept: Sequence[tuple[int, int, int]]) -> None:
         """Reallocate; `kept` lists (old row, new row, tokens). Layer by layer, so the extra memory is one layer's."""
@@ -190,9 +92,16 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """The model. Not thread-safe: one thread runs it and writes its weights."""
+    """The model. Not thread-safe: one thread runs it and writes its weights.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
+    decoder = Decoder(DecoderConfig.read(folder), dtype=torch.float32, device=cpu, context_length=512)
+    decoder.load(folder)
+    hidden = decoder.prefill(torch.tensor([5, 6, 7]), [Span(row=0, start=0, count=3)], cache)
+    hidden = decoder.decode([8], positions=[3], rows=[0], cache=cache)  # [1, H]
+    decoder.logits(hidden).argmax(-1)
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
@@ -206,13 +115,14 @@ class Decoder:
         )
         angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
         self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
-        kinds = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
-        self._norm_of_head = kinds  # row of `qk_norm` for each query and key head
+        # Row of `qk_norm` for each query and key head, which are normed in one go.
+        self._norm_of_head = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
 
     def _new(self, name: str, *shape: int) -> Tensor:
         return self._new_fused([(name, shape[0])], *shape[1:])
 
     def _new_fused(self, parts: list[tuple[str, int]], *rest: int) -> Tensor:
+        """Make one tensor for one matrix product, and register its parts under their HF names."""
         whole = torch.empty(sum(rows for _, rows in parts), *rest, dtype=self.dtype, device=self.device)
         views = whole.split([rows for _, rows in parts])
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
@@ -252,10 +162,14 @@ class Decoder:
 
     # Weights
 
+    def weight(self, name: str) -> Tensor | None:
+        """Return a weight by its HF name. The head of a tied model is its embedding, to be read and not to be written:
+        SGLang takes one that is sent and ignores it."""
+        return self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+
     def check_tensor(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError unless `name` is a tensor of this model with that shape."""
-        # A tied model has no head of its own; SGLang reads and ignores one that is sent.
-        own = self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+        own = self.weight(name)
         if own is None:
             raise ValueError(f"{name}: the {self.config.model_type} model has no such tensor; send Hugging Face names")
         if list(own.shape) != list(shape):
@@ -271,7 +185,7 @@ class Decoder:
         return own
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into the weight that it is not already, and take the checksum of what the weight then holds
+        """Copy a tensor into its weight, unless it is that memory itself, and take the checksum of what is there then,
         while the processor's cache still has it."""
         own = self.parameters.get(name)
         if own is not None:
@@ -281,7 +195,7 @@ class Decoder:
 
     def part(self, name: str, start: int, count: int) -> Tensor:
         """Return some numbers of a weight, row-major, to be changed in place; ValueError where it has no such ones."""
-        own = self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
+        own = self.weight(name)
         if own is None or start + count > own.numel():
             size = "no such tensor" if own is None else f"{own.numel()} numbers"
             raise ValueError(f"{name}: numbers {start} to {start + count} were sent; the model has {size}")
@@ -318,6 +232,7 @@ class Decoder:
 
     def free(self) -> None:
         """Give back the memory of the weights; nothing may read or write them until `allocate`."""
+        # Storages, not tensors: all names and fused matrices are views, which come back with the storage in `allocate`.
         storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
         self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
         self._checksums.clear()
@@ -336,6 +251,7 @@ class Decoder:
         Kept until that tensor is written again.
         """
         missing = self.parameters.keys() - self._checksums.keys()
+        # Threads, because torch lets go of the interpreter while it sums.
         with ThreadPoolExecutor(max_workers=4) as pool:
             fresh = pool.map(lambda name: checksum(self.parameters[name]), missing)
             self._checksums |= zip(missing, fresh, strict=True)
@@ -361,6 +277,7 @@ class Decoder:
         scale = self.config.head_dim**-0.5
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # With a slice between two index tensors torch puts their dim first: this place is [T, kv_heads, head_dim].
             cache.keys[i][rows, :, positions] = k
             cache.values[i][rows, :, positions] = v
             out = torch.empty_like(q)
@@ -385,6 +302,7 @@ class Decoder:
         at = torch.tensor(positions, device=self.device)
         row = torch.tensor(rows, device=self.device)
         # Rows between `low` and `high` that do not run are computed and thrown away: cheaper than gathering the cache.
+        # They attend to one position: to none, their softmax would be NaN.
         lengths = torch.ones(high - low, dtype=torch.int64, device=self.device)
         lengths[row - low] = at + 1
         allowed = torch.arange(longest, device=self.device) < lengths[:, None]
@@ -422,6 +340,7 @@ class Decoder:
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
+            # Hugging Face's rotation: an element turns with the one half a head further, not with its neighbour.
             first, second = qk.chunk(2, -1)
             qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
@@ -447,6 +366,7 @@ def _plan_prefill(
     Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]` which
     of them are not padding). Spans that continue a row: (row, part of the pack, `[count, start + count]` mask).
     """
+    # Longest first, so that each group's first span is its longest and padding wastes at most 1 - PADDED_SHARE of it.
     begins = [0]
     for span in spans:
         begins.append(begins[-1] + span.count)
@@ -464,5 +384,6 @@ def _plan_prefill(
     for group in groups:
         steps = torch.arange(group[0][1], device=device)
         begin, count = torch.tensor(group, device=device).T[:, :, None]
+        # Padding repeats a span's last token, which is computed once more and not read.
         fresh.append((begin + torch.minimum(steps, count - 1), steps < count))
     return fresh, continued

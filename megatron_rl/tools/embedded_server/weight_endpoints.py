@@ -41,7 +41,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class WeightEndpoints:
-    """Lives in the event loop's thread; the weights themselves change in the batcher's."""
+    """Lives in the event loop's thread; the weights themselves change in the batcher's.
+
+    One update is begin_weight_update, any number of update_weights_from_... and end_weight_update. The trainer pauses
+    generation before it, compares checksums by weights_checker after it, and then continues.
+    """
 
     def __init__(self, batcher: Batcher, model_path: str):
         self.batcher = batcher
@@ -107,45 +111,37 @@ class WeightEndpoints:
             await in_thread(join)
         # torch's DistStoreError and DistNetworkError are RuntimeErrors.
         except (RuntimeError, OSError) as error:
-            return weight_response(False, f"Failed to join group {name} at {address}:{port}: {error}")
-        return weight_response(True, f"Joined group {name} as rank {rank} of {world_size}.")
+            raise ValueError(f"Failed to join group {name} at {address}:{port}: {error}") from error
+        return success(f"Joined group {name} as rank {rank} of {world_size}.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
         name = field(await read_object(http), "group_name", str, "weight_update_group")
         async with self._wire:
             if name not in self._groups:
-                return weight_response(False, f"group_name = {shown(name)}: no such group")
+                raise ValueError(f"group_name = {shown(name)}: no such group")
             # In a thread, also the last reference: gloo waits for what is still on the wire.
             await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
-        return weight_response(True, f"Left group {name}.")
+        return success(f"Left group {name}.")
 
     async def begin(self, http: web.Request) -> web.Response:
         selector = field(await read_object(http), "selector", str, "all")
         if selector not in ("all", "target"):
             raise ValueError(f"selector = {shown(selector)}: must be 'all' or 'target'; there is no draft model")
         if self._session_open:
-            return weight_response(
-                False, "begin_weight_update: a weight update is already open; call end_weight_update()"
-            )
+            raise ValueError("begin_weight_update: a weight update is already open; call end_weight_update()")
         self._session_open = True
-        return weight_response(True, "Weight update begun.")
+        return success("Weight update begun.")
 
     async def end(self, http: web.Request) -> web.Response:
         await read_object(http)
         if not self._session_open:
-            return weight_response(
-                False, "end_weight_update: no weight update is open; call begin_weight_update() first"
-            )
+            raise ValueError("end_weight_update: no weight update is open; call begin_weight_update() first")
         self._session_open = False
-        return weight_response(True, "Weight update ended.")
+        return success("Weight update ended.")
 
     async def update_from_distributed(self, http: web.Request) -> web.Response:
         body = await read_object(http)
-        if not self._session_open:
-            return weight_response(
-                False,
-                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()",
-            )
+        self._require_session("update_weights_from_distributed")
         specs, load_format = tensor_specs(body), field(body, "load_format", str, None)
         if load_format not in (None, "flattened_bucket"):
             raise ValueError(f"load_format = {shown(load_format)}: must be null or 'flattened_bucket'")
@@ -156,6 +152,7 @@ class WeightEndpoints:
             raise ValueError(f"group_name = {shown(name)}: no such group; call /init_weights_update_group first")
         if field(body, "abort_all_requests", bool, False):
             await wait(self.batcher.abort(None))
+        # Refused before anything is received: what has arrived in the weights themselves cannot be undone.
         if self.batcher.paused:
             self._refuse_flush(body)
         if self.batcher.paused and load_format is None:
@@ -164,7 +161,7 @@ class WeightEndpoints:
             broken = await self._receive_aside(specs, name, body, flattened=load_format is not None)
         if broken is not None:
             raise ValueError(f"Failed to update weights: {broken}")
-        return weight_response(True, f"Succeeded to update {len(specs)} tensors.")
+        return success(f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_tensor(self, http: web.Request) -> web.Response:
         """Read a bucket in shared memory. The response says that it was read: the trainer may fill it again."""
@@ -177,7 +174,7 @@ class WeightEndpoints:
             )
         specs = tensor_specs(body)
         await wait(self._update(await in_thread(lambda: shared_tensors(body, specs, self.batcher.model)), body))
-        return weight_response(True, f"Succeeded to update {len(specs)} tensors.")
+        return success(f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_delta(self, http: web.Request) -> web.Response:
         """Change the weights that are held. SGLang has no such endpoint."""
@@ -185,7 +182,7 @@ class WeightEndpoints:
         async with http.app[BODIES].raw(http, MAX_DELTA_BYTES) as body:
             write, version = await in_thread(lambda: changes(body, self.batcher.model))
         await wait(self._update(write, {"weight_version": version, "flush_cache": False}))
-        return weight_response(True, "Succeeded to change the weights.")
+        return success("Succeeded to change the weights.")
 
     def _require_session(self, update: str) -> None:
         if not self._session_open:
@@ -257,6 +254,7 @@ class WeightEndpoints:
         """
         version = field(body, "weight_version", str, None)
 
+        # Looked at once more: before this turn the server may have been paused, or its memory lent.
         def run() -> str | None:
             self.batcher.require("weights")
             flush = self._refuse_flush(body)
@@ -281,15 +279,13 @@ class WeightEndpoints:
     async def get_by_name(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         name, count = field(body, "name", str), integer(body, "truncate_size", 0, MOST_NUMBERS, 100)
-        weights = self.batcher.model.parameters
-        if name == "lm_head.weight" and self.batcher.model.config.tied:
-            name = "model.embed_tokens.weight"
-        if name not in weights:
+        weight = self.batcher.model.weight(name)
+        if weight is None:
             raise ValueError(f"name = {shown(name)}: no such tensor; Hugging Face names are expected")
 
         def read() -> list[float]:
             self.batcher.require("weights")
-            rows = weights[name][:count]
+            rows = weight[:count]
             if rows.numel() > MOST_NUMBERS:
                 raise ValueError(f"truncate_size = {count}: {rows.numel():,} numbers; at most {MOST_NUMBERS:,} go out")
             return rows.float().tolist()
@@ -335,13 +331,13 @@ def refusals_as_responses(handler: Handler) -> Handler:
         try:
             return await handler(http)
         except ValueError as error:
-            return weight_response(False, str(error))
+            return json_response({"success": False, "message": str(error)}, 400)
 
     return answered
 
 
-def weight_response(success: bool, message: str) -> web.Response:
-    return json_response({"success": success, "message": message}, 200 if success else 400)
+def success(message: str) -> web.Response:
+    return json_response({"success": True, "message": message})
 
 
 def tensor_specs(body: dict[str, Any]) -> list[TensorSpec]:
@@ -379,6 +375,7 @@ class Arrival:
             tensors = unpack_bucket(pieces[0], self.specs)
         else:
             pieces = tensors = [self._place_for(spec, (memory or {}).get(spec.name)) for spec in self.specs]
+        # All at once, and waited for in turn: a tensor is written while those behind it are on the wire.
         arriving = deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
         try:
             for tensor in tensors:

@@ -12,9 +12,10 @@ import transformers
 
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.batcher import Batcher
+from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
-from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, ModelConfig, Span, inverse_frequencies
+from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 
 VOCAB, CONTEXT, TIMEOUT_S = 512, 256, 30
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def hf_model(family: str, *, tied: bool = False, **changes):
 
 def load(model, folder) -> Decoder:
     model.save_pretrained(folder)
-    decoder = Decoder(ModelConfig.read(folder), dtype=torch.float32, device=CPU, context_length=CONTEXT)
+    decoder = Decoder(DecoderConfig.read(folder), dtype=torch.float32, device=CPU, context_length=CONTEXT)
     decoder.load(folder)
     return decoder
 
@@ -158,13 +159,13 @@ def test_unknown_rope_is_refused_by_name():
 def test_unknown_model_type_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="model_type = 'mamba'"):
-        ModelConfig.read(tmp_path)
+        DecoderConfig.read(tmp_path)
 
 
 def test_window_within_the_context_is_refused(tmp_path):
     hf_model("mistral", sliding_window=CONTEXT // 2).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"sliding_window = {CONTEXT // 2}: the embedded server attends to all"):
-        ModelConfig.read(tmp_path)
+        DecoderConfig.read(tmp_path)
 
 
 def test_decoding_ragged_rows_equals_the_full_forward(decoder):

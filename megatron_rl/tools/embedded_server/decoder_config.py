@@ -1,0 +1,112 @@
+"""The part of a Hugging Face `config.json` that the embedded server's forward pass needs, and its rotary frequencies.
+
+Unlike the trainer's Architecture it knows dense Llama-like models only, and refuses all others by name.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of a model: `DecoderConfig.read(Path("models/qwen3")).num_layers`."""
+
+    model_type: str
+    architectures: list[str]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path) -> "DecoderConfig":
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
+        raw = json.loads((folder / "config.json").read_text())
+        kind = raw.get("model_type")
+        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+            raise ValueError(
+                f"config.json: model_type = {kind!r}: the embedded server runs llama, mistral, qwen2 and qwen3; serve "
+                f"this model with SGLang"
+            )
+        window = raw.get("sliding_window") if kind == "mistral" else None
+        if window is not None and window < raw.get("max_position_embeddings", 2048):
+            raise ValueError(
+                f"config.json: sliding_window = {window}: the embedded server attends to all tokens; serve this model "
+                f"with SGLang, or lower max_position_embeddings to the window"
+            )
+        if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+            raise ValueError("config.json: sliding-window attention is not supported; set use_sliding_window to false")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act = {raw['hidden_act']!r}; only 'silu' is supported")
+        # transformers 5 writes rope_parameters; transformers 4 wrote rope_theta and rope_scaling.
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+        heads = raw["num_attention_heads"]
+        # What a family has by its code and not by its config: biases of qwen2, norms of qwen3.
+        attention_bias = bool(raw.get("attention_bias", False))
+        eos = raw.get("eos_token_id")
+        # Chat models list here the tokens that end a turn, beside the one that ends a text.
+        if (folder / "generation_config.json").is_file():
+            eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", eos)
+        return cls(
+            model_type=kind,
+            architectures=raw.get("architectures") or [],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            # Qwen3 alone has a default that does not follow from the hidden size.
+            head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
+            vocab_size=raw["vocab_size"],
+            max_positions=raw.get("max_position_embeddings", 2048),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope=rope,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=kind != "qwen2" and attention_bias,
+            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        )
+
+
+def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Rotary frequencies `[head_dim / 2]` float32, with the rope scalings `default`, `linear` and `llama3`."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported (only 1)"
+        )
+    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope["rope_theta"] ** steps)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        # 0 below `low` periods in the original context (scaled by factor), 1 above `high` (kept), a ramp between.
+        keep = ((periods - low) / (high - low)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / rope["factor"])
+    raise ValueError(f"config.json: rope_type = {kind!r}; the embedded server knows default, linear and llama3")
