@@ -113,7 +113,7 @@ def _step(plan: Plan) -> dict[str, str]:
     generation = config.generation
     run = f"{batch.all_requests:,} in {config.run.steps:,} steps"
     if batch.evaluations:
-        run += f", with {batch.evaluations} evaluations of {batch.evaluation_requests:,} prompts"
+        run += f", with {batch.evaluations} evaluations of {batch.evaluation_requests:,} replies"
     flight = f"{batch.groups_in_flight:,} groups at most, {batch.replies_running:,} replies with servers"
     return {
         "prompts": f"{batch.prompts:,} of {tokens.count:,} ({batch.epochs:.3g} epochs in all)",

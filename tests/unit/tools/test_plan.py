@@ -457,6 +457,17 @@ def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys)
     assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
 
 
+def test_an_evaluation_counts_the_replies_to_its_prompts(capsys):
+    words = ["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={MODEL}", "--json"]
+    counts = []
+    for samples in (1, 4):
+        main([*words, "eval.temperature=1.0", f"eval.samples_per_prompt={samples}"])
+        counts.append(json.loads(capsys.readouterr().out)["batch"]["evaluation_requests"])
+    assert counts[1] == 4 * counts[0] > 0
+    main([*words[:-1], "eval.temperature=1.0", "eval.samples_per_prompt=4"])
+    assert f"evaluations of {counts[1]:,} replies" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("nodes, gpus, server_args", [(2, 8, "[]"), (3, 4, "[--tp,2]"), (1, 4, "[]"), (2, 2, "[]")])
 def test_a_slurm_job_places_what_the_plan_asks_for(nodes, gpus, server_args, count_words, capsys):
     settings = (f"rollout.server_args={server_args}", "batch.prompts_per_step=256")
