@@ -17,7 +17,6 @@ from megatron_rl.config import GenerationConfig, RolloutConfig, load_config
 from megatron_rl.rollout.groups import join_groups, trained_versions
 from megatron_rl.rollout.journal import SUFFIX, read_file
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
-from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.update_group import checksum
@@ -92,10 +91,11 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
         for url in embedded_servers:
             held = post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
             assert held == {name: checksum(tensor) for name, tensor in weights.items()}
+        answers = [greedy(url) for url in embedded_servers]
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
-        config = RolloutConfig(backend="embedded", token_file=TOKEN_FILE)
-        with Supervisor(config, tmp_path / "trained", tmp_path / "fresh") as fresh:
-            answers = [greedy(url) for url in (*embedded_servers, fresh.urls[0])]
+        body = {"model_path": str(tmp_path / "trained"), "weight_version": "10"}
+        assert post(embedded_servers[1], "/update_weights_from_disk", body)["success"]
+        answers.append(greedy(embedded_servers[1]))
         # The checksums are of every bit; a CPU's matrix products may differ in their last one from call to call.
         tokens = [[[token for _, token, *_ in reply] for reply in answer] for answer in answers]
         assert tokens[0] == tokens[1] == tokens[2]
@@ -151,15 +151,6 @@ def grpo(model, servers, folder, *arguments):
         for url in servers:
             post(url, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "0"})
     return steps_of(folder)
-
-
-@pytest.mark.slow
-def test_five_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
-    arguments = ("run.steps=5", "batch.prompts_per_step=8", "generation.max_new_tokens=8")
-    steps = grpo(tiny_model, [real_sglang], tmp_path, *arguments)
-    assert [step["policy/version"] for step in steps] == [1, 2, 3, 4, 5]
-    assert all(step["mismatch/mean"] < 1e-4 and step["policy/first_ratio_deviation"] == 0 for step in steps)
-    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
 
 
 def asynchronous(*arguments):
