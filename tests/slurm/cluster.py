@@ -52,8 +52,9 @@ JobCompType=jobcomp/filetxt
 JobCompLoc={root}/jobs.txt
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# Heterogeneous jobs are started by the backfill scheduler alone, which looks every 30 seconds by default.
-SchedulerParameters=bf_interval=1,sched_interval=2
+# Heterogeneous jobs are started by the backfill scheduler alone, which looks every 30 seconds by default; batch jobs
+# wait up to 3 seconds for others to be started with.
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 SlurmctldPort={ports[0]}
 # Files stand for devices, so that jobs are given GPUs by number.
 GresTypes=gpu

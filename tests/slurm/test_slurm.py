@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from megatron_rl.launch.slurm import port_of
 
 pytestmark = pytest.mark.slow
 
-GRPO, PPO, SFT = "scripts/train_grpo.sh", "scripts/train_ppo.sh", "scripts/train_sft.sh"
-PREFERENCES = "scripts/train_preferences.sh"
+GRPO, SFT = "scripts/train_grpo.sh", "scripts/train_sft.sh"
 COUNT = "configs/count_grpo.yaml"
 SMALL = (
     *("batch.prompts_per_step=8", "generation.n_samples=4", "data.evaluation=", "warm_start.updates=0"),
@@ -67,22 +65,16 @@ def resumed_after(cluster: Cluster, name: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """The folder of a run that `sbatch --wait` has seen to its end, and the servers that were killed meanwhile."""
+    """A job that has trained to its end, its run's folder, and its servers, which were killed meanwhile."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
     settings = (f"run.folder={folder}", f"warm_start.folder={folder}-warm", "batch.prompts_per_step=16", "run.steps=45")
-    command = ["sbatch", "--wait", "--parsable", "--nodes", "2", f"--output={cluster.log('trained')}", GRPO, COUNT]
-    run = subprocess.Popen([*command, *settings], cwd=ROOT, env=cluster.environment, stdout=subprocess.PIPE, text=True)
-    try:
-        wait_for_step(cluster, folder, 5)
-        killed = processes_of(folder, "megatron_rl.tools.embedded_server.server")
-        for server in killed:
-            server.kill()
-        job, _ = run.communicate(timeout=240)
-    finally:
-        run.kill()
-        run.wait()
-    assert run.returncode == 0, cluster.told("trained")
-    return job.strip(), folder, killed
+    job = cluster.sbatch(folder.name, "--nodes", "2", GRPO, COUNT, *settings)
+    wait_for_step(cluster, folder, 5)
+    killed = processes_of(folder, "megatron_rl.tools.embedded_server.server")
+    for server in killed:
+        server.kill()
+    cluster.wait_for_state(job, folder.name, "COMPLETED")
+    return job, folder, killed
 
 
 def test_sbatch_on_two_nodes_trains_into_the_band(cluster, trained):
@@ -125,49 +117,53 @@ def stopped_after(folder: Path) -> list[int]:
     return [int(step) for step in found]
 
 
-def test_cancelled_job_leaves_no_process_and_a_checkpoint_for_two_ranks_of_a_heterogeneous_job(cluster, tmp_path):
-    folder = tmp_path / "cancelled"
+@pytest.fixture(scope="module")
+def gone_on(cluster, tmp_path_factory):
+    """A running job that was pre-empted and then notified, its run's folder, and the steps that it stopped after."""
+    folder = tmp_path_factory.mktemp("runs") / "gone_on"
     # Checkpoints are those of notices alone.
-    job = cluster.sbatch(folder.name, GRPO, *small(folder, "run.steps=400", "run.checkpoint_every_steps=1000"))
+    endless = small(folder, "run.steps=100000", "run.checkpoint_every_steps=100000")
+    job = cluster.sbatch(folder.name, GRPO, *endless)
     wait_for_step(cluster, folder, 1)
+    urgent = cluster.sbatch("urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
+    cluster.wait_for_state(urgent, "urgent", "COMPLETED")
+    (first,) = stops_of(cluster, job, folder, restarts=1)
+    wait_for_step(cluster, folder, first + 1)
+    cluster("scancel", "--batch", "--signal=USR1", job)  # as Slurm does on the script's --signal
+    stops = stops_of(cluster, job, folder, restarts=2)
+    wait_for_step(cluster, folder, stops[-1] + 1)
+    return job, folder, stops
+
+
+def stops_of(cluster: Cluster, job: str, folder: Path, restarts: int) -> list[int]:
+    wait_until(lambda: cluster.about(job)["Restarts"] == str(restarts), lambda: cluster.told(folder.name))
+    return stopped_after(folder)
+
+
+def test_preempted_and_notified_job_saves_each_time_and_goes_on_by_itself(cluster, gone_on):
+    _, folder, (first, second) = gone_on
+    told = cluster.told(folder.name)
+    assert told.count("is queued again") == 2 and "on SIGUSR1" in told
+    assert resumed_after(cluster, folder.name) == [first, second] and 2 <= first < second
+    done = steps(folder)
+    assert done == list(range(len(done))), "no step was lost or repeated"
+
+
+def test_cancelled_job_leaves_no_process_and_a_checkpoint_for_two_ranks_of_a_heterogeneous_job(cluster, gone_on):
+    job, folder, before = gone_on
     cluster("scancel", job)
     cluster.wait_for_state(job, folder.name, "CANCELLED")
     wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
-    (stopped,) = stopped_after(folder)
+    *earlier, stopped = stopped_after(folder)
+    assert earlier == before and stopped > before[-1]
 
     more = ("parallel.tensor=2", "--ranks=2", f"run.steps={stopped + 2}")
     components = ("--nodes=1", ":", "--nodes=1", "--exclusive")
     again = cluster.sbatch("again", *components, GRPO, *small(folder, *more))
     cluster.wait_for_state(again, "again", "COMPLETED")
     assert "2 rank(s)" in cluster.told("again") and (folder / "ranks" / "rank-1.log").is_file()
-    assert resumed_after(cluster, "again") == [stopped] and stopped >= 2
+    assert resumed_after(cluster, "again") == [stopped]
     assert steps(folder) == list(range(stopped + 2))
-
-
-def test_preempted_notified_and_requeued_job_saves_each_time_and_goes_on_by_itself(cluster, tmp_path):
-    folder = tmp_path / "ended"
-    job = cluster.sbatch(folder.name, GRPO, *small(folder, "run.steps=80", "run.checkpoint_every_steps=100"))
-
-    def stops(times: int) -> list[int]:
-        wait_until(lambda: cluster.about(job)["Restarts"] == str(times), lambda: cluster.told(folder.name))
-        return stopped_after(folder)
-
-    wait_for_step(cluster, folder, 1)
-    urgent = cluster.sbatch("urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
-    cluster.wait_for_state(urgent, "urgent", "COMPLETED")
-    (first,) = stops(times=1)
-    wait_for_step(cluster, folder, first + 1)
-    cluster("scancel", "--batch", "--signal=USR1", job)  # as Slurm does on the script's --signal
-    wait_until(lambda: cluster.told(folder.name).count("is queued again") == 2, lambda: cluster.told(folder.name))
-    assert "on SIGUSR1" in cluster.told(folder.name)
-    first, second = stops(times=2)
-    wait_for_step(cluster, folder, second + 1)
-    cluster("scontrol", "requeue", job)
-    cluster.wait_for_state(job, folder.name, "COMPLETED")
-    first, second, third = stops(times=3)
-    assert resumed_after(cluster, folder.name) == [first, second, third]
-    assert 2 <= first < second < third < 80
-    assert steps(folder) == list(range(80)), "no step was lost or repeated"
 
 
 # -- several jobs ------------------------------------------------------------------------------------------------------
@@ -203,33 +199,31 @@ def apptainer(tmp_path):
     return folder
 
 
-def test_ppo_with_a_critic_trains_by_its_own_script(cluster, tmp_path):
-    folder = tmp_path / "ppo"
-    settings = (f"run.folder={folder}", *SMALL, "generation.n_samples=1", "run.steps=2", "critic.warmup_steps=1")
-    job = cluster.sbatch("ppo", *ONE_NODE, PPO, "configs/count_ppo_critic.yaml", *settings)
-    cluster.wait_for_state(job, "ppo", "COMPLETED")
-    assert steps(folder) == [0, 1], cluster.told("ppo")
-    assert all("critic/loss" in line for line in lines(folder) if line["kind"] == "step")
-
-
-@pytest.mark.parametrize(
-    ("name", "script", "config"),
-    [("pairs", PREFERENCES, "configs/count_reward_model.yaml"), ("answers", SFT, "configs/count_sft.yaml")],
-)
-def test_data_trains_two_nodes_without_a_server_and_the_job_is_queued_again_on_a_notice(
-    name, script, config, cluster, tmp_path
-):
-    folder = tmp_path / name
+def test_answers_train_two_nodes_without_a_server_and_the_job_is_queued_again_on_a_notice(cluster, tmp_path):
+    folder = tmp_path / "answers"
     settings = (f"run.folder={folder}", "run.steps=100000", "run.checkpoint_every_steps=100000", "data.evaluation=")
-    job = cluster.sbatch(name, "--nodes=2", script, config, *settings)
+    job = cluster.sbatch(folder.name, "--nodes=2", SFT, "configs/count_sft.yaml", *settings)
     wait_for_step(cluster, folder, 0)
     cluster("scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: "is queued again" in cluster.told(name), lambda: cluster.told(name))
+    wait_until(lambda: "is queued again" in cluster.told(folder.name), lambda: cluster.told(folder.name))
     cluster("scancel", job)
     (stopped,) = stopped_after(folder)
     assert steps(folder) == list(range(stopped)) and (folder / "checkpoints" / f"step-{stopped}").is_dir()
     assert {path.name for path in (folder / "ranks").iterdir()} == {"rank-0.log", "rank-1.log"}
-    assert not (folder / "servers").exists() and "--resume auto" in cluster.told(name)
+    assert not (folder / "servers").exists() and "--resume auto" in cluster.told(folder.name)
+
+
+@pytest.mark.parametrize(("script", "alike"), [("train_ppo.sh", GRPO), ("train_preferences.sh", SFT)])
+def test_the_other_scripts_ask_for_the_same_and_run_what_runs_above(script, alike):
+    """So that no job of theirs is needed: they differ in their comments and in the job's name."""
+
+    def parts(path):
+        text = (ROOT / path).read_text()
+        asked = [line for line in text.splitlines() if line.startswith("#SBATCH ") and "--job-name=" not in line]
+        return asked, [line for line in text.splitlines() if line and not line.startswith("#")]
+
+    asked, run = parts(f"scripts/{script}")
+    assert asked == parts(alike)[0] and run == parts(SFT)[1] == ["set -euo pipefail", f'exec bash {GRPO} "$@"']
 
 
 def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):
