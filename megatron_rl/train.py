@@ -38,7 +38,7 @@ def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
         run.begin()
         for step in range(run.first_step, config.run.steps):
             batch = run.next_batch(step)
-            if batch is None:
+            if batch is None:  # on all ranks
                 return False
             batch = run.add_reward_model_scores(batch)
             with run.timers("advantages"):
@@ -48,12 +48,12 @@ def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
                 run.actor.compute_logprobs(updates)
             with run.timers("update"):
                 stats = run.actor.update(updates)
-            critic_stats = run.update_critic(batch, step)
+            critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version
             with run.timers("publish"):
                 run.rollouts.publish()
             run.save(step=step + 1)
             run.log(step, batch, updates, stats, critic_stats)
-            run.evaluate(step=step + 1)
+            run.evaluate(step=step + 1)  # by the weights just published, whose scores the checkpoint keeps
             if run.checkpoint(step=step + 1):
                 return False
         run.finish()

@@ -78,6 +78,7 @@ def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str
     if fewest > 1:
         for k in sorted({2**power for power in range(1, fewest.bit_length()) if 2**power <= fewest} | {fewest}):
             metrics[f"pass@{k}"] = _mean([pass_at_k(len(r), sum(x >= RIGHT for x in r), k) for r in rewards])
+        # As many of each prompt, or maj@ would be of another number for some.
         votes = [majority(a[:fewest], r[:fewest]) for a, r in zip(answers, rewards, strict=True)]
         metrics[f"maj@{fewest}"] = _mean(votes)
     return metrics

@@ -49,7 +49,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
-    transformer_config(arch, config.actor, config.megatron)
+    transformer_config(arch, config.actor, config.megatron)  # raises where the layout does not fit the model
     if config.has_critic:
         check_value_model("critic.model", config.critic_engine, arch, config.megatron)
     if config.reward_model.path:
@@ -62,7 +62,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     if platform.has_cuda():
         config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)
-    make_workflow(config, tokenizer, config.generation)
+    make_workflow(config, tokenizer, config.generation)  # here for its errors; the rollout process makes its own
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     longest = config.rollout.workflow_args.get("max_tokens", 0)
     is_ours = config.rollout.workflow.startswith(f"{OURS}.")
@@ -96,6 +96,7 @@ def dry_run(config: TrainConfig) -> str:
         )
     copies = 1 + (1 + config.run.keep_checkpoints) * CHECKPOINT_COPIES * (config.run.checkpoint_every_steps > 0)
     needed = copies * sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    # The run makes its folder; the disk is that of the nearest one there is.
     there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.is_dir())
     if (free := shutil.disk_usage(there).free) < needed:
         raise ValueError(
@@ -116,7 +117,7 @@ def check_fields(key: str, prompts: Prompts) -> None:
         members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
         for name in ("answer", "tests"):
             lacking = [number for number, prompt in members if prompt.get(name) in (None, "", [])]
-            if lacking and 10 * len(lacking) <= len(members):
+            if lacking and 10 * len(lacking) <= len(members):  # where more lack it, it is meant to be optional
                 raise ValueError(
                     f"{key}, prompt {lacking[0]}: has no {name!r}, as {len(lacking)} of {len(members)} prompts; add "
                     f"it, or leave that row out."

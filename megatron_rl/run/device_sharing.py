@@ -71,11 +71,11 @@ class DeviceSharing:
         assert self.engines is not None
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
-        supervisor = self.supervisor
+        supervisor = self.supervisor  # on rank 0 alone: what the others do below is decided together
         dead = self._set_memory(WEIGHTS)
         if self.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
             self.engines.leave()
-            dist.barrier(self.groups.control)
+            dist.barrier(self.groups.control)  # on every rank: a server that starts takes what memory it finds
             if supervisor is not None:
                 supervisor.start_missing(dead)
             self._set_memory(WEIGHTS)

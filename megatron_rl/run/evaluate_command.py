@@ -44,7 +44,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     together = [prompt for members in prompts.values() for prompt in members]
     servers, folder = servers_of(config), Path(config.run.folder)
-    try:
+    try:  # as two would write one eval.jsonl
         lock = file_lock.keep_folder(folder, LOCK, "an evaluation")
     except OSError as error:
         raise ValueError(f"run.folder = {str(folder)!r}: {error}") from error
@@ -55,7 +55,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
         workflow = make_workflow(config, tokenizer, config.evaluation_generation, recipe, evaluates=True)
         batch = engine.evaluate(together, workflow).result()
     finally:
-        engine.destroy(recipe.close())
+        engine.destroy(recipe.close())  # before the servers, which its requests are still at
         if supervisor is not None:
             supervisor.stop()
     scored = score_sets(tokenizer, batch, prompts)
@@ -69,7 +69,7 @@ def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
     if not path.is_dir():
         return path, overrides
     steps = [file.parent for file in path.glob("step-*/config.json") if file.parent.name[5:].isdecimal()]
-    saved = sorted(steps, key=lambda folder: int(folder.name[5:]))
+    saved = sorted(steps, key=lambda folder: int(folder.name[5:]))  # as text, step-10 would come before step-9
     if (path / "final" / "config.json").is_file():
         saved.append(path / "final")
     if not saved:

@@ -73,7 +73,7 @@ class Evaluations:
         next attempt.
         """
         while self._under_way and self._under_way[0][1].done():
-            step, replies = self._under_way[0]
+            step, replies = self._under_way[0]  # the oldest alone: the log's order is that of the steps
             if is_ending and replies.exception() is not None:
                 return
             self._under_way.popleft()
@@ -117,7 +117,7 @@ def score_sets(
 
     Trajectories with the same `sample` are those of one try, such as a debate's agents, and count as one reply.
     """
-    batch = take_out_greedy(batch)
+    batch = take_out_greedy(batch)  # ReMax's baselines are no replies
     rows: dict[int, list[int]] = {}
     for number, prompt in enumerate(batch["prompt"].tolist()):
         rows.setdefault(prompt, []).append(number)
@@ -127,7 +127,7 @@ def score_sets(
         places = [place for place in range(len(members)) if first + place in rows]
         replies = [rows[first + place] for place in places]
         first += len(members)
-        if not places:
+        if not places:  # every prompt of it has failed
             continue
         decoded = [
             [decode(tokenizer, batch, row, members[place].get("answer", "")) for row in numbers]
@@ -165,6 +165,7 @@ def decode_samples(
     if prompts is not None and "prompt_index" in batch:
         answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
     waiting: dict[int, list[int]] = {}
+    # A generator of its own: which samples are shown must change no other draw.
     for row in random.Random(seed).sample(range(len(batch)), len(batch)):
         waiting.setdefault(int(batch["group"][row]), []).append(row)
     rounds = itertools.zip_longest(*waiting.values())
@@ -177,6 +178,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int,
     ids, mask = batch["input_ids"][first:end], batch["loss_mask"][first:end]
     written = written_tokens(batch)[first:end]
     reward = batch["rewards"][first:end][mask].sum() if "rewards" in batch.tokens else batch["rewards"][row]
+    # A turn begins wherever the writer changes.
     bounds = [0, *((written[1:] != written[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
     turns = [
         Turn(by="policy" if written[a] else "others", text=tokenizer.decode(ids[a:b]))

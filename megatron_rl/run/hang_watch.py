@@ -123,16 +123,17 @@ class HangWatch:
         self._events.append(f"{time.strftime('%H:%M:%S')} {phase or '-'}")
         self._entered += 1
         self._phase, self._since = phase, time.monotonic()
+        # A timer in C: it writes also where a call holds the interpreter, and no thread of this object gets to run.
         faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
 
     def close(self) -> None:
         """End the watch: the run is over, or fails by itself."""
         self._closed.set()
-        self._thread.join(REPORT_PATIENCE_S)
+        self._thread.join(REPORT_PATIENCE_S)  # before the file that it writes to is closed
         faulthandler.cancel_dump_traceback_later()
         if self._thread.is_alive():  # it waits for rank 0, which does not answer
             return
-        if self._stacks.tell() == 0:
+        if self._stacks.tell() == 0:  # nothing was found, in this run or one before
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._stacks.name)
         self._stacks.close()
@@ -204,16 +205,17 @@ class HangWatch:
             message = describe(reports, self.world_size, self.limit_s, self.folder)
             phases = {report.phase for report in reports}
             is_left = len(reports) == self.world_size and bool(self._can_leave) and phases == {self._can_leave}
+            # One rank decides: if each did by the reports that it saw, some would leave the step and others end.
             self._store.set(VERDICT, json.dumps([is_left, message]))
         else:
             is_left, message = self._verdict()
         if is_left:
             self._on_leave(message)
-            if self._closed.wait(self._grace_s):
+            if self._closed.wait(self._grace_s):  # the run has ended in order
                 return
         if self.rank == 0:
             self._on_hang(message)
-        elif not self._closed.wait(LAST_RESORT_S):
+        elif not self._closed.wait(LAST_RESORT_S):  # the launcher ends this rank once rank 0 is gone
             self._on_hang(f"rank {self.rank}: the run hangs, and rank 0 does not end it.")
 
     def _write(self, report: RankReport) -> None:
@@ -233,7 +235,7 @@ class HangWatch:
         return is_left, message
 
     def _reports(self) -> list[RankReport]:
-        deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []
+        deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []  # one for all: many silent ranks cost no more
         for rank in range(self.world_size):
             left_s = max(0.1, deadline - time.monotonic())
             try:
@@ -251,6 +253,7 @@ def describe(reports: list[RankReport], world_size: int, limit_s: float, folder:
     parts = [f"a phase has lasted more than run.phase_timeout_s = {limit_s:g} s, so the run is ended."]
     if silent:
         parts.append(f"{_ranks(silent)} did not answer (stopped, or its interpreter is held).")
+    # Ranks meet in collectives: who waits in one has gone further than whom it waits for.
     ahead = max(report.phases_entered for report in reports)
     behind = [report for report in reports if report.phases_entered < ahead]
     for report in behind or reports[:1]:
@@ -290,6 +293,7 @@ def last_collectives() -> dict[str, tuple[int, str]]:
         from torch._C._distributed_c10d import _dump_fr_trace_json
     except ImportError:
         return {}
+    # The recorder names groups by torch's numbers, which say nothing of who is in them.
     label = {
         group.group_name: f"{group.group_name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
         for group in dist.distributed_c10d._world.pg_map
@@ -308,10 +312,10 @@ def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:
-        listener = parallel.own_listener(host)
+        listener = parallel.own_listener(host)  # which other hosts cannot reach where all ranks are on one
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         place = [store.port]
-    dist.broadcast_object_list(place, src=0, group=control)
+    dist.broadcast_object_list(place, src=0, group=control)  # the port, which the system has chosen
     return store if rank == 0 else dist.TCPStore(host, place[0], is_master=False, wait_for_workers=False)
 
 

@@ -190,7 +190,7 @@ class RLRun(Run):
             self._begin_from_warm_start()
         for fault in self.processes.process.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
-        with self.timers("publish"):
+        with self.timers("publish"):  # before the first request: servers of the run's own have no weights yet
             self.rollouts.publish()
         # A checkpoint is written after its step's evaluation has begun, which may not have ended.
         if not self.resumed or self.first_step in self.resumed["evaluating"]:
@@ -230,11 +230,12 @@ class RLRun(Run):
         return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
+        # Before the checkpoint that may be written: its place in the prompts is the one between these two steps.
         self.resume_state.note_step(self.processes.process)
         return super().checkpoint(step=step)
 
     def _state(self) -> dict[str, Any]:
-        if self.processes.process is not None:
+        if self.processes.process is not None:  # entries older than the oldest checkpoint are of no use to anyone
             self.processes.process.rotate_journal(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
@@ -253,10 +254,10 @@ class RLRun(Run):
         that of its beginning.
         """
         own: TrajectoryBatch | None = None
-        is_left = False
+        is_left = False  # on this rank; the others may have their replies, and are told below
         self.trained_version = self.engine.get_version()
         with self.timers("rollout"):
-            self.resume_state.note_step(self.processes.process)
+            self.resume_state.note_step(self.processes.process)  # where the step goes back to if it is left
             try:
                 own = self.rollouts.batch()
             except RuntimeError:
@@ -270,7 +271,7 @@ class RLRun(Run):
 
     def add_reward_model_scores(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
-        check_greedy(self.config, batch)
+        check_greedy(self.config, batch)  # here, as the greedy replies are taken out below
         if self.reward_model is not None:
             engine, shared = self.reward_model, self.config.batch.share_prompts
             with self.timers("score"):
@@ -301,6 +302,7 @@ class RLRun(Run):
         return [] if step < self.config.critic.warmup_steps else self._shares(batch, step, self.groups)
 
     def _shares(self, batch: TrajectoryBatch, step: int, groups: parallel.ParallelGroups) -> list[TrajectoryBatch]:
+        # Of the step alone: the critic's shares are the policy's in another layout, and a resumed run's the same.
         seed = self.config.run.seed * 1_000_003 + step
         options = self.config.batch
         return exchange.update_shares(
@@ -354,13 +356,13 @@ class RLRun(Run):
         metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
-        counts = self.rollouts.counts()
+        counts = self.rollouts.counts()  # a collective, and so outside of what the main rank does alone
         if self.groups.is_main:
             self.evaluations.log_finished(is_ending=self.is_ending)
             metrics |= metrics_of(counts)
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
-        metrics |= self.timers.snapshot()
+        metrics |= self.timers.snapshot()  # here a step's time ends and the next one's begins
         metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
         self.traces.end(step)
         self.traces.begin(step + 1)
@@ -369,6 +371,7 @@ class RLRun(Run):
             seed = self.config.run.seed * 1_000_003 + step
             samples = decode_samples(self.tokenizer, batch, count, seed=seed, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
+        # What ends the run comes behind the log, which is to show why.
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
         self.check_updates("policy", stats)

@@ -89,6 +89,7 @@ class RolloutProcesses:
             urls = [self._registered_servers()]
         elif self.groups.is_main and not urls[0]:
             urls = [self._start_servers()]
+        # The others wait here for as long as servers take to start; the hang watch begins with the first phase.
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         if self.process is not None:
             self.process.connect(urls[0])
@@ -141,13 +142,13 @@ class RolloutProcesses:
 
     def stop(self) -> None:
         """End what was started; nothing where nothing was."""
-        if self.process is not None:
+        if self.process is not None:  # before the servers, whose end it would take for their failure
             self.process.close()
         if self.supervisor is not None:
             self.supervisor.stop()
 
     def _on_drop(self, url: str, reason: str) -> None:
-        if self.supervisor is not None:
+        if self.supervisor is not None:  # servers of others are for others to start again
             self.supervisor.replace(url, reason)
 
     def leave_step(self, why: str) -> None:
@@ -210,13 +211,13 @@ class Rollouts:
         with watched:
             is_published, attempt = [False], 0
             while not is_published[0]:
-                if not self._select_servers():
+                if not self._select_servers():  # again for each attempt: others may have come back
                     return
                 is_published, attempt = [True], attempt + 1
                 try:
                     engine.update_weights(self.process if groups.is_main else None, version)
                 except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
-                    if attempt == PUBLICATION_ATTEMPTS:
+                    if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what kills them
                         raise
                     logger.warning("%s", error)
                     is_published = [False]
@@ -225,7 +226,7 @@ class Rollouts:
             served_by = [self.process.serving]
         # No rank may ask for a reply before the servers have the version.
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
-        if self.process is not None and not groups.is_main:
+        if self.process is not None and not groups.is_main:  # the main rank's process has published, and knows
             self.process.mark_published(served_by[0], version)
         late = Path(self.config.run.folder) / "late_servers"
         leave_weights(engine, self.process, groups, late, self.config.model.path)
@@ -254,7 +255,7 @@ class Rollouts:
         """Generate this rollout rank's part of the step's groups; None on ranks that drive no rollouts."""
         self.devices.give_to_servers()
         pending: list[Future[TrajectoryBatch]] = [self.process.prepare_batch()] if self.process is not None else []
-        self.wait_for(pending)
+        self.wait_for(pending)  # together: the trainer takes the devices from the servers next
         self.devices.give_to_trainer()
         return pending[0].result() if pending else None
 
@@ -277,7 +278,7 @@ class Rollouts:
         were restarted.
         """
         stalled = torch.ones(1)
-        while stalled:
+        while stalled:  # a round ends once each rank is done or has stalled: a publication needs all of them
             stalled.zero_()
             while pending and not stalled and wait(pending, SERVER_LOOK_S).not_done:
                 stalled.fill_(self.process.needs_weights)
@@ -296,7 +297,7 @@ class Rollouts:
         self.wait_for(sampled)
         reward = [0.0]
         for found in sampled:
-            if found.exception() is None or not self.is_ending():
+            if found.exception() is None or not self.is_ending():  # raises the failure of a run that goes on
                 reward = [mean_reward(take_out_greedy(found.result()))]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
@@ -314,6 +315,7 @@ def leave_weights(
     if not groups.any(is_wanted):
         return
     version = engine.get_version()
+    # Absolute: a server of another process, perhaps on another host, is told this path.
     target, tensors = folder.absolute() / f"version-{version}", iter(engine.hf_tensors())
     if groups.is_main and rollout is not None:
         try:

@@ -110,29 +110,22 @@ class Run(ABC):
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
         torch.manual_seed(options.seed)
-        self.at_end.callback(parallel.stop)
+        self.at_end.callback(parallel.stop)  # ends last: what is stopped before may need the groups
         self.groups = parallel.start(self.config.parallel, seed=options.seed)
         torch.set_num_threads(self.groups.least(threads))  # replicas that sum in another order would drift apart
 
-    def _open(
-        self,
-        *,
-        on_half_time: Callable[[], None] = lambda: None,
-        waits_for: Callable[[str], str] = lambda phase: "",
-        can_leave: str = "",
-        on_leave: Callable[[str], None] = lambda message: None,
-    ) -> None:
+    def _open(self, *, on_half_time: Callable[[], None] = lambda: None, **hangs: Any) -> None:
         """Take the run's folder and open it, choose what to continue from, and begin to hear stop signals and to watch
         for hangs. Nothing may have been written or started before. ValueError where another run is in the folder.
 
-        on_half_time is StopSignal's, the others are HangWatch's.
+        on_half_time is StopSignal's, hangs are HangWatch's: waits_for, can_leave and on_leave.
         """
         options, groups = self.config.run, self.groups
 
         def keep_folder() -> None:
             self.at_end.callback(os.close, file_lock.keep_folder(self.folder, LOCK, "a run"))
 
-        if fault := groups.on_main(keep_folder):
+        if fault := groups.on_main(keep_folder):  # before anything is read there, which another run may be changing
             raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
         wait_for_earlier_processes(self.folder, groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
@@ -155,10 +148,8 @@ class Run(ABC):
             control=groups.control,
             limit_s=options.phase_timeout_s,
             on_hang=process_exit.stop,
-            waits_for=waits_for,
-            can_leave=can_leave,
-            on_leave=on_leave,
             grace_s=options.grace_s,
+            **hangs,
         )
         self.at_end.callback(self.hang_watch.close)
         self.timers.on_change = self.hang_watch.enter
@@ -180,7 +171,7 @@ class Run(ABC):
         most = self.config.run.most_skipped_updates
         for update in updates:
             self._skipped_in_a_row[model] = 0 if update.applied else self._skipped_in_a_row[model] + 1
-            if self._skipped_in_a_row[model] > most:
+            if self._skipped_in_a_row[model] > most:  # on every rank: they all have the same statistics
                 raise RuntimeError(
                     f"run.most_skipped_updates = {most}: {self._skipped_in_a_row[model]} updates of the {model} in a "
                     f"row had a loss or a gradient that is no number, and were skipped. The last one{trained_on}: "
@@ -207,6 +198,7 @@ class Run(ABC):
         True if a stop signal came to any rank, and the run is to stop here: the checkpoint is written then.
         """
         options = self.config.run
+        # Whether the ranks ask each other depends on the config and the step alone: it is a collective.
         if (options.checkpoint_every_steps > 0 or step < options.steps) and self.stop_is_near():
             self.stop_after(step)
             return True
@@ -214,7 +206,7 @@ class Run(ABC):
             return False
         is_due = step == options.steps or step % options.checkpoint_every_steps == 0
         with self.timers("checkpoint"):
-            with self._warning_of_checkpoints():
+            with self._warning_of_checkpoints():  # of the one before, whose fault must not cost this one
                 self.checkpoints.finish(wait=is_due)
             if is_due:
                 with self._warning_of_checkpoints():
@@ -233,7 +225,7 @@ class Run(ABC):
         saves = self.config.run.checkpoint_every_steps > 0
         if saves:
             self.checkpoints.finish(wait=True)
-            if step > self.checkpoints.newest:
+            if step > self.checkpoints.newest:  # else a step was left, whose beginning has one
                 self._start_checkpoint(step, in_background=False)
                 self.checkpoints.finish(wait=True)
         why = why or self.stop_signal.signal_name or "another rank's stop signal"
@@ -252,7 +244,7 @@ class Run(ABC):
             self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
-        self.log_file.sync()
+        self.log_file.sync()  # before: a resumed run cuts the log at its checkpoint, and expects all of it up to there
         self.checkpoints.start(step, self.trained, self._state(), in_background=in_background)
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -274,7 +266,7 @@ class Run(ABC):
         self._report()
 
     def _report(self) -> None:
-        self.log_file.close()
+        self.log_file.close()  # which the report reads
         if not self.groups.is_main:
             return
         # In a process of its own: a report that cannot be made takes no trained weights with it.

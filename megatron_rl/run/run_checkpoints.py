@@ -69,12 +69,12 @@ class RunCheckpoints:
             aside.mkdir(parents=True)
             (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
 
-        self._on_main(make_room, step)
+        self._on_main(make_room, step)  # returns on all ranks once the folder is there to write into
         self.engines = engines
         try:
             for name, engine in engines.items():
                 engine.save_async(aside / name, beside=engines.values(), in_background=in_background)
-        except CheckpointError:
+        except CheckpointError:  # on all ranks: the engines agree on it
             self._abandon()
             raise
         self.aside, self.step = aside, step
@@ -97,8 +97,9 @@ class RunCheckpoints:
         aside, self.aside = self.aside, None
 
         def publish() -> None:
-            manifest.write(aside)
+            manifest.write(aside)  # last of its files: a folder that has it is whole
             replace_folder(aside, self.folder / f"step-{self.step}")
+            # Only now is there one more: at no moment are fewer good ones there than were before.
             for old in sorted(self._steps())[: -self.keep]:
                 shutil.rmtree(self.folder / f"step-{old}")
 
@@ -160,18 +161,18 @@ class RunCheckpoints:
         if not resume:
             return None
         chosen = self._checked(Path(resume))
-        for step in steps:
+        for step in steps:  # else `auto` would later prefer steps of a course that was given up
             if step > read_state(chosen)["step"]:
                 self._set_aside(step, "superseded")
         return chosen
 
     def _newest_good(self, steps: list[int]) -> Path | None:
         damaged: dict[int, str] = {}
-        for step in steps:
+        for step in steps:  # the newest first
             path = self.folder / f"step-{step}"
             faults = manifest.faults_for_all(path, self.groups)
             if not faults:
-                for other in damaged:
+                for other in damaged:  # not before a good one is known: all of them may be all there is
                     self._set_aside(other, "damaged")
                 self.passed_over = [f"checkpoint step-{other}: {fault}" for other, fault in damaged.items()]
                 return path
@@ -241,7 +242,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63  # of JSON, where true would pass for 1
 
 
 def is_ledger(state: Any) -> bool:
@@ -296,6 +297,7 @@ class PromptResumeState:
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
         """Remember the place where a step begins or has ended, for `state_dict`."""
+        # Not asked for when it is written: a step that is left goes back to where it began.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
 
     def state_dict(self) -> dict[str, Any]:

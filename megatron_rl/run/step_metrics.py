@@ -24,7 +24,7 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
     weight = max(sum(s.weight for s in seen), 1.0)  # 0 where not one token of the step is trained
     return {
         "loss": sum(s.loss * s.weight for s in seen) / weight,
-        "first_loss": stats[0].loss,
+        "first_loss": stats[0].loss,  # before any update: the policy that sampled, but for staleness
         "first_grad_norm": stats[0].grad_norm,
         "grad_norm": max(s.grad_norm for s in seen),
         "skipped_updates": sum(not s.applied for s in stats),
@@ -52,7 +52,7 @@ def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
     for key in stats[0].sums:
         over = stats if key in COUNTED_IN_ALL else applied_of(stats)
         metrics[key] = sum(s.sums[key] for s in over) / max(sum(map(trained_tokens, over)), 1.0)
-    metrics.pop("tokens", None)
+    metrics.pop("tokens", None)  # what the means were taken over
     if "ratio_deviation" in metrics:
         metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
     return {f"policy/{key}": value for key, value in metrics.items()}
@@ -76,6 +76,7 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     member = group_numbers(batch["group"])
+    # Each member of a group has its group's deviation: one of them stays.
     deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)
     deviations[member] = deviation_of(rewards, member, correction=0)
     metrics: dict[str, Any] = {
@@ -126,12 +127,12 @@ def mismatch_metrics(
 
     version: the policy's before the updates. All ranks call it.
     """
-    if not stats or stats[0].logprobs is None:
+    if not stats or stats[0].logprobs is None:  # on all ranks or on none
         return {}
     share = shares[0]
     columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
-    if not groups.is_rollout_rank:
+    if not groups.is_rollout_rank:  # its replica's rollout rank counts the same share; a collective needs all ranks
         sums, largest = sums.zero_(), largest.zero_()
     dist.all_reduce(sums, group=groups.control)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.control)

@@ -61,7 +61,7 @@ class StepTraces:
             return
         groups = self.groups
         with self.timers("trace"):
-            dist.barrier(group=groups.control)
+            dist.barrier(group=groups.control)  # by which the ranks' clocks are set against each other
             trace = RankTrace(
                 rank=groups.rank,
                 host=socket.gethostname(),

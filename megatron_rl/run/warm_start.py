@@ -70,7 +70,7 @@ class WarmStart:
         self._train()
         if self.options.folder:
             self.engine.save(self.folder)
-            if self.groups.is_main:
+            if self.groups.is_main:  # last: only a folder that has it counts as whole
                 (self.folder / SETTINGS).write_text(self._settings())
         return True
 
@@ -90,7 +90,7 @@ class WarmStart:
 
     def _train(self) -> None:
         options, engine = self.options, self.engine
-        engine.reset_optimizer(options.updates, lr=options.lr)
+        engine.reset_optimizer(options.updates, lr=options.lr)  # of its own; the caller makes RL's afterwards
         rows = warm_start_rows(options, self.prompts, self.tokenizer, context=engine.arch.max_positions)
         prompts = PromptIterator(rows.rows, seed=self.config.run.seed, shuffle=True)
         training, losses = answer_training(engine, self.groups), []
@@ -100,6 +100,7 @@ class WarmStart:
             stats = training.update(batch, update)
             losses.append(stats.loss)
             self._check(stats)
+            # The same on all ranks: it depends on the config and on a reward that they all have been told.
             is_check = self._measure is not None and (update + 1) % options.check_every_updates == 0
             if is_check and self._measure() >= options.stop_at_reward:
                 break
@@ -121,5 +122,6 @@ class WarmStart:
         if self.groups.is_main and self.options.folder:
             path = self.folder / SETTINGS
             kept = [path.is_file() and path.read_text() == self._settings()]
+        # Asked of one rank alone: a file may show itself on some hosts later than on others.
         dist.broadcast_object_list(kept, src=0, group=self.groups.control)
         return kept[0]
