@@ -21,10 +21,7 @@ from megatron_rl.types import StepStats, TrajectoryBatch
 
 
 def check_preference(config: TrainConfig) -> tuple[PreferenceLoss, RowData]:
-    """Check everything that can be checked before a process group is started: ValueError names key, value and remedy.
-
-    Returns the loss and the pairs.
-    """
+    """Return the loss and the pairs, checked before a process group is started. ValueError."""
     options = config.preference
     if not options.loss:
         raise ValueError(
@@ -37,6 +34,8 @@ def check_preference(config: TrainConfig) -> tuple[PreferenceLoss, RowData]:
 
 class PairTraining(RowTraining):
     """Trains an engine on pairs, whose prompt is computed once where `share_prompts` says so."""
+
+    weight = "pairs"
 
     def __init__(
         self, engine: TrainEngine, groups: parallel.ParallelGroups, loss: PreferenceLoss, *, share_prompts: bool = True
@@ -52,8 +51,12 @@ class PairTraining(RowTraining):
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
 
+    def metrics(self, stats: StepStats) -> dict[str, float]:
+        """Return means over pairs; `accuracy` is the share of pairs whose chosen reply the model finds better."""
+        return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))
+
     def _share(self, batch: TrajectoryBatch, seed: int) -> TrajectoryBatch:
-        if self.entry.head == "value":  # the score is the value behind the last token
+        if self.entry.head == "value":  # the score is the value behind the last token, which needs a row of its own
             batch = batch.with_one_more_token()[0]
         return super()._share(batch, seed)
 
@@ -70,6 +73,7 @@ class Reference:
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
         """logprobs: `[N]` of the batch that these numbers are."""
+        # Each pair is two sequences: every second bound parts two pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
         self._of |= zip(numbers, parts, strict=True)
@@ -87,6 +91,7 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
     numbers_of: the pairs of a step. A pair has the same company whichever step the run was resumed at, so a
     resumed run finds the same bits.
     """
+    # By all steps of the run, also those that are done: who shares a batch decides how sums are rounded.
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}
     seen: set[int] = set()
     for step in range(steps):
@@ -114,17 +119,10 @@ class PreferenceRun(Run):
         shared = self.config.batch.share_prompts
         self.training = PairTraining(self.engine, self.groups, self.loss, share_prompts=shared)
         self.steps = RowSteps(
-            self.config,
-            self.data,
-            self.training,
-            section="preference",
-            weight="pairs",
-            metrics_of=_means_over_pairs,
+            *(self.config, self.data, self.training, self.log_file, self.timers),
+            resumed=self.resumed,
             check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
-            log_file=self.log_file,
-            timers=self.timers,
         )
-        self.steps.continue_from(self.resumed)
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
@@ -136,7 +134,7 @@ class PreferenceRun(Run):
     def begin(self) -> bool:
         """Bring model and reference to where the first step starts. False if a stop signal came before that."""
         if self.loss.entry.needs_reference and not self._ask_reference():
-            self.stop_after(self.first_step)
+            self.stop_after(self.first_step)  # of nothing new: a resumed run keeps the checkpoint that it came from
             return False
         if self.resumed:  # after the reference, which is the model of the run's start
             self.load_checkpoint()
@@ -150,7 +148,7 @@ class PreferenceRun(Run):
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
         for numbers in asked_together(self.data.numbers, self.config.run.steps, self.first_step):
-            if self.stop_is_near():
+            if self.stop_is_near():  # it may take as long as the training itself
                 return False
             with self.timers("reference"):
                 pairs = self.data.rows.batch(numbers)
@@ -168,8 +166,3 @@ class PreferenceRun(Run):
 
     def evaluate(self, *, step: int) -> None:
         self.steps.evaluate(step=step)
-
-
-def _means_over_pairs(stats: StepStats) -> dict[str, float]:
-    """Return means over pairs; `accuracy` is the share of pairs whose chosen reply is the better one by the model."""
-    return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))

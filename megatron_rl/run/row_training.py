@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_rl import parallel
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
@@ -46,7 +48,7 @@ class RowData:
 
 
 def check_rows(config: TrainConfig, *, head: str) -> RowData:
-    """Check everything that runs on rows have in common, before a process group is started. ValueError."""
+    """Return the rows of a run, after the checks that runs on rows have in common. ValueError."""
     setting = config.chosen_data.partition(" ")[0]
     if config.batch.updates_per_step != 1:
         raise ValueError(
@@ -58,6 +60,7 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
             f"warm_start.updates = {config.warm_start.updates}: must be 0 with {setting}; run megatron-rl sft before, "
             f"and name what it writes as model.path."
         )
+    # Called for what they refuse: minutes before an engine would find the same.
     arch = read_architecture(config.model.path).with_head(head)
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
@@ -71,17 +74,20 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
 def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: str) -> MegatronEngine:
     """Return the engine that such a run trains, with its weights loaded. Collective: every rank calls it."""
     engine = MegatronEngine(config.actor, groups=groups, head=head, megatron=config.megatron)
-    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))
+    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))  # by which its learning rate is scheduled
     return engine
 
 
 class RowTraining:
     """Trains an engine by a loss of rows. Collective: every rank calls every method, with the same whole batches.
 
-    training = RowTraining(engine, groups, LogprobLoss(supervised, by_row=True))
+    training = answer_training(engine, groups)
     for step, batch in enumerate(batches):
-        print(training.update(batch, step).loss)
+        print(training.metrics(training.update(batch, step)))  # {"loss": ..., "perplexity": ...}
     """
+
+    weight = "tokens"
+    """What the loss is a mean over."""
 
     def __init__(
         self,
@@ -107,7 +113,13 @@ class RowTraining:
         self.engine.eval()
         return self.engine.eval_batch(self._share(batch, 0), self.loss, self.weigh)
 
+    def metrics(self, stats: StepStats) -> dict[str, float]:
+        """Return what an update or an evaluation says of its rows."""
+        # Perplexity as a tensor: exp of a large loss is infinite there, and an OverflowError in math.
+        return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
+
     def _share(self, batch: TrajectoryBatch, seed: int) -> TrajectoryBatch:
+        # By the step's number, and not by a generator's state: every rank, and a resumed run, shares it out alike.
         return exchange.update_shares(batch, 1, self.groups, seed=seed, share_prompts=self.share_prompts)[0]
 
 
@@ -117,11 +129,10 @@ def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> Row
 
 
 class RowSteps:
-    """The steps and evaluations of a run on rows, and the metrics that they log.
+    """The steps and evaluations of a run on rows, and the metrics that they log. Collective, as RowTraining is.
 
-    section: of the config, by which the metrics are called. weight: what the loss is a mean over. metrics_of: what a
-    step and an evaluation say of their rows. check: is given the statistics of each update, and the rows' numbers in
-    words. Collective: every rank calls every method.
+    steps = RowSteps(config, data, training, run.log_file, run.timers, resumed=None, check=check)
+    steps.update(0, data.rows.batch)  # logs supervised/loss
     """
 
     def __init__(
@@ -129,25 +140,24 @@ class RowSteps:
         config: TrainConfig,
         data: RowData,
         training: RowTraining,
-        *,
-        section: str,
-        weight: str,
-        metrics_of: Callable[[StepStats], dict[str, float]],
-        check: Callable[[StepStats, str], None],
         log_file: RunLog,
         timers: PhaseTimers,
+        *,
+        resumed: dict[str, Any] | None,
+        check: Callable[[StepStats, str], None],
     ) -> None:
-        self.config, self.data, self.training = config.run, data, training
-        self.section, self.weight, self._metrics_of, self._check = section, weight, metrics_of, check
-        self.log_file, self.timers = log_file, timers
+        """resumed: the state of a checkpoint, in whose order of rows it goes on; None or empty begins one.
 
-    def continue_from(self, state: dict[str, Any] | None) -> None:
-        """Go on in the order of the rows where a checkpoint has it; None or empty begins it."""
-        if self.data.rows.left_out:
-            left_out, left = self.data.rows.left_out, len(self.data.order)
-            self.log_file.say(f"data.train: {left_out} rows are too long and left out, {left} are left")
-        if state:
-            self.data.order.load_state_dict(state["prompts"])
+        check: is given the statistics of each update, and the rows' numbers in words.
+        """
+        self.config, self.data, self.training = config.run, data, training
+        self.log_file, self.timers, self._check = log_file, timers, check
+        self.section = config.chosen_data.partition(".")[0]
+        if data.rows.left_out:
+            left_out, left = data.rows.left_out, len(data.order)
+            log_file.say(f"data.train: {left_out} rows are too long and left out, {left} are left")
+        if resumed:
+            data.order.load_state_dict(resumed["prompts"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.data.order.state_dict()}
@@ -160,10 +170,11 @@ class RowSteps:
         numbers = self.data.numbers(step)
         with self.timers("update"):
             stats = self.training.update(batch_of(numbers), step)
-        found = self._metrics_of(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
+        found = self.training.metrics(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
         found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}
         self.log_file.log_step(step, metrics | self.timers.snapshot())
+        # Behind the log, which is to show the update that ends the run.
         self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")
 
     def evaluate(self, *, step: int) -> None:
@@ -173,4 +184,5 @@ class RowSteps:
             for name, batch in self.data.held_out.items():
                 with self.timers("evaluate"):
                     stats = self.training.evaluate(batch)
-                self.log_file.log_evaluation(step, name, self._metrics_of(stats) | {self.weight: int(stats.weight)})
+                metrics = self.training.metrics(stats) | {self.training.weight: int(stats.weight)}
+                self.log_file.log_evaluation(step, name, metrics)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_rl.config import TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.run.row_training import RowData, RowSteps, answer_training, check_rows, start_engine
 from megatron_rl.run.run import Run
-from megatron_rl.types import StepStats
 
 
 def check_supervised(config: TrainConfig) -> RowData:
-    """Check everything that can be checked before a process group is started: ValueError names key, value and remedy.
-
-    Returns the rows.
-    """
+    """Return the rows, checked before a process group is started. ValueError names key, value and remedy."""
     if not config.supervised.answer:
         raise ValueError(
             "supervised.answer = '': names no column of the rows; set the one with the answer's text, or messages. RL "
@@ -36,22 +30,15 @@ class SupervisedRun(Run):
     """
 
     def _start(self) -> None:
-        self.data = check_supervised(self.config)
+        self.data = check_supervised(self.config)  # before any process group or file: a mistake costs seconds
         self._join()
         self._open()
         self.engine = start_engine(self.config, self.groups, head="policy")
         self.steps = RowSteps(
-            self.config,
-            self.data,
-            answer_training(self.engine, self.groups),
-            section="supervised",
-            weight="tokens",
-            metrics_of=_loss_and_perplexity,
+            *(self.config, self.data, answer_training(self.engine, self.groups), self.log_file, self.timers),
+            resumed=self.resumed,
             check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
-            log_file=self.log_file,
-            timers=self.timers,
         )
-        self.steps.continue_from(self.resumed)
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
@@ -73,7 +60,3 @@ class SupervisedRun(Run):
 
     def evaluate(self, *, step: int) -> None:
         self.steps.evaluate(step=step)
-
-
-def _loss_and_perplexity(stats: StepStats) -> dict[str, float]:
-    return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
