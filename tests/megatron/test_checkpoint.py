@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file, save_file
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of, start
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine import checkpoint as checkpoints
@@ -78,13 +78,16 @@ def resume_and_save(folder, layout, source, target, options, in_background):
     "family,links",
     [
         ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
-        ("qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"]),
+        pytest.param(
+            "qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_continues_in_any_layout(family, links, tmp_path):
     follow(family, links, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_continues_in_any_layout(tmp_path):
     follow("qwen3_moe", ["1", "tp2_pp2", "ep2_distributed"], tmp_path)
 
@@ -108,15 +111,13 @@ def follow(family, links, tmp_path):
 def resume_in_bfloat16(folder, target, kinds):
     """Train on for two updates: the engine that saved, and one that resumed with the other kind of optimizer."""
 
-    def start(is_distributed):
+    def engine_of(is_distributed):
         model = ModelConfig(path=str(folder), dtype="bfloat16")
         # The two kinds add up the gradient norm in another order; without clipping it changes nothing.
         optimizer = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, clip_grad=0.0, distributed=is_distributed)
-        engine = MegatronEngine(EngineConfig(model=model, optimizer=optimizer))
-        engine.initialize(None, FinetuneSpec(total_updates=10))
-        return engine
+        return start(MegatronEngine(EngineConfig(model=model, optimizer=optimizer)))
 
-    first, second = (start(is_distributed) for is_distributed in kinds)
+    first, second = (engine_of(is_distributed) for is_distributed in kinds)
     train(first, updates=2)
     first.save_async(target)
     train(first, updates=2)
@@ -126,23 +127,28 @@ def resume_in_bfloat16(folder, target, kinds):
     return weights_of(first), weights_of(second)
 
 
-@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
-def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(kinds, tmp_path):
+def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(tmp_path):
     make_model("llama", tmp_path / "model")
-    weights, resumed = run_ranks(2, resume_in_bfloat16, tmp_path / "model", tmp_path / "checkpoint", kinds)[0]
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+    kinds = [(True, True), (True, False), (False, True)]
+    cases = {kind: (tmp_path / "model", tmp_path / f"checkpoint{number}", kind) for number, kind in enumerate(kinds)}
+    for kind, ranks in run_each(2, resume_in_bfloat16, cases).items():
+        weights, resumed = ranks[0]
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), kind
 
 
-@pytest.mark.parametrize("options", [GENTLE, DISTRIBUTED], ids=["plain", "distributed"])
-def test_an_engine_that_never_trained_can_be_saved_and_resumed(options, tmp_path):
+def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
     make_model("llama", tmp_path / "model")
     expected = run_ranks(1, uninterrupted, tmp_path / "model", 1)[0][0]
-    saved = run_ranks(1, save_untrained, tmp_path / "model", tmp_path / "0", options)[0]
-    arguments = (tmp_path / "model", "1", tmp_path / "0", tmp_path / "1", options, False)
-    loaded, trained = run_ranks(1, resume_and_save, *arguments)[0]
-    for name, tensor in expected.items():
-        assert torch.equal(loaded[name], saved[name])
-        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+    kinds = {"plain": GENTLE, "distributed": DISTRIBUTED}
+    fresh = {kind: (tmp_path / "model", tmp_path / f"{kind}0", options) for kind, options in kinds.items()}
+    saved = run_each(1, save_untrained, fresh)
+    ways = {kind: (tmp_path / f"{kind}0", tmp_path / f"{kind}1", options) for kind, options in kinds.items()}
+    resumed = run_each(1, resume_and_save, {kind: (tmp_path / "model", "1", *way, False) for kind, way in ways.items()})
+    for kind in kinds:
+        loaded, trained = resumed[kind][0]
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[name], saved[kind][0][name])
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 def save_untrained(folder, target, options):
@@ -307,22 +313,26 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage,parts",
-    [
-        (lambda c: flip_a_bit(c / "__0_0.distcp"), ["RuntimeError", "content of __0_0.distcp", "CRC-32"]),
-        (lambda c: os.truncate(c / "__0_0.distcp", 100), ["RuntimeError", "__0_0.distcp has 100 bytes"]),
-        (lambda c: (c / "metadata.json").unlink(), ["RuntimeError", "metadata.json is missing", "earlier checkpoint"]),
-        (lambda c: (c / "manifest.json").write_text("{"), ["RuntimeError", "manifest.json is not readable"]),
-        (lambda c: (c / "manifest.json").unlink(), ["ValueError", "no manifest.json", "megatron-rl convert"]),
-    ],
-    ids=["bit", "length", "file", "manifest", "none"],
-)
-def test_a_damaged_checkpoint_is_refused_by_every_rank_with_the_file(damage, parts, checkpoint, tmp_path):
-    shutil.copytree(checkpoint / "whole", tmp_path / "copy")
-    damage(tmp_path / "copy")
-    for message in run_ranks(2, resumed_error, checkpoint / "model", "dp2", tmp_path / "copy"):
-        assert all(part in message for part in parts), message
+DAMAGE = {
+    "bit": (lambda c: flip_a_bit(c / "__0_0.distcp"), ["RuntimeError", "content of __0_0.distcp", "CRC-32"]),
+    "length": (lambda c: os.truncate(c / "__0_0.distcp", 100), ["RuntimeError", "__0_0.distcp has 100 bytes"]),
+    "file": (
+        lambda c: (c / "metadata.json").unlink(),
+        ["RuntimeError", "metadata.json is missing", "earlier checkpoint"],
+    ),
+    "manifest": (lambda c: (c / "manifest.json").write_text("{"), ["RuntimeError", "manifest.json is not readable"]),
+    "none": (lambda c: (c / "manifest.json").unlink(), ["ValueError", "no manifest.json", "megatron-rl convert"]),
+}
+
+
+def test_a_damaged_checkpoint_is_refused_by_every_rank_with_the_file(checkpoint, tmp_path):
+    for kind, (damage, _) in DAMAGE.items():
+        shutil.copytree(checkpoint / "whole", tmp_path / kind)
+        damage(tmp_path / kind)
+    cases = {kind: (checkpoint / "model", "dp2", tmp_path / kind) for kind in DAMAGE}
+    for kind, messages in run_each(2, resumed_error, cases).items():
+        for message in messages:
+            assert all(part in message for part in DAMAGE[kind][1]), message
 
 
 class Evil:
@@ -402,12 +412,18 @@ def without_fix(folder, target):
     make_engine(folder, LAYOUTS["dp2"][1], distributed=True).load(target, with_optimizer=True)
 
 
-def test_upstream_distributed_adam_still_needs_its_fix(tmp_path):
-    make_model("llama_tied", tmp_path / "model")
-    target = tmp_path / "checkpoint"
-    run_ranks(2, train_and_save, tmp_path / "model", "dp2", target, {"distributed": True})
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model's folder, and a checkpoint of it by two replicas with the distributed optimizer."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_model("llama_tied", folder / "model")
+    run_ranks(2, train_and_save, folder / "model", "dp2", folder / "checkpoint", {"distributed": True})
+    return folder / "model", folder / "checkpoint"
+
+
+def test_upstream_distributed_adam_still_needs_its_fix(trained):
     with pytest.raises(AssertionError, match="KeyError: 'step'"):
-        run_ranks(2, without_fix, tmp_path / "model", target)
+        run_ranks(2, without_fix, *trained)
 
 
 def shared_step(folder, target):
@@ -424,11 +440,8 @@ def shared_step(folder, target):
     return len({step.data_ptr() for step in steps}), len(steps)
 
 
-def test_upstream_adam_steps_are_shared_after_a_load_without_the_fix(tmp_path):
-    make_model("llama_tied", tmp_path / "model")
-    target = tmp_path / "checkpoint"
-    run_ranks(2, train_and_save, tmp_path / "model", "dp2", target, {"distributed": True})
-    distinct, parameters = run_ranks(2, shared_step, tmp_path / "model", target)[0]
+def test_upstream_adam_steps_are_shared_after_a_load_without_the_fix(trained):
+    distinct, parameters = run_ranks(2, shared_step, *trained)[0]
     assert distinct == 1 < parameters
 
 
@@ -470,13 +483,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder):
-    make_engine(folder, LAYOUTS["1"][1])
-
-
 def refused(folder, *parts):
     with pytest.raises(ValueError) as error:
-        start(folder)
+        make_engine(folder, LAYOUTS["1"][1])
     for part in parts:
         assert part in str(error.value)
 

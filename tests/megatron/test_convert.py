@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from tiny import LAYOUTS, make_engine, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,27 +31,43 @@ def convert_both_ways(model, checkpoint, folder):
     return [convert.convert_folder(model, checkpoint), convert.convert_folder(checkpoint, folder)]
 
 
-# A tied model and an untied one, with odd vocabularies, and both dtypes.
-@pytest.mark.parametrize("family,dtype", [("qwen2_tied", torch.float32), ("qwen3", torch.bfloat16)])
-def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(family, dtype, tmp_path):
-    make_model(family, tmp_path / "model").to(dtype).save_pretrained(tmp_path / "model")
-    said = run_ranks(1, convert_both_ways, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "back")[0]
-    assert said == [f"{tmp_path}/checkpoint: checkpoint", f"{tmp_path}/back: Hugging Face folder"]
+# A tied model and an untied one, with odd vocabularies, and both dtypes; experts, their routers' biases and multi-head
+# latent attention.
+CONVERTED = {
+    "qwen2_tied": torch.float32,
+    "qwen3": torch.bfloat16,
+    "qwen3_moe": torch.bfloat16,
+    "deepseek_v3": torch.bfloat16,
+}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """By family: the folder of model, checkpoint and way back, what was said, and the weights that four ranks load."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in CONVERTED}
+    for family, folder in folders.items():
+        make_model(family, folder / "model").to(CONVERTED[family]).save_pretrained(folder / "model")
+    there = {family: (folder / "model", folder / "checkpoint") for family, folder in folders.items()}
+    said = run_each(1, convert_both_ways, {family: (*there[family], folders[family] / "back") for family in CONVERTED})
+    loaded = run_each(4, load_converted, there)
+    return {family: (folders[family], said[family][0], loaded[family][0]) for family in CONVERTED}
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
+def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(family, converted):
+    folder, said, weights = converted[family]
+    assert said == [f"{folder}/checkpoint: checkpoint", f"{folder}/back: Hugging Face folder"]
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
-    weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
-    for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
+        assert (folder / "back" / name).read_bytes() == (folder / "model" / name).read_bytes()
+    for name, tensor in load_file(folder / "model" / "model.safetensors").items():
         assert torch.equal(weights[name], tensor.float()), name
 
 
-# Experts, their routers' biases and multi-head latent attention.
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_mixture_of_experts_returns_with_the_same_bits_and_loads_in_any_layout(family, tmp_path):
-    make_model(family, tmp_path / "model").to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    run_ranks(1, convert_both_ways, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "back")
-    weights = run_ranks(4, load_converted, tmp_path / "model", tmp_path / "checkpoint")[0]
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    original = load_file(tmp_path / "model" / "model.safetensors")
+def test_a_mixture_of_experts_returns_with_the_same_bits_and_loads_in_any_layout(family, converted):
+    folder, _, weights = converted[family]
+    back = load_file(folder / "back" / "model.safetensors")
+    original = load_file(folder / "model" / "model.safetensors")
     assert back.keys() == original.keys() == weights.keys()
     for name, tensor in original.items():
         assert back[name].dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
@@ -147,6 +163,7 @@ def digests(folder):
     return tensors
 
 
+@pytest.mark.slow
 def test_conversion_never_holds_half_of_the_model_in_memory(tmp_path):
     make_model("llama", tmp_path / "tiny")
     size = write_middling_model(tmp_path, 16_000_000)

@@ -1,15 +1,15 @@
 """An engine that waits in host memory between its phases computes the same bits as one that stays on its device."""
 
 import pytest
+import tiny
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_model, share_of
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import SharedDevice, tensors_of
-from megatron_rl.types import FinetuneSpec
 
 PLAIN, DISTRIBUTED = {}, {"distributed": True}
 OVERLAPPED = DISTRIBUTED | {"overlap": True}
@@ -21,9 +21,7 @@ def start(folder, layout, dtype="float32", kind=PLAIN, **options):
         parallel=LAYOUTS[layout][1],
         optimizer=OptimizerConfig(lr=1e-3, **kind),
     )
-    engine = MegatronEngine(config, **options)
-    engine.initialize(None, FinetuneSpec(total_updates=10))
-    return engine
+    return tiny.start(MegatronEngine(config, **options))
 
 
 def device_bytes(engine):
@@ -62,22 +60,26 @@ def offload_between_phases(folder, layout, dtype, kind):
 
 # Tensor and pipeline ranks, chunks, gradients of replicas, DDP's parameter buffers, float32 main parameters, and
 # weights of which an update leaves other ranks' parts stale.
-@pytest.mark.parametrize(
-    "layout,dtype,kind",
-    [
+KINDS = {
+    1: [("1", "bfloat16", PLAIN)],
+    2: [
         ("tp2_sp", "float32", PLAIN),
         ("pp2_vpp2", "float32", PLAIN),
         ("dp2", "float32", DISTRIBUTED),
-        ("1", "bfloat16", PLAIN),
         ("dp2", "bfloat16", DISTRIBUTED),
         ("dp2", "bfloat16", OVERLAPPED),
     ],
-)
-def test_offloading_between_phases_changes_no_bit_and_empties_the_device(layout, dtype, kind, tmp_path):
+}
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_offloading_between_phases_changes_no_bit_and_empties_the_device(ranks, tmp_path):
     make_model("qwen3", tmp_path)
-    for same, out in run_ranks(LAYOUTS[layout][0], offload_between_phases, tmp_path, layout, dtype, kind):
-        assert same and all(same)
-        assert len(out) == 6 and all(before > 0 and after == 0 for before, after in out)
+    cases = {str(kind): (tmp_path, *kind) for kind in KINDS[ranks]}
+    for kind, found in run_each(ranks, offload_between_phases, cases).items():
+        for same, out in found:
+            assert same and all(same), kind
+            assert len(out) == 6 and all(before > 0 and after == 0 for before, after in out), kind
 
 
 def take_turns(folder, checkpoint):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_rl import parallel
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
@@ -11,21 +10,19 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import tensors_of
 from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.memory import Model, head_bytes, states_of_stage
-from megatron_rl.types import FinetuneSpec
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import parameters_of_stage
-from tests.megatron.ranks import run_ranks
-from tests.megatron.tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.megatron.ranks import run_each
+from tests.megatron.tiny import LAYOUTS, make_batch, make_engine, make_model, share_of, start
 
 
 def parameters_of_rank(folder, layouts):
     """{(layout, head): (stage, parameters)} of this rank."""
     found = {}
     for name in layouts:
-        groups = parallel.start(LAYOUTS[name][1], seed=1)
         for head in ("policy", "value"):
-            engine = make_engine(folder, LAYOUTS[name][1], groups=groups, head=head)
-            found[name, head] = groups.pipeline.rank, sum(p.numel() for p in engine.parameters())
+            engine = make_engine(folder, LAYOUTS[name][1], head=head)
+            found[name, head] = engine.groups.pipeline.rank, sum(p.numel() for p in engine.parameters())
     return found
 
 
@@ -44,11 +41,21 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def parameters(tmp_path_factory):
+    """By family: its folder, and what each rank has."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in CASES}
+    for family, folder in folders.items():
+        make_model(family, folder)
+    found = run_each(2, parameters_of_rank, {family: (folders[family], CASES[family]) for family in CASES})
+    return {family: (folders[family], found[family]) for family in CASES}
+
+
 @pytest.mark.parametrize("family", CASES)
-def test_planned_parameters_are_an_engines_on_every_rank(family, tmp_path):
-    make_model(family, tmp_path)
-    arch = read_architecture(tmp_path)
-    for found in run_ranks(2, parameters_of_rank, tmp_path, CASES[family]):
+def test_planned_parameters_are_an_engines_on_every_rank(family, parameters):
+    folder, ranks = parameters[family]
+    arch = read_architecture(folder)
+    for found in ranks:
         assert len(found) == 2 * len(CASES[family])
         for (name, head), (stage, count) in found.items():
             planned = parameters_of_stage(arch.with_head(head), LAYOUTS[name][1], stage)
@@ -60,10 +67,7 @@ def storage_bytes(tensors):
 
 
 def started(config, megatron=None):
-    engine = MegatronEngine(config, megatron=megatron)
-    engine.initialize(None, FinetuneSpec(total_updates=2))
-    engine.train()
-    return engine
+    return start(MegatronEngine(config, megatron=megatron)).train()
 
 
 def state_bytes(config):
@@ -74,22 +78,45 @@ def state_bytes(config):
     return engine.groups.pipeline.rank, storage_bytes(kept), storage_bytes(gradients)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "family,layout,distributed",
-    [("qwen3", "1", False), ("llama_tied", "pp2", False), ("qwen3", "dp2", True), ("qwen3_moe", "ep2", True)],
-)
-def test_planned_states_are_an_engines(family, layout, distributed, dtype, tmp_path):
-    make_model(family, tmp_path)
-    world_size, parallel = LAYOUTS[layout]
-    config = EngineConfig(
-        model=ModelConfig(path=str(tmp_path), dtype=dtype),
-        parallel=parallel,
-        optimizer=OptimizerConfig(distributed=distributed),
+STATES = [
+    (family, layout, distributed, dtype)
+    for dtype in ("float32", "bfloat16")
+    for family, layout, distributed in (
+        *(("qwen3", "1", False), ("llama_tied", "pp2", False), ("qwen3", "dp2", True)),
+        ("qwen3_moe", "ep2", True),
     )
-    model = Model("policy", read_architecture(tmp_path), config)
-    for stage, kept, gradients in run_ranks(world_size, state_bytes, config):
-        planned = states_of_stage(model, stage, world_size)
+]
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory):
+    """By case: its config, and what each rank holds."""
+    configs = {}
+    for family, layout, distributed, dtype in STATES:
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder)
+        configs[family, layout, distributed, dtype] = EngineConfig(
+            model=ModelConfig(path=str(folder), dtype=dtype),
+            parallel=LAYOUTS[layout][1],
+            optimizer=OptimizerConfig(distributed=distributed),
+        )
+    return in_their_worlds(state_bytes, {case: (config,) for case, config in configs.items()})
+
+
+def in_their_worlds(function, cases):
+    """Run the cases, whose names have their layout second, in one world of each size; by case, its config and ranks."""
+    found = {}
+    for size in {LAYOUTS[layout][0] for _, layout, *_ in cases}:
+        found |= run_each(size, function, {c: given for c, given in cases.items() if LAYOUTS[c[1]][0] == size})
+    return {case: (cases[case][0], ranks) for case, ranks in found.items()}
+
+
+@pytest.mark.parametrize("case", STATES, ids=lambda case: "-".join(map(str, case)))
+def test_planned_states_are_an_engines(case, states):
+    (_, layout, distributed, _), (config, ranks) = case, states[case]
+    model = Model("policy", read_architecture(config.model.path), config)
+    for stage, kept, gradients in ranks:
+        planned = states_of_stage(model, stage, LAYOUTS[layout][0])
         # Adam's step counters, and what upstream pads buffers with to divide them over ranks.
         padding = 1.02 if distributed else 1.001
         assert planned["gradients"] <= gradients <= planned["gradients"] * padding
@@ -145,36 +172,47 @@ LARGER = {"hidden_size": 128, "intermediate_size": 320}
 
 
 # The tolerance is what row numbers and scores take, which are left out; experts' loads are uneven in mixtures.
-@pytest.mark.parametrize(
-    "family,changes,layout,dtype,megatron,tolerance",
-    [
-        ("llama", {}, "1", "float32", {}, 0.005),
-        ("llama", LARGER, "1", "float32", {}, 0.005),
-        ("qwen3", {}, "1", "bfloat16", {}, 0.005),
-        ("qwen3", LARGER, "tp2_sp", "bfloat16", {}, 0.005),
-        ("qwen3", {}, "tp2", "bfloat16", {"recompute_granularity": "selective"}, 0.005),
-        ("qwen3", {}, "pp2", "bfloat16", {}, 0.005),
-        ("qwen3", {}, "pp2_vpp2", "bfloat16", {}, 0.005),
-        ("llama", {}, "1", "float32", FULL, 0.005),
-        ("llama", LARGER, "pp2", "bfloat16", BLOCK, 0.005),
-        ("llama", LARGER, "1", "bfloat16", {"bias_activation_fusion": True}, 0.005),
-        ("qwen3_moe", {}, "tp2_ep2", "bfloat16", {}, 0.03),
-        # Values as wide as keys: with others torch's attention for CPUs keeps all scores.
-        ("deepseek_v3", {"v_head_dim": 24}, "1", "float32", {}, 0.03),
-    ],
-)
-def test_planned_activations_are_what_autograd_keeps(family, changes, layout, dtype, megatron, tolerance, tmp_path):
-    make_model(family, tmp_path, **changes)
-    world_size, parallel = LAYOUTS[layout]
-    lengths = (100,) * 4
-    config = EngineConfig(
-        model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=parallel, tokens_per_microbatch=100
-    )
-    model = Model("policy", read_architecture(tmp_path), config)
-    for stage, peak in run_ranks(world_size, kept_bytes, config, megatron, lengths):
+ACTIVATIONS = [
+    # (family, changes, layout, dtype, megatron, tolerance)
+    ("llama", {}, "1", "float32", {}, 0.005),
+    ("llama", LARGER, "1", "float32", {}, 0.005),
+    ("qwen3", {}, "1", "bfloat16", {}, 0.005),
+    ("qwen3", LARGER, "tp2_sp", "bfloat16", {}, 0.005),
+    ("qwen3", {}, "tp2", "bfloat16", {"recompute_granularity": "selective"}, 0.005),
+    ("qwen3", {}, "pp2", "bfloat16", {}, 0.005),
+    ("qwen3", {}, "pp2_vpp2", "bfloat16", {}, 0.005),
+    ("llama", {}, "1", "float32", FULL, 0.005),
+    ("llama", LARGER, "pp2", "bfloat16", BLOCK, 0.005),
+    ("llama", LARGER, "1", "bfloat16", {"bias_activation_fusion": True}, 0.005),
+    ("qwen3_moe", {}, "tp2_ep2", "bfloat16", {}, 0.03),
+    # Values as wide as keys: with others torch's attention for CPUs keeps all scores.
+    ("deepseek_v3", {"v_head_dim": 24}, "1", "float32", {}, 0.03),
+]
+LENGTHS = (100,) * 4
+
+
+@pytest.fixture(scope="module")
+def activations_kept(tmp_path_factory):
+    """By number of the case and layout: its config, and what each rank keeps."""
+    cases = {}
+    for number, (family, changes, layout, dtype, megatron, _) in enumerate(ACTIVATIONS):
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder, **changes)
+        model = ModelConfig(path=str(folder), dtype=dtype)
+        config = EngineConfig(model=model, parallel=LAYOUTS[layout][1], tokens_per_microbatch=100)
+        cases[number, layout] = config, megatron, LENGTHS
+    return in_their_worlds(kept_bytes, cases)
+
+
+@pytest.mark.parametrize("number", range(len(ACTIVATIONS)), ids=lambda n: "-".join(map(str, ACTIVATIONS[n])))
+def test_planned_activations_are_what_autograd_keeps(number, activations_kept):
+    *_, layout, _, megatron, tolerance = ACTIVATIONS[number]
+    config, ranks = activations_kept[number, layout]
+    model = Model("policy", read_architecture(config.model.path), config)
+    for stage, peak in ranks:
         rows = 99  # the last predicts nothing
         activations = Activations(model.arch, config, megatron, uses_kernel=False)
-        kept, formed_again = activations.of_stage(stage, rows, len(lengths))
-        if stage == parallel.pipeline - 1:
+        kept, formed_again = activations.of_stage(stage, rows, len(LENGTHS))
+        if stage == config.parallel.pipeline - 1:
             kept += head_bytes(model, 67)[0]  # two thirds of the tokens are trained
         assert max(kept, formed_again) == pytest.approx(peak, rel=tolerance)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from test_critic import VALUE_LOSS, critic_batch
 from test_fsdp_referee import make_fsdp
 from test_gradients import user_loss, user_weight
@@ -174,10 +174,20 @@ def folders(tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="module")
+def lives_of(folders):
+    """By world: both lives of each rank."""
+    cases = {world: (folders["mixture" if world == "ep2" else "dense"], world) for world in WORLDS}
+    return {
+        world: ranks
+        for size in (1, 2)
+        for world, ranks in run_each(size, lives, {w: c for w, c in cases.items() if WORLDS[w][0] == size}).items()
+    }
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_run_with_skipped_updates_has_the_bits_of_one_without_their_batches(world, folders):
-    folder = folders["mixture" if world == "ep2" else "dense"]
-    ranks = run_ranks(WORLDS[world][0], lives, folder, world)
+def test_a_run_with_skipped_updates_has_the_bits_of_one_without_their_batches(world, lives_of):
+    ranks = lives_of[world]
     assert_same_lives(ranks)
     said = ranks[0][1][2]
     assert said[0].startswith("loss = nan, gradient norm = nan; not finite: rank 0, sequence 1 of group ")
