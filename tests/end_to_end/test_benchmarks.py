@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -20,13 +21,12 @@ COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.s
 """The benchmark commands of the page, each a file and its arguments."""
 TOGETHER = [
     ("bench_delta", "rollout_server", "bench_publish"),
-    ("bench_ops_cpu", "bench_recovery"),
+    ("bench_ops_cpu", "bench_recovery", "bench_packing", "bench_rewards"),
 ]
 """Run one after the other in a process."""
 STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor")
-"""Take half a minute each for processes that only start; their arguments are checked, and `--quick` is for by hand."""
-WITHOUT_QUICK = ("bench_rewards", "bench_packing")
-"""Need no model, and have arguments for their size."""
+"""Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
+what those processes give. `--quick` is for by hand."""
 
 
 def said_by(act, commands: list[str], folder: Path) -> str:
@@ -57,6 +57,27 @@ def ask_for_help(file, *arguments):
         assert not end.code, (file, end.code)
 
 
+def print_tables(*_) -> None:
+    """Of what the processes would give."""
+    import bench_async
+    import bench_train_step
+    import bench_vs_trl
+    import demo_seeds
+
+    phases = {"tokens": 256, "step": 6.0, "rollout": 2.0, "update": 3.5, "publish": 0.5}
+    bench_vs_trl.run_ours, bench_vs_trl.run_trl = lambda *_: 2 * [phases], lambda *_: 2 * [phases | {"step": 24.0}]
+    bench_vs_trl.main(["--quick", "--trl-python", sys.executable])
+    speed = {"memory": 2**30, "flops": 1e10, "tokens": 64, "matmul": 4e10}
+    bench_train_step.run_side = lambda side, *_: speed | {"times": [1.0 if side == "megatron_rl" else 5.0]}
+    bench_train_step.main(["--quick"])
+    shares = {"waited": 0.5, "slots_used": 0.25, "decoding": 0.75, "dropped": 0, "ages": {"0": 1, "1": 3}}
+    bench_async.run = lambda *_, eta, **__: shares | {"samples": 128, "seconds": 2.0 - eta, "publish_s": 0.01}
+    bench_async.main(["--quick"])
+    answers = {"before": 0.375, "accuracy": 0.9, "answers": 32, "seconds": 30.0}
+    demo_seeds.run = lambda config, seed, *_: answers | {"samples": 768 * (1 + ("async" in config))}
+    assert demo_seeds.main([]) == 0
+
+
 def commands_of(names: tuple[str, ...]) -> list[str]:
     found = [command for command in COMMANDS if command.partition(".py")[0] in names]
     assert len(found) == len(names), f"the page has {found} of {names}"
@@ -64,7 +85,7 @@ def commands_of(names: tuple[str, ...]) -> list[str]:
 
 
 def test_each_benchmark_of_the_page_is_tried_here():
-    tried = [name for names in TOGETHER for name in names] + [*STARTS_TRAINING, *WITHOUT_QUICK]
+    tried = [*TOGETHER[0], *TOGETHER[1], *STARTS_TRAINING]
     assert sorted(command.partition(".py")[0] for command in COMMANDS) == sorted(tried)
 
 
@@ -76,7 +97,10 @@ def test_each_benchmark_of_the_page_is_tried_here():
             TOGETHER[0],
             ("| 1e-06 | bfloat16 |", "embedded server", "transformers generate", "| publication |", "checksums add"),
         ),
-        (TOGETHER[1], ("GAE, 32 tokens in 4 sequences", "in the background, later")),
+        (
+            TOGETHER[1],
+            ("GAE, 32 tokens in 4 sequences", "in the background, later", "first-fit-decreasing", "code, one test"),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -91,3 +115,14 @@ def test_the_other_benchmarks_take_the_arguments_that_the_page_gives_them(tmp_pa
     assert "--etas 8 --decode-ms 3.2" in PAGE
     said = said_by(ask_for_help, [*commands, further, "bench_vs_trl.py"], tmp_path)
     assert said.count("in seconds, on a tiny model:") == len(commands) + 2
+
+
+def test_the_tables_of_what_the_other_benchmarks_start_are_right(tmp_path):
+    said = said_by(print_tables, ["-"], tmp_path)
+    for row in (
+        r"demo +256 +24.00 +2.00 +6.00 +2.00 +3.50 +0.50 +4.00",
+        r"\| quick \| 64 \| megatron_rl \| 1.00 \(1.00-1.00\) \| 64 \| 5.00 \| 1.00 \| 1.00 \| 0.010 \| 25% \|",
+        r"eta 1, interrupt +128.0 +2.00 +50% +75% +25% +0  0: 25%  1: 75%",
+        r"asynchronous +0.375 +0.900 +0.900 +0.900 +0.900 +0.000 +0.032 +30.0 +51.2 +2.00",
+    ):
+        assert re.search(row, said), said
