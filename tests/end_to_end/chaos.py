@@ -289,10 +289,16 @@ def soak(
             yield result
 
 
-def row(result: Survival) -> str:
-    same = {True: "yes", False: "NO", None: "-"}[result.is_same]
-    counts = f"{result.lives:>6}{len(result.troubles):>10}{result.lies:>9}{result.lost:>6}{result.twice:>7}"
-    return f"{result.mode:14}{counts}{result.tokens:>9,}{result.wrong:>7}  {same}"
+def row(name: str, results: list[Survival]) -> str:
+    """Add up the runs of one mode, or say how one run went."""
+    compared = [result.is_same for result in results if result.is_same is not None]
+    same = f"{sum(compared)} of {len(compared)}" if compared else "-"
+    lives, troubles = sum(result.lives for result in results), sum(len(result.troubles) for result in results)
+    lies, lost, twice, tokens, wrong = (
+        sum(getattr(result, column) for result in results) for column in ("lies", "lost", "twice", "tokens", "wrong")
+    )
+    counts = f"{len(results):>5}{lives:>7}{troubles:>10}{lies:>9,}{lost:>6}{twice:>7}{tokens:>9,}{wrong:>7}"
+    return f"{name:14}{counts}  {same}"
 
 
 def main() -> None:
@@ -302,18 +308,25 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(f"12 steps a run, two servers, 1 of {1 / FAULT_SHARE:.0f} replies spoilt; {Machine()}\n")
-    print(f"{'run':14} lives  troubles   spoilt  lost  twice   tokens  wrong  same loss")
+    machine = Machine()
     results: list[Survival] = []
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, contextlib.suppress(KeyboardInterrupt):
         for result in soak(Path(folder), minutes=args.minutes, seed=args.seed):
             results.append(result)
-            print(row(result), flush=True)
+            print(row(result.mode, [result]), file=sys.stderr, flush=True)
+    print(
+        f"12 steps a run, two servers, 1 of {1 / FAULT_SHARE:.0f} replies spoilt, {args.minutes:g} minutes; {machine}\n"
+    )
+    print(f"{'runs':14}count  lives  troubles   spoilt  lost  twice   tokens  wrong  same losses")
+    for mode in MODES:
+        print(row(mode, [result for result in results if result.mode == mode]))
     total = {name: sum(getattr(result, name) for result in results) for name in ("lies", "lost", "twice", "wrong")}
     troubles = sum(len(result.troubles) for result in results)
     print(
-        f"\n{len(results)} runs, {troubles} kills and freezes, {total['lies']:,} spoilt replies: "
-        f"{total['lost']} groups lost, {total['twice']} trained twice, {total['wrong']} tokens of a wrong version"
+        f"\n{len(results)} runs in {(time.monotonic() - began) / 60:.0f} minutes, {troubles} kills and freezes, "
+        f"{total['lies']:,} spoilt replies: {total['lost']} groups lost, {total['twice']} trained twice, "
+        f"{total['wrong']} tokens of a wrong version"
     )
     sys.exit(0 if results and all(result.is_good for result in results) else 1)
 
