@@ -54,9 +54,15 @@ def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
 
 
 def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_group: int | None = None) -> Nodes:
-    names = ["scontrol", "show", "hostnames", environment[f"SLURM_JOB_NODELIST{suffix}"]]
+    listed = environment[f"SLURM_JOB_NODELIST{suffix}"]
+    named = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True)
+    if named.returncode != 0:
+        raise ValueError(
+            f"SLURM_JOB_NODELIST{suffix} = {listed!r}: scontrol cannot name its hosts: {named.stderr.strip()}; start "
+            f"the job by sbatch, on nodes that reach Slurm's controller."
+        )
     return Nodes(
-        hosts=subprocess.run(names, capture_output=True, text=True, check=True).stdout.split(),
+        hosts=named.stdout.split(),
         # Nodes of a job may differ; the least of them is what a plan can count on everywhere.
         cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),
         gpus=int((gpus or "0").rpartition(":")[2]),  # 8, or h100:8

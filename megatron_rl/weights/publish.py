@@ -324,13 +324,12 @@ class GroupPublisher(WeightPublisher):
             if self.group is not None:
                 self._leave()
             self._lose(self.receiver.unreachable())  # nobody waits for a server that is known to be gone
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
             # A name of its own: servers that outlive a killed run still hold that run's group.
             self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
             self._membership = self.receiver.membership
             address = self.receiver.trainer_address()
+            listener = socket.create_server((address, 0))  # before its port is told: nobody else can take it then
+            port = listener.getsockname()[1]
             joins = self.receiver.join_weight_group(
                 address=address, port=port, name=self.group_name, backend=self.backend
             )
@@ -343,6 +342,7 @@ class GroupPublisher(WeightPublisher):
                     name=self.group_name,
                     backend=self.backend,
                     timeout_s=self.timeout_s,
+                    listener=listener,
                     is_hopeless=lambda joins=joins: bool(_failures(joins)),
                 )
                 self._collect(joins)

@@ -34,6 +34,7 @@ def join_update_group(
     name: str,
     backend: str = "gloo",
     timeout_s: float = 120,
+    listener: socket.socket | None = None,
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> dist.ProcessGroup:
     """Join the group `name`; blocks until all `world_size` ranks have joined, or raises after `timeout_s`.
@@ -41,6 +42,7 @@ def join_update_group(
     Rank 0 hosts the TCP store at `address:port`, and at no other address of its host. Works with or without a default
     process group and never becomes it. `timeout_s` is also the deadline of every later collective of the group.
 
+    listener: rank 0's, which listens at `address:port` already and is taken over; None to open it here.
     is_hopeless(): asked on rank 0; True where a rank will not come. TimeoutError then, at once and for all ranks.
     """
     if not 0 <= rank < world_size:
@@ -51,7 +53,9 @@ def join_update_group(
     # The store of torch's tcp:// rendezvous, made directly: under torchrun, rendezvous() would look for the store of
     # torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) and rank 0 would host none.
     if rank == 0:
-        store = _hosted_store(address, port, world_size, timeout, is_hopeless)
+        # Left to itself the store would listen on every address of the host.
+        descriptor = (listener or socket.create_server((address, port))).detach()
+        store = _hosted_store(descriptor, address, port, world_size, timeout, is_hopeless)
     else:
         store = dist.TCPStore(address, port, world_size, False, timeout=timeout, multi_tenant=True)
     is_gloo = backend == "gloo"
@@ -69,11 +73,9 @@ def join_update_group(
 
 
 def _hosted_store(
-    address: str, port: int, world_size: int, timeout: timedelta, is_hopeless: Callable[[], bool]
+    listener: int, address: str, port: int, world_size: int, timeout: timedelta, is_hopeless: Callable[[], bool]
 ) -> dist.TCPStore:
     """Return rank 0's store once all ranks have come to it."""
-    # Left to itself it would listen on every address of the host.
-    listener = socket.create_server((address, port)).detach()
     # A thread, as nothing interrupts a store that waits.
     with ThreadPoolExecutor(1, thread_name_prefix="weight-store") as thread:
         made = thread.submit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_components_of_a_heterogeneous_job_serve_and_train():
 def test_what_does_not_fit_is_refused(own, servers, ranks, message):
     with pytest.raises(ValueError, match=message):
         placed(own, servers, ranks)
+
+
+def test_a_list_of_nodes_that_scontrol_cannot_read_is_named(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
+    with pytest.raises(ValueError, match=r"SLURM_JOB_NODELIST = 'n\[1-2\]'.*Unable to contact slurm controller"):
+        nodes_of_job(job)
 
 
 def test_outside_a_job_the_message_names_sbatch():
