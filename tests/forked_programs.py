@@ -44,6 +44,7 @@ with start_up.importing():
     from megatron_rl.servers import server_process
     from megatron_rl.tools.embedded_server import server as embedded_server
 
+ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
@@ -206,6 +207,7 @@ def _become(
         os.environ.clear()
         os.environ.update(env)
         sys.argv = [module, *command[command.index(module) + 1 :]]
+        _forget_modules_of_tests()
         if "-P" not in command:
             sys.path.insert(0, os.getcwd())
         os.write(says_so, b".")
@@ -222,6 +224,15 @@ def _become(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _forget_modules_of_tests() -> None:
+    """Forget the modules of folders that an earlier test has made: the command may find others of their names."""
+    known = tuple(map(str, (ROOT, sys.prefix, sys.base_prefix, Path(sys.prefix).resolve())))
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and not str(file).startswith(known):
+            del sys.modules[name]
 
 
 def _let_go_of_files(kept: Collection[int]) -> None:

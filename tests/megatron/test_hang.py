@@ -152,7 +152,7 @@ def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_
     parts = [("publication", "pause", 1.0, 1.1), ("gathering", "bucket 1", 1.1, 1.2)]
     publisher = SimpleNamespace(last=Publication(3, parts=parts))
     engine, processes = SimpleNamespace(publisher=publisher), SimpleNamespace(supervisor=None, process=None)
-    rollouts = Rollouts(None, None, processes, None, engine, None, is_ending=lambda: False)
+    rollouts = Rollouts(None, None, processes, None, engine, is_ending=lambda: False)
     assert rollouts.waits_for("publish") == "", "a rank without rollouts"
     rollouts.process = SimpleNamespace(hang_report=lambda: "control: 1; the oldest: /x to http://n1 for 9.0 s")
     published = "the publication of version 3 (ended last: gathering, bucket 1)"

@@ -7,6 +7,7 @@ import time
 import pytest
 from aiohttp import web
 
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
 from megatron_rl.servers import client
 from megatron_rl.servers import sampling_client as client_module
@@ -415,7 +416,8 @@ def test_token_is_not_carried_to_where_a_server_points(scripted, connect):
         status=307, headers={"Location": f"{elsewhere.url}/pause_generation"}
     )
     engine = connect(pointing.url)
-    engine.pause()
+    with pytest.raises(NoServerLeft, match="/pause_generation: HTTP 307"):
+        engine.pause()
     assert pointing.controls()[0] == "/pause_generation" and elsewhere.calls == []
 
 

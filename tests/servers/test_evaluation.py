@@ -117,7 +117,7 @@ def test_a_warm_start_stops_at_the_reward_of_replies_also_where_tokens_have_them
     for name, answer in {"publish": None, "evaluate": [replies], "wait_for": None}.items():
         monkeypatch.setattr(rollouts.Rollouts, name, lambda *_, answer=answer: answer)
     groups, processes = SimpleNamespace(control=None), SimpleNamespace(supervisor=None, process=None)
-    run = rollouts.Rollouts(None, groups, processes, None, None, None, is_ending=lambda: False)
+    run = rollouts.Rollouts(None, groups, processes, None, None, is_ending=lambda: False)
     assert run.mean_reward(GenerationConfig()) == (1.0 + 0.5) / 2
 
 
