@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     print(frame.Machine())
     print(f"{'':<32} {'':<22} {'rewards/s':>10} {'own CPU us':>12}")
     for case, path, data in CASES:
-        function = resolve(path, key="reward", import_from=None)
+        function = resolve(path, key="reward", kind="reward", import_from=None)
         in_a_thread = lambda arguments, function=function: asyncio.to_thread(function, **arguments)  # noqa: E731
         line(case, "threads", uvloop.run(rate(in_a_thread, data, args.replies, args.rounds)))
         for workers in args.workers:
