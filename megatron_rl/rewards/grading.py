@@ -29,7 +29,7 @@ class NoVerdict(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """How replies are graded, from 0 to `best`. The last grade of a verdict counts, and one past the best is none.
+    """The grading of replies, from 0 to `best`. The last grade of a verdict counts, and one past the best is none.
 
     grading = Grading(best=5)
     messages = grading.asked("2+2=", "It is 4.", {})  # for a judge

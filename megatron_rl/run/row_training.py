@@ -87,7 +87,7 @@ class RowTraining:
     """
 
     weight = "tokens"
-    """What the loss is a mean over."""
+    """The unit that the loss is a mean over."""
 
     def __init__(
         self,

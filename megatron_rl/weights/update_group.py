@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.ops.checksum import word_sums
 
 LOOK_S = 0.1
-"""How often rank 0 asks whether it waits in vain."""
+"""Seconds after which rank 0 asks again whether it waits in vain."""
 CONNECT_S = 30.0
 """For gloo's connections between ranks that have all come to the store just before."""
 

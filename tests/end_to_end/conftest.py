@@ -1,4 +1,4 @@
-"""What the runs of these tests start is forked from the processes that start it: they need not import anything."""
+"""The programs that these tests' runs start are forked from the processes that start them, and import nothing."""
 
 import pytest
 

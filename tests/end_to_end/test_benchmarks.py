@@ -30,7 +30,7 @@ what those processes give. `--quick` is for by hand."""
 
 
 def said_by(act, commands: list[str], folder: Path) -> str:
-    """What a forked process, which need not import anything, prints while it does `act(command)` for one by one."""
+    """Return the output of a forked process, which need not import anything, that does `act(command)` one by one."""
     output = folder / "output.txt"
 
     def run(commands: list[str]) -> None:

@@ -41,7 +41,7 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def four_ranks(folder, warm):
-    """What the run printed."""
+    """The output of the run."""
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", f"run.steps={STEPS}")
     settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/four"), folder / "four.txt"
     codes = exit_codes(start_ranks(4, lambda settings: main(list(settings)), settings, output))
