@@ -64,6 +64,8 @@ class RankReport:
     """In that phase."""
     phases_entered: int
     """Since the start; all ranks enter the same ones, so who has entered fewer is behind."""
+    main_thread: str = ""
+    """The place in the code where it is."""
     waits_for: str = ""
     """The phase's own word for what it waits for."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class HangWatch:
             phase=self._phase,
             seconds=time.monotonic() - self._since,
             phases_entered=self._entered,
+            main_thread=where(threading.main_thread()),
             waits_for=self._waits_for(self._phase),
             collectives=last_collectives(),
         )
@@ -258,9 +261,10 @@ def describe(reports: list[RankReport], world_size: int, limit_s: float, folder:
     behind = [report for report in reports if report.phases_entered < ahead]
     for report in behind or reports[:1]:
         who = f"rank {report.rank} ({report.host}, pid {report.pid})" if behind else "every rank that answered"
-        where = f"in phase {report.phase!r} for {report.seconds:.0f} s" if report.phase else "between phases"
+        place = f"in phase {report.phase!r}" if report.phase else "between two phases"
+        spot = "" if report.phase else f" {report.main_thread}"  # a phase has a name, which says more
         waits = f", waiting for {report.waits_for}" if behind and report.waits_for else ""
-        parts.append(f"{who} is {where}{waits}.")
+        parts.append(f"{who} is {place} for {report.seconds:.0f} s{spot}{waits}.")
     if behind:
         others = sorted({report.phase for report in reports if report.phases_entered == ahead})
         parts.append(f"The others are in {', '.join(map(repr, others))}.")

@@ -106,6 +106,13 @@ def test_ranks_that_do_not_answer_and_ranks_that_all_wait_in_one_place_are_told_
     assert "rank 2 waits for requests: 3." in describe(reports, 4, 60.0, Path("runs/x/hang"))
 
 
+def test_a_rank_that_waits_between_two_phases_is_named_with_its_place_in_the_code():
+    report = RankReport(rank=0, host="n1", pid=7, phase="", seconds=61.0, phases_entered=5, main_thread="in all_reduce")
+    text = describe([report], 2, 60.0, Path("hang"))
+    assert "rank 1 did not answer" in text
+    assert "every rank that answered is between two phases for 61 s in all_reduce." in text
+
+
 def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
     """What is called on this rank while all stand still; those who are asked to leave do where `leaves`."""
     groups = parallel.start(ParallelConfig(), seed=1)
