@@ -1,0 +1,70 @@
+"""What engines of Transformer Engine's and of megatron.core's own layers do, for test_transformer_engine.py.
+
+Imported by a program of its own, in which the stand-in is installed already.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import te_stand_in
+import torch
+from gathered import as_hf_tensors, record_gradients
+from ranks import run_each
+from test_gradients import user_loss, user_weight
+from tiny import LAYOUTS, make_batch, make_engine, share_of
+
+from megatron_rl import platform
+from megatron_rl.weights.reshard import rules_of
+
+MARKS = {"tensor_model_parallel": False, "sequence_parallel": False, "allreduce": True}
+"""Megatron's marks on parameters and what their absence means."""
+
+
+def take(impl: str) -> None:
+    """Let engines made from now on have layers of `transformer_engine` or `local` ones."""
+    platform.uses_transformer_engine = lambda given: impl == "transformer_engine"
+
+
+def updated(folder: Path, layout: str, impl: str, megatron: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Load, compute log-probabilities, update once; return what was seen on the way."""
+    take(impl)
+    te_stand_in.BUILT.clear()
+    engine = make_engine(folder, LAYOUTS[layout][1], megatron=megatron)
+    loaded = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+    te_stand_in.CALLED.clear()
+    recorded = record_gradients(engine)
+    logprobs = engine.eval().forward(make_batch())
+    stats = engine.train().train_batch(share_of(make_batch(), engine), user_loss, user_weight)
+    chunk = engine.chunks[0]
+    return {
+        "loaded": loaded,
+        "logprobs": logprobs,
+        "stats": stats,
+        "gradients": as_hf_tensors(engine, recorded[0]),
+        "weights": {name: tensor.clone() for name, tensor in engine.hf_tensors()},
+        "marks": {
+            (*rule.hf, rule.expert): {name: getattr(parameter, name, default) for name, default in MARKS.items()}
+            for parameter, rule in rules_of(chunk, engine.arch)
+            if isinstance(parameter, torch.nn.Parameter)
+        },
+        "parameters": {name: (tuple(p.shape), p.dtype) for name, p in chunk.named_parameters()},
+        "built": list(te_stand_in.BUILT),
+        "called": list(te_stand_in.CALLED),
+        "optimizer": [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers],
+    }
+
+
+def main() -> None:
+    by_size, output = pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])
+    found: dict[Any, Any] = {}
+    for size, cases in by_size.items():
+        found |= run_each(size, run, cases)
+    output.write_bytes(pickle.dumps(found))
+
+
+def run(function: str, *arguments: Any) -> Any:
+    return globals()[function](*arguments)

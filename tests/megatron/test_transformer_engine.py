@@ -1,0 +1,71 @@
+"""Engines of Transformer Engine's layers are the models that those of megatron.core's own are, by its stand-in."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gathered import relative_error
+from safetensors.torch import load_file
+from tiny import FAMILIES, LAYOUTS, VARIANTS, make_model
+
+HERE = Path(__file__).parent
+CASES = [(family, "1") for family in FAMILIES if family != "gemma3" and family not in VARIANTS]
+CASES += [("deepseek_v3_yarn_whole_queries", "1")]
+CASES += [("qwen2", "tp2"), ("qwen2", "tp2_sp"), ("qwen3", "tp2_sp"), ("qwen3", "tp2")]
+CASES += [(f, layout) for f in ("qwen3_moe", "deepseek_v3") for layout in ("tp2_sp", "tp2_ep2", "tp2_etp2")]
+# The stand-in has to be there before megatron.core is.
+PROGRAM = "import te_stand_in; te_stand_in.install(); import te_cases; te_cases.main()"
+IMPLS = ("transformer_engine", "local")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folders = {family: tmp_path_factory.mktemp(family) for family, _ in CASES}
+    for family, folder in folders.items():
+        make_model(family, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory):
+    """What `te_cases.updated` returns on the first rank, by (family, layout, kind of layers)."""
+    by_size: dict[int, dict] = {}
+    for family, layout in CASES:
+        for impl in IMPLS:
+            arguments = ("updated", folders[family], layout, impl)
+            by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
+    return {case: ranks[0] for case, ranks in run_cases(by_size, tmp_path_factory.mktemp("cases")).items()}
+
+
+def run_cases(by_size, folder):
+    (folder / "input").write_bytes(pickle.dumps(by_size))
+    program = [sys.executable, "-c", PROGRAM, folder / "input", folder / "output"]
+    subprocess.run(program, check=True, timeout=240, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return pickle.loads((folder / "output").read_bytes())
+
+
+@pytest.mark.parametrize("family,layout", CASES)
+def test_layers_of_transformer_engine_make_the_same_model(family, layout, seen, folders):
+    found, local = (seen[family, layout, impl] for impl in IMPLS)
+    source = load_file(folders[family] / "model.safetensors")
+    assert found["loaded"].keys() == source.keys()
+    for name, tensor in source.items():
+        assert torch.equal(found["loaded"][name].view(torch.uint8), tensor.view(torch.uint8)), name
+    torch.testing.assert_close(found["logprobs"], local["logprobs"], rtol=0, atol=1e-5)
+    for name, gradient in local["gradients"].items():
+        assert relative_error(found["gradients"][name], gradient) < 2e-4, name
+        assert gradient.any() or not found["gradients"][name].any()
+    assert found["stats"].grad_norm == pytest.approx(local["stats"].grad_norm, rel=1e-5)
+    assert found["stats"].applied
+    for name, tensor in local["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("family,layout", CASES)
+def test_marks_of_parameters_are_those_of_local_layers(family, layout, seen):
+    found, local = (seen[family, layout, impl]["marks"] for impl in IMPLS)
+    assert found == local
