@@ -52,10 +52,14 @@ def updated(folder: Path, layout: str, impl: str, megatron: dict[str, Any] | Non
             if isinstance(parameter, torch.nn.Parameter)
         },
         "parameters": {name: (tuple(p.shape), p.dtype) for name, p in chunk.named_parameters()},
-        "built": list(te_stand_in.BUILT),
+        "built": [(name, _plain(options)) for name, options in te_stand_in.BUILT],
         "called": list(te_stand_in.CALLED),
         "optimizer": [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers],
     }
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if isinstance(value, int | float | str | torch.dtype)}
 
 
 def main() -> None:
