@@ -235,7 +235,7 @@ def training_state(engine: _TrainedModel, *, is_loading: bool) -> dict[str, Any]
     _start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
     optimizer = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata(engine.groups))
-    _keep_step_count(optimizer)
+    _keep_step_count(optimizer, engine.optimizer.chained_optimizers)
     return models | {
         "optimizer": optimizer,
         "scheduler": engine.scheduler.state_dict(),
@@ -271,11 +271,13 @@ def _start_adam(optimizer: Any) -> None:
                 state.setdefault("step", torch.tensor(0.0))  # which upstream's initialisation leaves out
 
 
-def _keep_step_count(state: dict[Any, Any]) -> None:
+def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
     """Add the common step count where it is 0: `MixedPrecisionOptimizer.sharded_state_dict` of 0.16 leaves it out."""
-    for part in state.values() if 0 in state else [state]:
+    for number, optimizer in enumerate(optimizers):
+        part = state[number] if 0 in state else state
         inner = part.get("optimizer", part)
-        if "state" in inner:
+        # Only where parameters have one: Transformer Engine's Adam does not know what to do with another's.
+        if "state" in inner and optimizer.optimizer and optimizer_kinds.counts_by_parameter(optimizer.optimizer):
             inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
@@ -342,6 +344,8 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         state["optimizer"] = optimizer_kinds.arrange_as_plain(state["optimizer"])
     else:
         state = dist_checkpointing.load(wanted, str(path))
+    count = optimizer_kinds.step_count(common["optimizer"])
+    optimizer_kinds.fit_adam(state["optimizer"], count, engine.optimizer.chained_optimizers)
     _load_models(engine, state)
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(schedule)

@@ -1,7 +1,8 @@
 """A checkpoint's optimizer state for an optimizer of the other kind: plain Adam or Megatron's distributed one.
 
 Their tensors are the same but for the main parameters: these have another name, and the plain optimizer of a float32
-model has none beside the weights. The rest upstream arranges in two ways.
+model has none beside the weights. The rest upstream arranges in two ways. The number of updates is beside each
+parameter's moments in torch's Adam and in the parameter group in that of apex and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -49,12 +50,9 @@ def arrange_as_distributed(loaded: State, main_parameters: State) -> State:
 
     def arrange(part: State, main: State) -> State:
         inner = part.get("optimizer", part)  # one level deeper where bfloat16 has main parameters
-        step = float(inner["state"]["common_step"])
         tensors = {index: values | main.get(index, {}) for index, values in part["param_state"].items()}
         return {
-            "optimizer": {
-                "param_groups": [_without(group, "params") | {"step": step} for group in inner["param_groups"]]
-            },
+            "optimizer": {"param_groups": [_without(group, "params") for group in inner["param_groups"]]},
             "param_state": tensors,
             "param_state_sharding_type": "fully_reshardable",
         }
@@ -71,16 +69,51 @@ def arrange_as_plain(loaded: State) -> State:
         own = part["optimizer"] if is_deeper else part
         inner = {
             "param_groups": [
-                _without(group, "step") | {"params": mine["params"]}
-                for group, mine in zip(groups, own["param_groups"], strict=True)
+                group | {"params": mine["params"]} for group, mine in zip(groups, own["param_groups"], strict=True)
             ],
-            "state": own["state"] | {"common_step": torch.tensor(float(groups[0]["step"]))},
+            "state": own["state"],
         }
         if not is_deeper:
             return inner
         return {"optimizer": inner, "fp32_from_fp16_params": part["fp32_from_fp16_params"]}
 
     return _each(loaded, lambda _, part: arrange(part))
+
+
+def counts_by_parameter(optimizer: Any) -> bool:
+    """Return True if an optimizer with state has the number of its updates beside each parameter's moments."""
+    return any("step" in state for state in optimizer.state.values())
+
+
+def step_count(saved: State) -> int:
+    """Return the number of updates that the optimizer of a checkpoint has made, by its unsharded state."""
+    counts = [0]
+    for part in _parts(saved).values():
+        inner = part.get("optimizer", part)
+        # The largest, as a group without parameters does not count, and Transformer Engine's has had a 0 beside it.
+        counts += [int(group["step"]) for group in inner["param_groups"] if "step" in group]
+        counts.append(int(inner.get("state", {}).get("common_step", 0)))
+    return max(counts)
+
+
+def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
+    """Fit a loaded state, of `count` updates, to the class of Adam that each of Megatron's `optimizers` has.
+
+    The options of that class which the saved one did not have are this run's, as Transformer Engine's
+    `bias_correction` and torch's `fused`.
+    """
+    for number, optimizer in enumerate(optimizers):
+        if optimizer.optimizer is None:  # a rank without parameters of this kind
+            continue
+        part = _parts(loaded)[number]
+        inner = part.get("optimizer", part)
+        by_parameter = "state" in inner and counts_by_parameter(optimizer.optimizer)
+        options = _without(optimizer.optimizer.param_groups[0], "params")
+        for group in inner["param_groups"]:
+            group |= options | group | {"step": count}  # an int, as kernels want it; torch's Adam does not read it
+        inner.get("state", {}).pop("common_step", None)
+        if by_parameter:
+            inner["state"]["common_step"] = torch.tensor(float(count))
 
 
 def _parts(state: State) -> dict[int, State]:

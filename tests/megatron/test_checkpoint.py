@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from fused_adam import fused_adam
 from ranks import run_each, run_ranks
 from safetensors.torch import load_file, save_file
 from test_gradients import user_loss, user_weight
@@ -134,6 +135,40 @@ def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(tmp_path):
     for kind, ranks in run_each(2, resume_in_bfloat16, cases).items():
         weights, resumed = ranks[0]
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), kind
+
+
+def by_turns(folder, targets, links):
+    """Train one update in each link, which resumes what the one before it saved; return the weights after each."""
+    weights, source = [], None
+    for (adam, options), target in zip(links, targets, strict=True):
+        with fused_adam() if adam == "fused" else contextlib.nullcontext():
+            engine = make_engine(folder, LAYOUTS["1"][1], **options)
+            if source is None:
+                engine.save(target, with_optimizer=True)  # before its first update, to be loaded by itself
+            engine.load(source or target, with_optimizer=True)
+            train(engine)
+            weights.append(weights_of(engine))
+            engine.save(target, with_optimizer=True)
+            source = target
+    return weights
+
+
+def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_goes_on_counting(tmp_path):
+    make_model("llama", tmp_path / "model")
+    links = {
+        "plain": [("fused", GENTLE), ("fused", GENTLE), ("torch", GENTLE), ("torch", GENTLE), ("fused", GENTLE)],
+        "distributed": [("fused", DISTRIBUTED), ("fused", DISTRIBUTED), ("torch", DISTRIBUTED), ("fused", DISTRIBUTED)],
+        "both": [("fused", GENTLE), ("fused", DISTRIBUTED), ("torch", GENTLE), ("fused", DISTRIBUTED)],
+    }
+    cases = {
+        name: (tmp_path / "model", [tmp_path / f"{name}{n}" for n in range(5)][: len(chain)], chain)
+        for name, chain in links.items()
+    }
+    expected = run_ranks(1, uninterrupted, tmp_path / "model", 5)[0]
+    for name, ((found, *_)) in run_each(1, by_turns, cases).items():
+        for number, weights in enumerate(found):
+            for tensor, value in weights.items():
+                torch.testing.assert_close(value, expected[number][tensor], rtol=0, atol=1e-6, msg=f"{name} {number}")
 
 
 def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
