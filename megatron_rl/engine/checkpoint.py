@@ -34,6 +34,7 @@ from megatron_rl import platform
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
+from megatron_rl.engine.optimizer_shards import OptimizerShards
 from megatron_rl.launch import process_exit
 from megatron_rl.launch.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
@@ -230,13 +231,22 @@ def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
     return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
 
 
-def training_state(engine: _TrainedModel, *, is_loading: bool) -> dict[str, Any]:
-    """Return the sharded weights and optimizer, the schedule, the version and each rank's random states."""
+def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[OptimizerShards]]:
+    """Return the sharded weights and optimizer, the schedule, the version and each rank's random states.
+
+    Of a distributed optimizer the shards are returned too: whoever loads them calls `take_over` at the end.
+    """
     _start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
-    optimizer = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata(engine.groups))
-    _keep_step_count(optimizer, engine.optimizer.chained_optimizers)
-    return models | {
+    parts, shards = engine.optimizer.chained_optimizers, []
+    if engine.config.optimizer.distributed:
+        shards = [OptimizerShards(part, models) for part in parts]
+        states = {number: part.state() for number, part in enumerate(shards)}
+        optimizer = states if len(states) > 1 else states[0]
+    else:
+        optimizer = engine.optimizer.sharded_state_dict(models, metadata=_metadata(engine.groups))
+        _keep_step_count(optimizer, parts)
+    state = models | {
         "optimizer": optimizer,
         "scheduler": engine.scheduler.state_dict(),
         "version": engine.version,
@@ -244,11 +254,11 @@ def training_state(engine: _TrainedModel, *, is_loading: bool) -> dict[str, Any]
         "layout": _layout(engine.groups),
         "random": _random_state(engine.groups, _layout(engine.groups)),
     }
+    return state, shards
 
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",  # by parameter: another layout can load it
         "chained_optim_avoid_prefix": True,  # else names would hold an optimizer's place in its chain
         "singleton_local_shards": False,
         "dp_cp_group": groups.data_context.group,
@@ -331,23 +341,24 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
             f"one written by save(with_optimizer=True)."
         )
     schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
-    wanted = training_state(engine, is_loading=True)
+    wanted, shards = training_state(engine)
     wanted["random"] = _random_state(engine.groups, common["layout"])  # by the names that the saved layout gave
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
     if is_distributed and not was_distributed:
-        main_parameters = optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
-        state = dist_checkpointing.load(wanted, str(path))
-        state["optimizer"] = optimizer_kinds.arrange_as_distributed(state["optimizer"], main_parameters)
+        optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
     elif was_distributed and not is_distributed:
         optimizer_kinds.ask_as_distributed(wanted["optimizer"])
-        state = dist_checkpointing.load(wanted, str(path))
+    state = dist_checkpointing.load(wanted, str(path))
+    if is_distributed:
+        state["optimizer"] = optimizer_kinds.arrange_as_distributed(state["optimizer"])
+    elif was_distributed:
         state["optimizer"] = optimizer_kinds.arrange_as_plain(state["optimizer"])
-    else:
-        state = dist_checkpointing.load(wanted, str(path))
     count = optimizer_kinds.step_count(common["optimizer"])
     optimizer_kinds.fit_adam(state["optimizer"], count, engine.optimizer.chained_optimizers)
     _load_models(engine, state)
     engine.optimizer.load_state_dict(state["optimizer"])
+    for part in shards:
+        part.take_over()
     engine.scheduler.load_state_dict(schedule)
     engine.version = state["version"]
     _set_random_state(state["random"], with_tracker=common["layout"] == _layout(engine.groups))

@@ -357,7 +357,7 @@ class MegatronEngine(ModelEngine):
             raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; leave it out.")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
-        state = checkpoint.training_state(self, is_loading=False)
+        state, _ = checkpoint.training_state(self)
         training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
         with left_out_of_forks(training):
             self.checkpoints.start(path, state, training=training, in_background=in_background, **self.saved_model)

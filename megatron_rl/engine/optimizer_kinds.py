@@ -19,23 +19,24 @@ DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
 """Prefixes of main parameters."""
 
 
-def ask_as_plain(wanted: State, path: str) -> State:
+def ask_as_plain(wanted: State, path: str) -> None:
     """Let a distributed optimizer's `wanted` ask a plain one's checkpoint.
 
-    Main parameters that it lacks are loaded from its weights, and taken out of `wanted`: a name is asked for once
-    only. Returns them for `arrange_as_distributed`.
+    Main parameters that it lacks are loaded in place from its weights, and taken out of `wanted`: a name is asked for
+    once only.
     """
     saved = dist_checkpointing.load_tensors_metadata(path)
-    missing: State = {}
-    for number, part in _parts(wanted).items():
-        for index, tensors in part["param_state"].items():
-            name = tensors["param"].key.removeprefix(DISTRIBUTED)
+    missing = []
+    for part in _parts(wanted).values():
+        for number, block in list(part["param_state"].items()):
+            name = block.key.removeprefix(DISTRIBUTED)
             if PLAIN + name in saved:
-                tensors["param"].key = PLAIN + name
-            else:
-                tensors["param"].key = name
-                missing.setdefault(number, {})[index] = {"param": tensors.pop("param")}
-    return dist_checkpointing.load(missing, path) if missing else {}
+                block.key = PLAIN + name
+            elif name != block.key:
+                block.key = name
+                missing.append(part["param_state"].pop(number))
+    if missing:
+        dist_checkpointing.load({"param": missing}, path)
 
 
 def ask_as_distributed(wanted: State) -> None:
@@ -45,19 +46,14 @@ def ask_as_distributed(wanted: State) -> None:
             tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)
 
 
-def arrange_as_distributed(loaded: State, main_parameters: State) -> State:
-    """Rearrange what was loaded from a plain optimizer's checkpoint."""
+def arrange_as_distributed(loaded: State) -> State:
+    """Rearrange what was loaded from a checkpoint of either kind, but for the tensors, which are loaded in place."""
 
-    def arrange(part: State, main: State) -> State:
+    def arrange(part: State) -> State:
         inner = part.get("optimizer", part)  # one level deeper where bfloat16 has main parameters
-        tensors = {index: values | main.get(index, {}) for index, values in part["param_state"].items()}
-        return {
-            "optimizer": {"param_groups": [_without(group, "params") for group in inner["param_groups"]]},
-            "param_state": tensors,
-            "param_state_sharding_type": "fully_reshardable",
-        }
+        return {"optimizer": {"param_groups": [_without(group, "params") for group in inner["param_groups"]]}}
 
-    return _each(loaded, lambda number, part: arrange(part, main_parameters.get(number, {})))
+    return _each(loaded, arrange)
 
 
 def arrange_as_plain(loaded: State) -> State:
@@ -77,7 +73,7 @@ def arrange_as_plain(loaded: State) -> State:
             return inner
         return {"optimizer": inner, "fp32_from_fp16_params": part["fp32_from_fp16_params"]}
 
-    return _each(loaded, lambda _, part: arrange(part))
+    return _each(loaded, arrange)
 
 
 def counts_by_parameter(optimizer: Any) -> bool:
@@ -121,8 +117,8 @@ def _parts(state: State) -> dict[int, State]:
     return state if 0 in state else {0: state}
 
 
-def _each(state: State, arrange: Callable[[int, State], State]) -> State:
-    parts = {number: arrange(number, part) for number, part in _parts(state).items() if isinstance(number, int)}
+def _each(state: State, arrange: Callable[[State], State]) -> State:
+    parts = {number: arrange(part) for number, part in _parts(state).items() if isinstance(number, int)}
     return parts if 0 in state else parts[0]
 
 

@@ -1,0 +1,111 @@
+"""The distributed optimizer's state in a checkpoint: every rank's own part of it, by parameter, without a copy.
+
+A rank has a range of each flattened parameter. It is saved and loaded as blocks of the parameter itself, so that any
+layout finds its part again. Upstream's form for that, `fully_reshardable` of megatron.core 0.16 to 0.20, gathers all
+parts on every rank's host first, and its form without a gather, `dp_reshardable`, can be loaded in the same tensor,
+pipeline and expert layout only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
+
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+"""A main parameter and its moments, as upstream calls them."""
+
+
+def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the range of a flattened tensor of `shape` into blocks of the tensor, and yield offset and shape of each.
+
+    list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
+    """
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        number, inside = divmod(start, row)
+        rows = (stop - start) // row
+        if inside == 0 and rows:
+            yield (number, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row
+        else:
+            end = min(row, inside + stop - start)
+            for offset, size in blocks(shape[1:], inside, end):
+                yield (number, *offset), (1, *size)
+            start += end - inside
+
+
+class OptimizerShards:
+    """This rank's part of the state of one of Megatron's distributed optimizers.
+
+    models: the sharded weights, whose places in the whole model are also those of the states.
+    """
+
+    def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
+        self.optimizer = optimizer
+        weights = {id(part.data): part for part in nested_values(extract_sharded_tensors_and_factories(models)[0])}
+        buckets = [bucket for buffer in optimizer.gbuf_ranges for parts in buffer.values() for bucket in parts]
+        self.owned = [
+            (
+                parameter,
+                weights[id(parameter)],
+                ranges["param"],
+                optimizer._get_main_param_and_optimizer_states(parameter),
+            )
+            for bucket in buckets
+            for parameter, ranges in bucket["param_map"].items()
+        ]
+        """Each parameter of which this rank has a range: its place in the model, the range and the range's state."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what is to be saved, or to be loaded in place."""
+        mine = (block for owned in self.owned for block in self._blocks_of(*owned))
+        return self.optimizer.state_dict() | {"param_state": dict(enumerate(mine))}
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Give the optimizer what was loaded, where it keeps that in another form or dtype."""
+        for parameter, _, _, tensors in self.owned:
+            self.optimizer._set_main_param_and_optimizer_states(parameter, {name: tensors[name] for name in NAMES})
+
+    def _blocks_of(
+        self, parameter: Tensor, weight: Any, place: Any, tensors: dict[str, Tensor]
+    ) -> Iterator[ShardedTensor]:
+        model, parts = torch.empty(parameter.shape, dtype=torch.float32, device="meta"), [weight]
+        if not isinstance(weight, ShardedTensor):  # one that the checkpoint has in parts, as gate and up
+            parts = weight.build_fn(weight.key, model, weight.replica_id, None)
+        for part in parts:
+            first = part.data.storage_offset() if part is not weight else 0
+            start, stop = max(place.start - first, 0), min(place.end - first, math.prod(part.local_shape))
+            for name in NAMES if start < stop else ():
+                flat = tensors[name].detach()[first + start - place.start : first + stop - place.start]
+                yield from self._blocks(part, name, flat, start)
+
+    def _blocks(self, part: ShardedTensor, name: str, flat: Tensor, start: int) -> Iterator[ShardedTensor]:
+        """Yield the blocks of `flat`, which begins at `start` in the flattened part."""
+        above = (1,) * part.prepend_axis_num  # the axes of layers and experts
+        for offset, size in blocks(part.local_shape, start, start + len(flat)):
+            data, flat = flat[: math.prod(size)].view(above + size), flat[math.prod(size) :]
+            offset = (0,) * len(above) + offset
+            yield replace(
+                part,
+                key=f"optimizer.state.{name}.{part.key}",
+                data=data,
+                dtype=data.dtype,
+                local_shape=above + size,
+                global_offset=tuple(a + b for a, b in zip(part.global_offset, offset, strict=True)),
+                axis_fragmentations=None,  # blocks are of any size
+                prepend_axis_num=0,
+                # Of the data-parallel ranks one has it; the other axes have copies as of the weight.
+                replica_id=(*part.replica_id[:2], self.optimizer.distributed_optimizer_instance_id),
+            )
