@@ -140,7 +140,7 @@ def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(tmp_path):
 def by_turns(folder, targets, links):
     """Train one update in each link, which resumes what the one before it saved; return the weights after each."""
     weights, source = [], None
-    for (adam, options), target in zip(links, targets, strict=True):
+    for (adam, options), target in zip(links, targets, strict=False):
         with fused_adam() if adam == "fused" else contextlib.nullcontext():
             engine = make_engine(folder, LAYOUTS["1"][1], **options)
             if source is None:
@@ -156,16 +156,14 @@ def by_turns(folder, targets, links):
 def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_goes_on_counting(tmp_path):
     make_model("llama", tmp_path / "model")
     links = {
-        "plain": [("fused", GENTLE), ("fused", GENTLE), ("torch", GENTLE), ("torch", GENTLE), ("fused", GENTLE)],
-        "distributed": [("fused", DISTRIBUTED), ("fused", DISTRIBUTED), ("torch", DISTRIBUTED), ("fused", DISTRIBUTED)],
-        "both": [("fused", GENTLE), ("fused", DISTRIBUTED), ("torch", GENTLE), ("fused", DISTRIBUTED)],
+        "plain": [("fused", GENTLE), ("fused", GENTLE), ("torch", GENTLE), ("fused", GENTLE)],
+        "distributed": [("fused", DISTRIBUTED), ("torch", DISTRIBUTED), ("fused", DISTRIBUTED)],
+        "both": [("fused", GENTLE), ("torch", DISTRIBUTED), ("fused", GENTLE)],
     }
-    cases = {
-        name: (tmp_path / "model", [tmp_path / f"{name}{n}" for n in range(5)][: len(chain)], chain)
-        for name, chain in links.items()
-    }
-    expected = run_ranks(1, uninterrupted, tmp_path / "model", 5)[0]
-    for name, ((found, *_)) in run_each(1, by_turns, cases).items():
+    targets = [tmp_path / str(number) for number in range(4)]
+    cases = {name: (tmp_path / "model", [it / name for it in targets], chain) for name, chain in links.items()}
+    expected = run_ranks(1, uninterrupted, tmp_path / "model", 4)[0]
+    for name, (found, *_) in run_each(1, by_turns, cases).items():
         for number, weights in enumerate(found):
             for tensor, value in weights.items():
                 torch.testing.assert_close(value, expected[number][tensor], rtol=0, atol=1e-6, msg=f"{name} {number}")
