@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -152,6 +154,54 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         # Of what upstream's module has, its groups and sizes are the names in capitals.
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
+
+
+Cut = tuple[tuple[range, ...], ...]
+"""The layers, counted over the whole model, of each model chunk of each pipeline stage."""
+
+
+@functools.cache
+def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
+    """Return how megatron.core cuts a model of `layers` layers into a pipeline. Needs no process group.
+
+    fields: those of TransformerConfig that say how, as JSON. ValueError with upstream's reason where it refuses, or
+    where a layer would be left out.
+    """
+    platform.prepare()
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    def layers_of(stage: int, chunk: int) -> range:
+        if layout is None:
+            place = chunk if chunks > 1 else None, stage
+            first = get_transformer_layer_offset(asked, *place)
+            return range(first, first + get_num_layers_to_build(asked, *place))
+        # A layout's own functions count by the layout that is active, which may be another or none.
+        rows = [[row[number].count(LayerType.decoder) for row in layout.layout] for number in range(chunks)]
+        first = sum(map(sum, rows[:chunk])) + sum(rows[chunk][:stage])
+        return range(first, first + rows[chunk][stage])
+
+    try:
+        asked = TransformerConfig(
+            num_layers=layers,
+            hidden_size=1,
+            num_attention_heads=1,
+            pipeline_dtype=torch.float32,
+            pipeline_model_parallel_size=stages,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            **json.loads(fields),
+        )
+        layout = asked.pipeline_model_parallel_layout
+        if (found := asked.virtual_pipeline_model_parallel_size or 1) != chunks:
+            raise ValueError(f"it has {found} model chunks a stage")
+        cut = tuple(tuple(layers_of(stage, chunk) for chunk in range(chunks)) for stage in range(stages))
+    except (AssertionError, NotImplementedError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if [number for chunk in range(chunks) for stage in cut for number in stage[chunk]] != list(range(layers)):
+        raise ValueError("not every layer would be on one stage")
+    return cut
 
 
 LOOPBACK = ("127.0.0.1", "localhost")

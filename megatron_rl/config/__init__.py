@@ -24,7 +24,14 @@ from megatron_rl.config.algorithm_section import (
     SupervisedConfig,
 )
 from megatron_rl.config.data_section import MIXTURE, DataConfig, EvalConfig, WarmStartConfig
-from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.model_section import (
+    PIPELINE_CUTS,
+    BatchConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.train_config import TrainConfig
@@ -48,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PAIR_LOSSES",
+    "PIPELINE_CUTS",
     "ParallelConfig",
     "PreferenceConfig",
     "RewardModelConfig",

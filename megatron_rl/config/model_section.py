@@ -21,12 +21,23 @@ class ModelConfig(Section, name="model"):
     """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
 
 
+PIPELINE_CUTS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Fields of `megatron:` that give pipeline stages different numbers of layers, in each model that has stages."""
+
+
 @dataclass(kw_only=True)
 class ParallelConfig(Section, name="parallel"):
     """A model's layout. The data axis is what remains: world size / (tensor x pipeline x context)."""
 
     tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
     pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
+    """Stages that share the layers: evenly, or as upstream's fields in `megatron:` say; docs/cluster.md names them."""
     virtual_pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Model chunks per pipeline stage (interleaved 1F1B): a smaller bubble for more communication."""
     context: int = at_least(1, default=1, hint="1 leaves the axis out")

@@ -18,7 +18,14 @@ from megatron_rl.config.algorithm_section import (
 )
 from megatron_rl.config.data_section import DataConfig, EvalConfig, WarmStartConfig
 from megatron_rl.config.given import MAIN, GivenPath, name_of_main
-from megatron_rl.config.model_section import BatchConfig, EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.model_section import (
+    PIPELINE_CUTS,
+    BatchConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
@@ -127,6 +134,14 @@ class TrainConfig:
             raise ValueError(
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
                 f"algo.advantage=gae, or leave the section out."
+            )
+
+        layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
+        cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
+        if cut and all(layout.pipeline == 1 for layout in layouts):
+            raise ValueError(
+                f"megatron.{cut} = {self.megatron[cut]!r}: cuts a pipeline, and no model has one; set "
+                f"parallel.pipeline, or leave it out."
             )
 
     def _trust_what_is_given(self) -> None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl import platform
-from megatron_rl.config import EngineConfig
+from megatron_rl.config import PIPELINE_CUTS, EngineConfig
 from megatron_rl.engine.layers import (
     block_spec,
     config_class,
@@ -95,7 +95,9 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     Needs no process group. ValueError where the parts do not fit together.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
-    check_layout(arch, parallel)
+    check_layout(arch, parallel, passed_through)
+    if parallel.pipeline == 1:  # a critic, say, beside a policy whose pipeline they cut
+        passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
     if uses_transformer_engine and not has_transformer_engine_layers(arch):
         if config.model.transformer_impl != "auto":

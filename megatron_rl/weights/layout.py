@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import PIPELINE_CUTS, ParallelConfig
+from megatron_rl.parallel import Cut, cut_by_upstream
 from megatron_rl.weights.architecture import Architecture
 from megatron_rl.weights.mapping import ROUTER_BIAS, Rule, edges, layer_rules, sizes
 
 
-def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Raise ValueError where the model's sizes do not divide as the layout wants."""
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
-    if arch.layers % (stages * chunks):
-        raise ValueError(
-            f"parallel: pipeline({stages}) x virtual_pipeline({chunks}) does not divide the model's {arch.layers} "
-            f"layers; lower one of the two."
-        )
+def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:
+    """Raise ValueError where the model's sizes do not divide as the layout wants, or `megatron:` cuts its pipeline."""
+    layers_of_stages(arch, parallel, megatron)
     if (arch.mixture or arch.latent) and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             f"parallel.sequence = False: {arch.family} under parallel.tensor > 1 needs sequence parallelism; leave the "
@@ -52,11 +51,45 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
             )
 
 
-def layers_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> list[list[int]]:
-    """Return the layers, counted over the whole model, of each model chunk of a pipeline stage."""
-    each = arch.layers // (parallel.pipeline * parallel.virtual_pipeline)
-    firsts = [(chunk * parallel.pipeline + stage) * each for chunk in range(parallel.virtual_pipeline)]
-    return [list(range(first, first + each)) for first in firsts]
+def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> Cut:
+    """Return the layers, counted over the whole model, of each model chunk of each pipeline stage.
+
+    megatron: the config's section, of which upstream is asked what its PIPELINE_CUTS mean; without them all chunks have
+    as many. ValueError where that does not go.
+    """
+    layers, stages, chunks = arch.layers, parallel.pipeline, parallel.virtual_pipeline
+    count = stages * chunks
+    fields = {key: megatron[key] for key in PIPELINE_CUTS if stages > 1 and megatron.get(key) is not None}
+    each, rest = divmod(layers, count)
+    reason = ""
+    if not fields and not rest:  # as upstream does it, without the seconds that loading it takes
+        firsts = [[(chunk * stages + stage) * each for chunk in range(chunks)] for stage in range(stages)]
+        return tuple(tuple(range(first, first + each) for first in row) for row in firsts)
+    if fields:
+        try:
+            cut = cut_by_upstream(layers, stages, chunks, json.dumps(fields, default=str))
+            # The first chunk has the embedding and the last one the head; without a parameter a chunk cannot train.
+            if all(itertools.chain(cut[0][1:], *cut[1:-1], cut[-1][:-1])):
+                return cut
+            reason = " (a chunk between the first and the last would have no layer)"
+        except ValueError as error:
+            reason = f" ({error})"
+    given = ", ".join(f"megatron.{key} = {value!r}" for key, value in fields.items())
+    way_out = "lower one of the two"
+    if layers >= count - 2:
+        way_out = f"set megatron.pipeline_model_parallel_layout='{nearly_even(layers, count)}' alone, or {way_out}"
+    raise ValueError(
+        f"{given or 'parallel'}: pipeline({stages}) x virtual_pipeline({chunks}) does not divide the model's {layers} "
+        f"layers{reason}; {way_out}."
+    )
+
+
+def nearly_even(layers: int, count: int) -> str:
+    """Return upstream's words for `count` model chunks that differ by one layer at most, the first and last smaller."""
+    each, rest = divmod(layers, count)
+    sizes = [each + (0 < number <= rest) for number in range(count)]
+    middle = "".join(f"(t*{size}|)*{len(list(run))}" for size, run in itertools.groupby(sizes[1:-1]))
+    return f"Et*{sizes[0]}|{middle}t*{sizes[-1]}L"
 
 
 @dataclass(frozen=True)
@@ -74,7 +107,9 @@ class Shares:
         return Shares(self.dense + other.dense, self.expert + other.expert)
 
 
-def parameters_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int) -> Shares:
+def parameters_of_stage(
+    arch: Architecture, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
+) -> Shares:
     """Return the number of parameters on each rank of a pipeline stage: the same on all of them."""
     embedding, final_norm, output = edges(arch)
     rules = [embedding] if stage == 0 else []
@@ -84,7 +119,7 @@ def parameters_of_stage(arch: Architecture, parallel: ParallelConfig, stage: int
             rules.append(output)
     shares = _shares(rules, arch, parallel)
     alike: dict[bool, Shares] = {}
-    for number in (number for chunk in layers_of_stage(arch, parallel, stage) for number in chunk):
+    for number in itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage]):
         kind = arch.has_mixture(number)
         if kind not in alike:
             rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config import EngineConfig
 from megatron_rl.weights.architecture import Architecture
-from megatron_rl.weights.layout import layers_of_stage
+from megatron_rl.weights.layout import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Activations:
     arch: Architecture
     config: EngineConfig
     megatron: dict[str, Any] = field(default_factory=dict)
-    """The config's `megatron:` section, for its recomputation options."""
+    """The config's `megatron:` section, for its recomputation and the cut of its pipeline."""
     uses_kernel: bool = True
     """Attention by the variable-length kernel of CUDA, or else by SDPA over pieces of one shape."""
     keys_per_row: float = 1.0
@@ -58,7 +58,7 @@ class Activations:
         activations again. rows: of one microbatch on one context rank.
         """
         parallel = self.config.parallel
-        chunks = [self._runs(chunk) for chunk in layers_of_stage(self.arch, parallel, stage)]
+        chunks = [self._runs(chunk) for chunk in layers_of_stages(self.arch, parallel, self.megatron)[stage]]
         rotation = 2 * 4 * self.arch.head_dim if self.itemsize == 4 else 0  # cosines and sines, once for all layers
         kept = [sum(run.kept for run in runs) + rotation for runs in chunks]
         flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
@@ -79,7 +79,7 @@ class Activations:
         flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
         return 2 * flying * rows * self.itemsize * self.own * self.arch.hidden
 
-    def _runs(self, chunk: list[int]) -> list[Run]:
+    def _runs(self, chunk: range) -> list[Run]:
         """The layers of a model chunk, one by one or as they are recomputed together."""
         options = self.megatron
         kinds = [self.arch.has_mixture(number) for number in chunk]

@@ -25,15 +25,7 @@ def check_models(models: list[Model], config: TrainConfig) -> None:
     """Raise ValueError where a model does not divide as its layout wants, or the config does not work on GPUs."""
     config.rollout.check_for_gpus()
     for model in models:
-        check_layout(model.arch, model.engine.parallel)
-    for key in config.megatron:
-        if key in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split") or key.startswith(
-            ("num_layers_in_first_pipeline", "num_layers_in_last_pipeline", "account_for_loss_in_pipeline")
-        ):
-            raise ValueError(
-                f"megatron.{key} = {config.megatron[key]!r}: a plan counts the same layers on every pipeline stage; "
-                f"leave it out."
-            )
+        check_layout(model.arch, model.engine.parallel, config.megatron)
 
 
 def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.tools.plan.activations import Activations
@@ -33,6 +34,8 @@ class Model:
     arch: Architecture
     engine: EngineConfig
     is_trained: bool = True
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """The config's `megatron:` section."""
 
     @property
     def itemsize(self) -> int:
@@ -46,16 +49,17 @@ class Model:
 def models_of(config: TrainConfig) -> list[Model]:
     """The policy, and where the config has them its reference, critic and reward model. Reads their config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
-    found = [Model("policy", arch, config.actor)]
+    found = [Model("policy", arch, config.actor, megatron=config.megatron)]
     if config.algo.kl_coefficient > 0:
-        found.append(Model("reference model", arch, config.actor, is_trained=False))
+        found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
     if config.has_critic:
         engine = config.critic_engine
-        found.append(Model("critic", read_architecture(engine.model.path).with_head("value"), engine))
+        arch = read_architecture(engine.model.path).with_head("value")
+        found.append(Model("critic", arch, engine, megatron=config.megatron))
     if config.reward_model.path:
         engine = config.reward_engine
         arch = read_architecture(engine.model.path).with_head("value")
-        found.append(Model("reward model", arch, engine, is_trained=False))
+        found.append(Model("reward model", arch, engine, is_trained=False, megatron=config.megatron))
     return found
 
 
@@ -80,7 +84,7 @@ class ModelMemory:
 
 def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, float]:
     """Weights, gradients and optimizer state of each rank of a stage after the first update."""
-    shares = parameters_of_stage(model.arch, model.engine.parallel, stage)
+    shares = parameters_of_stage(model.arch, model.engine.parallel, stage, model.megatron)
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
         return weights
@@ -149,7 +153,7 @@ def _of_stage(
     activations = Activations(
         model.arch,
         model.engine,
-        config.megatron,
+        model.megatron,
         uses_kernel=model.itemsize == 2,
         keys_per_row=keys_per_row(config, tokens),
     )
@@ -159,7 +163,7 @@ def _of_stage(
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
     moments = {"backward pass": again + between}
-    shares = parameters_of_stage(model.arch, parallel, stage)
+    shares = parameters_of_stage(model.arch, parallel, stage, model.megatron)
     moments["optimizer step"] = 4 * _of_optimizer(shares, model.engine, world_size)  # torch's AdamW, of all at once
     if model.name == "policy" and (stage == 0 or config.rollout.colocated):
         moments["publication"] = publication_bytes(model) if stage == 0 else 0.0

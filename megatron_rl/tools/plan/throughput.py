@@ -9,6 +9,7 @@ from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
+from megatron_rl.weights.layout import layers_of_stages
 
 SELECTING = ("m2po",)
 """Losses that choose the tokens of the whole batch: in the catalogue of megatron_rl.algo, with which tests compare."""
@@ -74,7 +75,9 @@ def update_seconds(
         microbatches = max(1.0, rows / (batch.updates * batch.replicas * config.batch.tokens_per_microbatch))
         # Idle over ideal time of interleaved 1F1B: (stages - 1) / (chunks x microbatches), arXiv 2104.04473, 2.2.2.
         bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)
-        total += flops / rate * (1 + bubble)
+        # All stages wait for the one with most layers.
+        fullest = max(sum(map(len, chunks)) for chunks in layers_of_stages(model.arch, parallel, model.megatron))
+        total += flops / rate * (1 + bubble) * (fullest * parallel.pipeline / model.arch.layers)
     return total
 
 

@@ -268,7 +268,7 @@ def test_a_reference_model_adds_its_weights(tmp_path):
 )
 def test_layouts_that_do_not_divide_are_refused(layout, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        check_layout(read_architecture(model_folder(tmp_path, LLAMA_8B)), layout)
+        check_layout(read_architecture(model_folder(tmp_path, LLAMA_8B)), layout, {})
 
 
 def test_forward_flops_are_twice_the_parameters_and_grow_with_keys(tmp_path):
@@ -510,7 +510,7 @@ def test_json_has_the_same_plan(count_words, capsys):
         (["optimiser.lr=1"], "did you mean optimizer"),
         (["data.train=/none.jsonl", "data.train_args={}"], "data.train"),
         (["generation.max_new_tokens=1000"], "more than the model's context of 64"),
-        (["megatron={num_layers_in_first_pipeline_stage: 1}"], "same layers on every pipeline stage"),
+        (["megatron={num_layers_in_first_pipeline_stage: 1}"], "cuts a pipeline, and no model has one"),
     ],
 )
 def test_bad_input_is_one_line(words, message, count_words):
