@@ -220,6 +220,15 @@ class RolloutConfig(Section, name="rollout"):
                 "the trainer's; set rollout.publication=ipc."
             )
 
+    def check_servers(self) -> None:
+        """Raise ValueError for server_args with which servers cannot be sent new weights."""
+        for option in ("--quantization", "--modelopt-quant", "--torchao-config"):
+            if (value := self.server_option(option)) and value != "unquant":
+                raise ValueError(
+                    f"rollout.server_args: {option} {value}: quantizes the servers' weights, into which a run "
+                    f"publishes others in model.dtype; leave it out."
+                )
+
     @property
     def starts_servers(self) -> bool:
         """True if the run starts its servers itself."""

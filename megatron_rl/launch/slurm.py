@@ -340,6 +340,7 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
             "rollout.colocated = true: servers of a Slurm job have devices of their own; leave it out, or have the job "
             "run `megatron-rl launch CONFIG`, where servers and ranks take turns on one node."
         )
+    config.rollout.check_servers()
     count = args.servers
     if count and config.learns_from_data:
         raise ValueError(f"--servers {count}: {config.chosen_data} trains on data alone and needs none; leave it out.")

@@ -94,6 +94,11 @@ class RolloutRank(RolloutService):
         )
         self._evaluating: dict[str, RolloutWorkflow] = {}
 
+    async def connect(self, urls: list[str]) -> None:
+        """Connect to the servers, to which a run publishes: ValueError also for one that takes no weights."""
+        await super().connect(urls)
+        self._fleet.check_publishable()
+
     async def close(self) -> None:
         """End in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
         # In this order: episodes ask for rewards, and both are recorded.

@@ -59,6 +59,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
                 f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
                 f"0; give a sequence classification model with one label."
             )
+    config.rollout.check_servers()
     if platform.has_cuda():
         config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path)

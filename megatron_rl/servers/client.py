@@ -57,6 +57,10 @@ FILES_WAIT_S = 0.2
 FILES_WARNING_EVERY_S = 60.0
 
 
+QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
+"""The fields of /server_info, and options of SGLang, by which weights are quantized."""
+
+
 class ServerError(RuntimeError):
     """The server is down, overloaded or answered rubbish; another try may succeed."""
 
@@ -103,10 +107,21 @@ class ServerInfo:
     room: int | None
     """Tokens of a prompt and its reply that it can hold, by its context and its cache."""
     gives_text: bool
+    quantization: str | None
+    """How its weights are quantized, as it or its model's config.json says."""
 
     @property
     def has_sessions(self) -> bool:
         return self.version >= SESSIONS_SINCE
+
+    def refusal(self, publication: str) -> str:
+        """Say why weights cannot be published to it in this way, with the remedy; empty where they can."""
+        if self.quantization is not None:
+            return (
+                f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
+                f"the scales of others; start it without quantization, on the model in the trainer's dtype."
+            )
+        return ""
 
 
 class CacheAge:
@@ -495,7 +510,15 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         start=start_of(server),
         room=min(rooms, default=None),
         gives_text=not server.get("skip_tokenizer_init"),
+        quantization=quantization_of(server, config),
     )
+
+
+def quantization_of(server: dict[str, Any], config: dict[str, Any]) -> str | None:
+    """Return the name of how a server's weights are quantized, by its arguments or its model's config.json."""
+    given = next((str(server[key]) for key in QUANTIZING if server.get(key) not in (None, "", "unquant")), None)
+    method = config.get("quantization_config")
+    return given or (None if method is None else str(dict(method).get("quant_method", "by its config.json")))
 
 
 def start_of(server: dict[str, Any]) -> str | None:
@@ -541,7 +564,7 @@ def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> Checksum
         return ChecksumForm("embedded", dtype)
     version, device = parse_version(str(server_info.get("version", "")), ""), server_info.get("device")
     # Quantized weights are other than those that are sent, and each pipeline stage has its part.
-    is_plain = server_info.get("quantization") is None and (server_info.get("pp_size") or 1) == 1
+    is_plain = quantization_of(server_info, {}) is None and (server_info.get("pp_size") or 1) == 1
     is_plain = is_plain and not server_info.get("enable_dp_attention")
     if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
         return None

@@ -78,10 +78,12 @@ class Membership:
         servers: list[ServerClient],
         *,
         catch_up: Callable[[ServerClient], Awaitable[str | None]],
+        publication: str = "group",
         on_drop: Callable[[str, str], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
+        Servers that cannot be sent weights by this `publication` come in no more.
 
         `on_drop(url, reason)` is told of servers that failed a publication, or that are not to be believed;
         `on_failure(message)` where something here ended that has to last.
@@ -91,7 +93,7 @@ class Membership:
         self.publishing = list(servers)
         self.number = 0
         """Counts changes: a weight group made under another number no longer fits."""
-        self._catch_up, self._on_drop = catch_up, on_drop
+        self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
         self._may_catch_up = True
         self._patience_s = math.inf
@@ -402,6 +404,10 @@ class Membership:
                         if self.follows:
                             server.forget_start()
                         break
+                if why := info.refusal(self._publication):
+                    if member.trouble != (why := f"{server.url}: {why}"):
+                        logger.warning("left out: %s", why)
+                    raise ServerError(why)
                 if member.weights is not None and not member.is_restarted:
                     # Another process than the one that is in the weight group.
                     member.is_restarted, self.number = True, self.number + 1

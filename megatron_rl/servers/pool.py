@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.api import HeldWeights, NoServerLeft
+from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
@@ -83,7 +83,13 @@ class Fleet:
         self._spans, self._version, self._vocab_size = spans, version, vocab_size
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
-        self.members = Membership(self.servers, catch_up=self._catch_up, on_drop=on_drop, on_failure=on_failure)
+        self.members = Membership(
+            self.servers,
+            catch_up=self._catch_up,
+            publication=config.publication,
+            on_drop=on_drop,
+            on_failure=on_failure,
+        )
         self.open = asyncio.Event()
         """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
         self.open.set()
@@ -324,8 +330,15 @@ class Fleet:
                 self.open.set()
         return list(failures)
 
+    def check_publishable(self) -> None:
+        """Raise RequestRefused for the first server that cannot be sent new weights."""
+        for server in self.members.publishing:
+            if server.info is not None and (why := server.info.refusal(self.config.publication)):
+                raise RequestRefused(f"{server.url}: {why}")
+
     def begin_update(self, folder: str | None = None) -> None:
         """Servers are about to get new weights, from `folder` where they come over a disk."""
+        self.check_publishable()
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:

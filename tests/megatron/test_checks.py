@@ -56,6 +56,7 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         ("algo.loss=megatron_rl.algo.loss:thing", ["algo.loss", "is no loss that"]),
         ("algo.loss_args={cap: 2}", ["algo.loss_args = {'cap': 2}", "the arguments of algo.loss are none"]),
         ("model.path=/no/such/folder", ["model.path", "no config.json", "convert"]),
+        ("rollout.server_args=[--quantization,fp8]", ["rollout.server_args: --quantization fp8", "leave it out"]),
         ("model.init=hf", ["model.path", "no *.safetensors", "model.init=random"]),
     ],
 )

@@ -68,6 +68,7 @@ class ScriptedServer:
         """Endpoints at which it closes the connection, as a process does that dies."""
         self.weight_version = "default"
         """The live one, in /model_info and in replies that name none. Updates change it."""
+        self.model_path = "/nowhere"
         self.on_call: Callable[[str], object] = lambda endpoint: None
         self.hangs = False
         """It takes requests and answers none."""
@@ -126,7 +127,7 @@ class ScriptedServer:
         if path == ("/get_server_info" if old else "/server_info"):
             return web.json_response(self.info)
         if path == ("/get_model_info" if old else "/model_info"):
-            return web.json_response({"model_path": "/nowhere", "weight_version": self.weight_version})
+            return web.json_response({"model_path": self.model_path, "weight_version": self.weight_version})
         if http.method != "POST" or (path.endswith("_weight_update") and self.version < (0, 5, 21)):
             return web.json_response({"detail": "Not Found"}, status=404)
         body = orjson.loads(raw) if raw else {}

@@ -235,6 +235,8 @@ def test_one_that_cannot_begin_says_why(run, scripted):
         run.start([scripted().url], "rollout.reward=own_rewards:nothing")
     with pytest.raises(RuntimeError, match="is the server up"):
         run.start(["http://127.0.0.1:9"])
+    with pytest.raises(ValueError, match="quantization = 'fp8': what is published would be copied"):
+        run.start([scripted(info={"quantization": "fp8"}).url])
     assert not run.died
 
 
