@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 
 class IPCPublisher(WeightPublisher):
-    """Fills two shared buckets by turns: one while the servers read the other. Both are given back at the end."""
+    """Fills a shared bucket while the servers read the one before. Each has memory of its own, given back once read."""
 
     def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, timeout_s: float = 120.0) -> None:
         super().__init__(receiver, timeout_s=timeout_s)
@@ -39,24 +40,30 @@ class IPCPublisher(WeightPublisher):
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
             # Before the servers go on: a GPU that they share with the trainer has the memory back for their caches.
-            self._left += [file for bucket in buckets if (file := bucket.close()) is not None]
+            for bucket in buckets:
+                self._give_back(bucket)
             self._resume()
+
+    def _give_back(self, bucket: SharedBucket) -> None:
+        if (file := bucket.close()) is not None:
+            self._left.append(file)
 
     def _filled(
         self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]
     ) -> Iterator[tuple[list[TensorSpec], SharedBucket]]:
-        """Yield each bucket of the plan, in one of two that are added to `buckets`."""
+        """Yield each bucket of the plan; `buckets` are those that are not given back, two at most."""
         size, stream = max(sum(spec.nbytes for spec in specs) for specs in plan), iter(tensors)
-        for number, specs in enumerate(plan):
+        for specs in plan:
             first = _planned(stream, specs[0])
-            if len(buckets) < min(2, len(plan)):
-                buckets.append(SharedBucket(size, first.device))
-            # No server reads it any more: `_send_all` has one bucket on its way, while the next is made ready.
-            bucket = buckets[number % 2]
+            if len(buckets) == 2:  # all servers have answered for it: `_send_all` has one on its way at a time
+                # Given back, not filled again: a server answers when its copy is asked for, which its GPU may still be
+                # at. Whatever it maps stays as it is until it lets go, for which torch has it wait for its copies.
+                self._give_back(buckets.pop(0))
+            buckets.append(bucket := SharedBucket(size, first.device))
+            planned = itertools.chain([first], (_planned(stream, spec) for spec in specs[1:]))
             parts = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
-            parts[0].copy_(first)
-            for spec, part in zip(specs[1:], parts[1:], strict=True):
-                part.copy_(_planned(stream, spec))
+            for part, tensor in zip(parts, planned, strict=True):
+                part.copy_(tensor)
             yield specs, bucket
         for name, tensor in stream:
             raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")

@@ -47,6 +47,7 @@ class SharedBucket:
         self.file: Path | None = None
         """Of a bucket on a CPU."""
         if device.type == "cuda":
+            torch.cuda.ipc_collect()  # what readers of earlier ones have let go of since
             self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return
         free = shutil.disk_usage(SHARED_FILES).free
@@ -81,8 +82,14 @@ class SharedBucket:
         return base64.b64encode(written.getvalue()).decode()
 
     def close(self) -> Path | None:
-        """Give the memory back; return the file where servers that died with it open have left it."""
+        """Give the memory back, which on a GPU stays while a reader has it open; return a file that readers still have.
+
+        That file is to be removed: a server that died never lets go of it.
+        """
+        is_cuda = self.flat.is_cuda
         del self.flat
+        if is_cuda:
+            torch.cuda.ipc_collect()
         return self.file if self.file is not None and self.file.exists() else None
 
 

@@ -1,6 +1,8 @@
 """Weights in memory that the trainer shares with servers on its host: what the servers hold, what is left behind."""
 
+import base64
 import os
+import pickle
 import signal
 
 import pytest
@@ -64,6 +66,31 @@ def test_embedded_servers_read_what_was_put_into_shared_memory(
     reply = greedy(engine)
     assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
     assert reply.output_versions == [4] * 12
+
+
+def test_server_that_reads_late_finds_the_bytes_that_were_sent(scripted, connect):
+    # As on a GPU: SGLang answers when the copies of a bucket are asked for, and they may be under way for long.
+    server, held = scripted(), []
+
+    def hold(body):
+        (entry,) = body["serialized_named_tensors"]
+        held.append(pickle.loads(base64.b64decode(entry)))
+        return {"success": True}
+
+    server.answers["/update_weights_from_tensor"] = hold
+    weights = {f"w{number}": torch.full((5000,), float(number)) for number in range(8)}
+    publisher = IPCPublisher(connect(server.url), bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher.publish(specs_of(weights), weights.items(), 1)
+    found = {}
+    for bucket in held:
+        for part in bucket["metadata"]:
+            tensor = bucket["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype)
+            found[part.name] = tensor.unique().tolist()
+    assert len(held) == 4 and found == {name: [float(number)] for number, name in enumerate(weights)}
+    del bucket, tensor
+    held.clear()
+    publisher.close()
+    assert not shared_files()
 
 
 def test_server_killed_in_the_middle_is_dropped_and_leaves_no_memory_behind(connect, weights, tiny_model, tmp_path):
