@@ -55,6 +55,10 @@ class GenerationConfig(Section, name="generation"):
         return dataclasses.replace(self, **changes)
 
 
+TP = ("--tp", "--tp-size", "--tensor-parallel-size")
+PP = ("--pp-size", "--pipeline-parallel-size")
+DP = ("--dp-size", "--dp", "--data-parallel-size")
+"""SGLang's options for the parts of a server."""
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
 
 
@@ -107,7 +111,11 @@ class RolloutConfig(Section, name="rollout"):
     One that this run started and that does not answer /health_generate for so long is killed and restarted.
     """
     server_args: list[str] = field(default_factory=list)
-    """Further command-line arguments of each started server."""
+    """Further command-line arguments of each started server, such as its shape: `[--tp, 8]`.
+
+    Slurm's launcher starts one with more GPUs than a node over several. Quantized weights take no new ones; servers
+    with `--pp-size`, or with `--dp-size` and no `--enable-dp-attention`, take them from a disk alone.
+    """
     token_file: str = ""
     """File of mode 600 with the token that the servers ask for; made where there is none.
 
@@ -228,6 +236,21 @@ class RolloutConfig(Section, name="rollout"):
                     f"rollout.server_args: {option} {value}: quantizes the servers' weights, into which a run "
                     f"publishes others in model.dtype; leave it out."
                 )
+        stages, replicas, ranks = self._server_size(PP), self._server_size(DP), self._server_size(TP)
+        if self.has_dp_attention and ranks % replicas:
+            raise ValueError(
+                f"rollout.server_args: --dp-size {replicas}: DP attention shares out the --tp {ranks} ranks, and "
+                f"{ranks} / {replicas} is no whole number; correct one of them."
+            )
+        for option, size, remedy in (
+            ("--pp-size", stages, "take --tp alone"),
+            ("--dp-size", 1 if self.has_dp_attention else replicas, "add --enable-dp-attention"),
+        ):
+            if size > 1 and self.publication != "disk":
+                raise ValueError(
+                    f"rollout.server_args: {option} {size}: SGLang numbers the ranks of a weight update by tensor "
+                    f"parallelism alone; {remedy}, or set rollout.publication=disk."
+                )
 
     @property
     def starts_servers(self) -> bool:
@@ -236,10 +259,23 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def gpus_per_server(self) -> int:
-        """SGLang's --tp in server_args."""
-        given = self.server_option("--tp", "--tp-size", "--tensor-parallel-size") or "1"
+        """SGLang's --tp x --pp in server_args, on all its nodes; times --dp, where that is not DP attention's."""
+        gpus = self._server_size(TP) * self._server_size(PP)
+        return gpus if self.has_dp_attention else gpus * self._server_size(DP)
+
+    @property
+    def nodes_per_server(self) -> int:
+        """SGLang's --nnodes in server_args; 0 where it is not given."""
+        return self._server_size(("--nnodes",)) if self.server_option("--nnodes") else 0
+
+    @property
+    def has_dp_attention(self) -> bool:
+        return "--enable-dp-attention" in self.server_args
+
+    def _server_size(self, names: tuple[str, ...]) -> int:
+        given = self.server_option(*names) or "1"
         if not given.isdecimal() or int(given) < 1:
-            raise ValueError(f"rollout.server_args: --tp {given}: must be a number of GPUs of at least 1; correct it.")
+            raise ValueError(f"rollout.server_args: {names[0]} {given}: must be a number of at least 1; correct it.")
         return int(given)
 
     @property

@@ -25,9 +25,9 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlace:
-    """The place of one server. Without GPUs `gpus` is empty."""
+    """The place of one server: its hosts, of which the first is the head, and its GPUs on each; none without GPUs."""
 
-    host: str
+    hosts: tuple[str, ...]
     gpus: range = range(0)
 
 
@@ -76,12 +76,21 @@ def counts(text: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def place(serving: Nodes, training: Nodes, *, servers: int, ranks: int | None, gpus_per_server: int) -> Placement:
+def place(
+    serving: Nodes,
+    training: Nodes,
+    *,
+    servers: int,
+    ranks: int | None,
+    gpus_per_server: int,
+    nodes_per_server: int = 0,
+) -> Placement:
     """Place so many servers and ranks; None: a rank for each GPU that is left, or for each node where there are none.
 
-    ValueError says what does not fit.
+    A server takes `nodes_per_server` nodes; 0: as few as have its GPUs. ValueError says what does not fit.
     """
-    places = _place_servers(serving, servers, gpus_per_server, spare=int(serving is training and ranks != 0))
+    spare = int(serving is training and ranks != 0)
+    places = _place_servers(serving, servers, gpus_per_server, nodes_per_server, spare=spare)
     room = _room(training, places)
     only_serves = ranks == 0 and bool(places)
     if ranks is None:
@@ -96,19 +105,28 @@ def place(serving: Nodes, training: Nodes, *, servers: int, ranks: int | None, g
     return Placement(servers=places, ranks=_share_out(ranks, room, fill=training.gpus > 0))
 
 
-def _place_servers(nodes: Nodes, count: int, gpus_each: int, *, spare: int) -> list[ServerPlace]:
+def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
     """By GPU from the first node on; without any, in turn on all nodes but `spare`, where there are several."""
     if count == 0:
         return []
     if not nodes.gpus:
         hosts = nodes.hosts[: max(1, len(nodes.hosts) - spare)]
-        return [ServerPlace(host=hosts[number % len(hosts)]) for number in range(count)]
-    # No server is spread over two nodes; what is left of a node goes to ranks.
-    starts = range(0, nodes.gpus - gpus_each + 1, gpus_each)
-    room = [ServerPlace(host=host, gpus=range(n, n + gpus_each)) for host in nodes.hosts for n in starts]
+        return [ServerPlace(hosts=(hosts[number % len(hosts)],)) for number in range(count)]
+    nodes_each = nodes_each or -(-gpus // nodes.gpus)
+    each, rest = divmod(gpus, nodes_each)
+    if rest or each > nodes.gpus:
+        raise ValueError(
+            f"rollout.server_args: {gpus} GPUs of a server (--tp x --pp-size) / {nodes_each} nodes = "
+            f"{gpus / nodes_each:g} on each: must be a whole number of the {nodes.gpus} of a node; correct --tp or "
+            f"--nnodes."
+        )
+    # Whole groups of nodes, as all nodes of a server give as many GPUs; what is left of a node goes to ranks.
+    groups = [tuple(nodes.hosts[n : n + nodes_each]) for n in range(0, len(nodes.hosts) - nodes_each + 1, nodes_each)]
+    starts = range(0, nodes.gpus - each + 1, each)
+    room = [ServerPlace(hosts=hosts, gpus=range(n, n + each)) for hosts in groups for n in starts]
     if count > len(room):
         raise ValueError(
-            f"--servers {count}: {len(nodes.hosts)} nodes of {nodes.gpus} GPUs hold {len(room)} servers of {gpus_each} "
+            f"--servers {count}: {len(nodes.hosts)} nodes of {nodes.gpus} GPUs hold {len(room)} servers of {gpus} "
             f"(rollout.server_args: --tp). Ask Slurm for more with --nodes, or start fewer."
         )
     return room[:count]
@@ -117,9 +135,9 @@ def _place_servers(nodes: Nodes, count: int, gpus_each: int, *, spare: int) -> l
 def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
     """Ranks that each node can take beside the servers."""
     if nodes.gpus:
-        taken = Counter(place.host for place in servers for _ in place.gpus)
+        taken = Counter(host for place in servers for host in place.hosts for _ in place.gpus)
         return {host: nodes.gpus - taken[host] for host in nodes.hosts if taken[host] < nodes.gpus}
-    serving = {place.host for place in servers}
+    serving = {host for place in servers for host in place.hosts}
     return {host: nodes.cpus for host in nodes.hosts if host not in serving or len(nodes.hosts) == 1}
 
 

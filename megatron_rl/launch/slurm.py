@@ -28,6 +28,8 @@ from megatron_rl.launch.stop_signal import EXIT_STOPPED
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Below the range from which Linux hands out ports by itself; servers take theirs from there, and register them."""
+FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
+"""On which the nodes of a server meet. SGLang takes six more behind it."""
 POLL_S = 0.2
 STOP_S = 25.0
 """For servers, which drain for up to 20."""
@@ -73,9 +75,14 @@ class Container:
 
 @dataclass(kw_only=True)
 class Server:
-    """A step of one server and its supervisor, which restarts the server; a step that ends is started again here."""
+    """A step of one server and its supervisor, which restarts the server; a step that ends is started again here.
+
+    Of a server over several nodes the step has a supervisor on each. None restarts anything: where one ends the step
+    does, and is started again as a whole.
+    """
 
     name: str
+    number: int
     place: ServerPlace
     log: Path
     process: subprocess.Popen[bytes]
@@ -113,7 +120,7 @@ class Job:
             signal.signal(number, self._hear)
         try:
             for number, where in enumerate(self.placement.servers):
-                self._start_server(f"{where.host}-{number}", where)
+                self._start_server(number, where)
             if self.trains:
                 self.trainer = self._start_trainer()
             return self._wait()
@@ -134,19 +141,22 @@ class Job:
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
-    def _start_server(self, name: str, where: ServerPlace) -> None:
+    def _start_server(self, number: int, where: ServerPlace) -> None:
+        name = f"{where.hosts[0]}-{number}"
         folder = self.folder / "servers" / name
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "supervisor.log"
-        self.servers.append(Server(name=name, place=where, log=log, process=self._server_step(where, log)))
+        step = self._server_step(number, where, log)
+        self.servers.append(Server(name=name, number=number, place=where, log=log, process=step))
 
-    def _server_step(self, where: ServerPlace, log: Path) -> subprocess.Popen[bytes]:
+    def _server_step(self, number: int, where: ServerPlace, log: Path) -> subprocess.Popen[bytes]:
         config, backend = self.config, self.config.rollout.backend
         if backend == "auto":
             backend = "sglang" if self.serving.gpus else "embedded"
         serve = ["-m", "megatron_rl.cli", "serve", config.model.path, "--backend", backend]
         # Their weights come from the trainer: --load-format dummy spares each server the reading of the files.
-        serve += ["--host", address(where.host), "--dtype", config.model.dtype, "--load-format", "dummy"]
+        head = address(where.hosts[0])
+        serve += ["--host", head, "--dtype", config.model.dtype, "--load-format", "dummy"]
         serve += ["--restarts", str(config.rollout.server_restarts), "--log-folder", str(log.parent)]
         serve += ["--start-timeout-s", str(config.rollout.start_timeout_s)]
         serve += ["--health-timeout-s", str(config.rollout.health_timeout_s)]
@@ -154,8 +164,11 @@ class Job:
         serve += ["--register", str(self.registry), "--run", self.folder.name, *config.rollout.server_args]
         # Of the node's GPUs, all of which the step can see.
         gpus = ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, where.gpus))}"] if where.gpus else []
-        here = sum(other.host == where.host for other in self.placement.servers)
-        step = srun(self.serving, {where.host: 1}, cpus_per_task=self.serving.cpus // here)
+        here = sum(where.hosts[0] in other.hosts for other in self.placement.servers)
+        step = srun(self.serving, dict.fromkeys(where.hosts, 1), cpus_per_task=self.serving.cpus // here)
+        if (nodes := len(where.hosts)) > 1:
+            serve += ["--nnodes", str(nodes), "--dist-init-addr", f"{head}:{server_port_of(self.number, number)}"]
+            step += ["--kill-on-bad-exit=1", "--label"]
         return self._popen(step, [*gpus, *self._python(serve, self.serving)], log)
 
     def _keep_servers(self) -> bool:
@@ -174,7 +187,7 @@ class Job:
                     f"{server.log}, ends with: {tail(server.log)}"
                 )
             elif server.starts <= limit and time.monotonic() > server.next_start:
-                server.process = self._server_step(server.place, server.log)
+                server.process = self._server_step(server.number, server.place, server.log)
                 server.starts, server.next_start = server.starts + 1, None
         return not self.servers or any(s.next_start is None or s.starts <= limit for s in self.servers)
 
@@ -289,6 +302,11 @@ def port_of(job: str) -> int:
     return FIRST_PORT + int(job) % PORTS
 
 
+def server_port_of(job: str, number: int) -> int:
+    """A port for the nodes of a job's server to meet at."""
+    return FIRST_SERVER_PORT + (int(job) + number) % SERVER_PORTS * PORTS_OF_SERVER
+
+
 def tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "(nothing)"
@@ -349,7 +367,13 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     if count is None:
         count = 0 if config.rollout.servers or config.learns_from_data else config.rollout.server_count
     gpus = config.rollout.gpus_per_server if serving.gpus else 0
-    placement = place(serving, training, servers=count, ranks=args.ranks, gpus_per_server=gpus)
+    for option in ("--node-rank", "--dist-init-addr"):
+        if given := config.rollout.server_option(option):
+            raise ValueError(f"rollout.server_args: {option} {given}: is set for each server by the job; leave it out.")
+    nodes_each = config.rollout.nodes_per_server
+    placement = place(
+        serving, training, servers=count, ranks=args.ranks, gpus_per_server=gpus, nodes_per_server=nodes_each
+    )
     if placement.ranks:
         config.check_world_size(sum(placement.ranks.values()))
     mounts = [folder for folder in args.container_mounts.split(",") if folder]

@@ -91,9 +91,11 @@ class ServerInfo:
 
     version: tuple[int, ...]
     ranks: int
-    """Ranks that it brings to a weight-update group: its tensor-parallel size."""
+    """Ranks that it brings to a weight-update group: its tensor-parallel size, which DP attention divides further."""
     replicas: int
-    """Its data-parallel size; weight updates need 1."""
+    """Copies of the weights that it has: its data-parallel size without DP attention."""
+    stages: int
+    """Its pipeline-parallel size."""
     vocab_size: int | None
     context_length: int | None
     checksum_form: ChecksumForm | None
@@ -121,6 +123,15 @@ class ServerInfo:
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
                 f"the scales of others; start it without quantization, on the model in the trainer's dtype."
             )
+        for key, size, remedy in (
+            ("dp_size", self.replicas, "add --enable-dp-attention, start as many servers"),
+            ("pp_size", self.stages, "start it with --tp-size alone"),
+        ):
+            if size > 1 and publication != "disk":
+                return (
+                    f"{key} = {size}: SGLang numbers the ranks of a weight update by tensor parallelism alone; "
+                    f"{remedy}, or set rollout.publication=disk."
+                )
         return ""
 
 
@@ -500,7 +511,8 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
     return ServerInfo(
         version=parse_version(str(server.get("version", "")), url),
         ranks=size("tp_size", server) or 1,
-        replicas=size("dp_size", server) or 1,
+        replicas=1 if server.get("enable_dp_attention") else size("dp_size", server) or 1,
+        stages=size("pp_size", server) or 1,
         vocab_size=size("vocab_size", server, model, config),
         context_length=context_length,
         checksum_form=checksum_form(server, config.get("num_key_value_heads")),
@@ -563,9 +575,9 @@ def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> Checksum
     if server_info.get("embedded"):
         return ChecksumForm("embedded", dtype)
     version, device = parse_version(str(server_info.get("version", "")), ""), server_info.get("device")
-    # Quantized weights are other than those that are sent, and each pipeline stage has its part.
-    is_plain = quantization_of(server_info, {}) is None and (server_info.get("pp_size") or 1) == 1
-    is_plain = is_plain and not server_info.get("enable_dp_attention")
+    # Quantized weights are other than those that are sent, each pipeline stage has its part, and DP attention another.
+    is_plain = quantization_of(server_info, {}) is None and not server_info.get("enable_dp_attention")
+    is_plain = is_plain and all((server_info.get(key) or 1) == 1 for key in ("pp_size", "dp_size"))
     if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
         return None
     if device == "cuda" and version > GPU_CHECKSUMS_UNTIL:  # a wrong guess would drop every server

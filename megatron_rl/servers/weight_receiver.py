@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
-from megatron_rl.servers.client import CommandRefused, ServerClient, ServerError
+from megatron_rl.servers.client import CommandRefused, ServerClient
 from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
 
@@ -71,15 +71,12 @@ class ServerWeights(abc.ABC):
         return {s.url: str(end) for s, end in zip(asked, ends, strict=True) if isinstance(end, BaseException)}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
+        self._fleet.check_publishable()
         # The trainer is rank 0. Every server counts alike, or the group never comes to be whole.
         ranks = self.server_ranks
         offsets = dict(zip(ranks, itertools.accumulate(ranks.values(), initial=1), strict=False))
 
         async def join(server: ServerClient) -> None:
-            if server.info is not None and server.info.replicas > 1:
-                raise ServerError(
-                    f"{server.url}: dp_size = {server.info.replicas}: must be 1 for weight updates; start more servers."
-                )
             body = {
                 "master_address": address,
                 "master_port": port,

@@ -37,3 +37,32 @@ def test_quantized_server_that_comes_late_is_left_out_and_named(scripted, connec
         assert eventually(lambda: f"left out: {late.url}: quantization = 'fp8'" in caplog.text)
         update(engine)
         assert list(engine.server_ranks) == [first.url] and late.controls() == []
+
+
+def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, connect):
+    attention = {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
+    servers = [scripted(info=attention), scripted(info={"tp_size": 2})]
+    engine = connect([server.url for server in servers])
+    assert list(engine.server_ranks.values()) == [8, 2]
+    for joined in engine.join_weight_group(address="10.0.0.1", port=5, name="g", backend="nccl").values():
+        joined.result(10)
+    bodies = [server.body_of("/init_weights_update_group") for server in servers]
+    assert [(body["rank_offset"], body["world_size"]) for body in bodies] == [(1, 11), (9, 11)]
+    assert engine.checksum_forms()[servers[0].url] is None, "what its ranks keep is not that of tensor parallelism"
+    update(engine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ({"dp_size": 2}, "dp_size = 2: .*; add --enable-dp-attention, start as many servers, or .*publication=disk"),
+        ({"tp_size": 2, "pp_size": 2}, "pp_size = 2: .*; start it with --tp-size alone, or .*publication=disk"),
+    ],
+)
+def test_shape_whose_ranks_would_meet_in_a_group_is_refused_and_loads_from_a_disk(scripted, connect, shape, remedy):
+    server = scripted(info=shape)
+    with pytest.raises(RequestRefused, match=f"{server.url}: {remedy}"):
+        update(connect(server.url))
+    assert "/begin_weight_update" not in server.controls()
+    connect(server.url, publication="disk").update_weights("/weights", 3)
+    assert server.body_of("/update_weights_from_disk")["model_path"] == "/weights"

@@ -246,6 +246,25 @@ def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_thei
     wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
 
 
+def test_a_server_over_two_nodes_starts_again_as_a_whole_where_one_of_them_loses_its_part(cluster, tmp_path):
+    # In place of the servers: the second node's ends once both are there, and only the first time.
+    starts, part = tmp_path / "starts", tmp_path / "apptainer"
+    part.write_text(
+        f'#!/bin/bash\necho "$SLURM_PROCID $SLURMD_NODENAME" >>{starts}\nuntil (( $(wc -l <{starts}) % 2 == 0 ))\n'
+        f"do sleep 0.1; done\n(( SLURM_PROCID && $(wc -l <{starts}) == 2 )) && exit 3\nexec sleep 300\n"
+    )
+    part.chmod(0o755)
+    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer"}
+    container["PATH"] = f"{tmp_path}:{cluster.environment['PATH']}"
+    settings = small(tmp_path / "wide", "rollout.backend=sglang", "rollout.server_args=[--tp,4]")
+    gpus = ("--partition=gpu", "--nodes=2", "--gpus-per-node=2")
+    job = cluster.sbatch("wide", *gpus, "scripts/serve_rollouts.sh", *settings, **container)
+    wait_until(lambda: starts.exists() and len(starts.read_text().split()) == 8, lambda: cluster.told("wide"))
+    assert sorted(starts.read_text().splitlines()) == ["0 n3", "0 n3", "1 n4", "1 n4"]
+    assert "ended with exit code 3 and starts again" in cluster.told("wide")
+    cluster("scancel", job)
+
+
 # -- what is wrong or uneven -------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,15 @@
 """`megatron-rl serve MODEL --backend sglang`: one real SGLang server under a supervisor, registered for a run.
 
-Registered is what answers: while the supervisor restarts the server, its lease runs out.
+Registered is what answers: while the supervisor restarts the server, its lease runs out. Of a server over several nodes
+(SGLang's --nnodes), each node has such a command; the head's registers, and all end where one ends, as none of the
+processes can join the others again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -49,6 +53,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def node_of(config: RolloutConfig) -> int:
+    """Return which node of its server this is: as --node-rank says, or its task's number in a step of Slurm."""
+    given = config.server_option("--node-rank") or os.environ.get("SLURM_PROCID", "")
+    if not given.isdecimal() or int(given) >= config.nodes_per_server:
+        raise ValueError(
+            f"--node-rank {given or '(not given)'}: must be in [0, --nnodes = {config.nodes_per_server}), each on one "
+            f"node; give it, or start all of them as tasks of one srun."
+        )
+    return int(given)
+
+
 def main(argv: list[str]) -> None:
     args, server_args = parser().parse_known_args(argv)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # srun hands on the second alone
@@ -65,6 +80,12 @@ def main(argv: list[str]) -> None:
             start_timeout_s=args.start_timeout_s,
             health_timeout_s=args.health_timeout_s,
         )
+        node = 0
+        if config.nodes_per_server > 1:
+            node = node_of(config)
+            options = [*server_args, "--node-rank", str(node)]
+            config = dataclasses.replace(config, server_args=options, server_restarts=0)
+            args.log_folder /= f"node-{node}"
     except ValueError as error:
         raise SystemExit(f"megatron-rl serve: {error}") from None
 
@@ -77,14 +98,14 @@ def main(argv: list[str]) -> None:
         args.model,
         args.log_folder,
         dtype=args.dtype,
-        host=args.host,
+        host=args.host if node == 0 else "127.0.0.1",  # the head alone is asked anything, but whether it is well
         dummy_weights=args.load_format == "dummy",
         on_death=give_up,
     )
     with supervisor:
         url = supervisor.urls[0]
         print(f"{supervisor.backend} rollout server ready at {url}; its token is in {args.token_file}", flush=True)
-        if args.register is None:
+        if args.register is None or node > 0:
             ended.wait()
         else:
             with Lease(args.register, Registration(url=url, run=args.run), is_well=lambda: supervisor.all_answer):

@@ -48,10 +48,10 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
     models = models_of(config)
     check_models(models, config)
     gpus, each = cluster.gpus, config.rollout.gpus_per_server
-    if each > cluster.gpus_per_node:
+    if each > cluster.gpus_per_node and each % cluster.gpus_per_node:
         raise ValueError(
-            f"rollout.server_args: --tp {each}: a server is on one node, and a node has {cluster.gpus_per_node} GPUs; "
-            f"lower it."
+            f"rollout.server_args: {each} GPUs of a server (--tp x --pp-size): must be on one node, or on whole nodes "
+            f"of {cluster.gpus_per_node} GPUs; take {each - each % cluster.gpus_per_node}."
         )
     external, takes_turns = len(config.rollout.servers), config.rollout.colocated
     # All models are on all trainer ranks, so each of their layouts has to divide them.

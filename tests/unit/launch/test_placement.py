@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.placement import Nodes, ServerPlace, counts, nodes_of_job, place, ranks_of_step
-from megatron_rl.launch.slurm import Container, job_of, overrides_of_task, parser, port_of, srun
+from megatron_rl.launch.slurm import Container, job_of, overrides_of_task, parser, port_of, server_port_of, srun
 
 COUNT = Path("configs/count_grpo.yaml")
 
@@ -19,9 +19,10 @@ def nodes(count, gpus=0, cpus=16, first=1):
     return Nodes(hosts=[f"n{number}" for number in range(first, first + count)], cpus=cpus, gpus=gpus)
 
 
-def placed(own, servers, ranks=None, gpus_per_server=1):
-    placement = place(own, own, servers=servers, ranks=ranks, gpus_per_server=gpus_per_server)
-    return [(server.host, list(server.gpus)) for server in placement.servers], placement.ranks
+def placed(own, servers, ranks=None, gpus_per_server=1, nodes_per_server=0):
+    shape = {"gpus_per_server": gpus_per_server, "nodes_per_server": nodes_per_server}
+    placement = place(own, own, servers=servers, ranks=ranks, **shape)
+    return [("+".join(server.hosts), list(server.gpus)) for server in placement.servers], placement.ranks
 
 
 def test_counts_by_node():
@@ -39,6 +40,36 @@ def test_servers_take_the_first_gpus_and_ranks_all_that_are_left():
     assert placed(nodes(2, gpus=4), 8, ranks=0)[1] == {}
 
 
+def test_a_server_that_no_node_holds_takes_whole_groups_of_nodes_and_ranks_what_is_left():
+    assert placed(nodes(5, gpus=8), 2, gpus_per_server=16) == (
+        [("n1+n2", list(range(8))), ("n3+n4", list(range(8)))],
+        {"n5": 8},
+    )
+    assert placed(nodes(4, gpus=8), 1, gpus_per_server=12) == (
+        [("n1+n2", list(range(6)))],
+        {"n1": 2, "n2": 2, "n3": 8, "n4": 8},
+    )
+    # --nnodes may ask for more of them than are needed: two servers share the nodes then.
+    assert placed(nodes(2, gpus=8), 2, ranks=0, gpus_per_server=8, nodes_per_server=2)[0] == [
+        ("n1+n2", [0, 1, 2, 3]),
+        ("n1+n2", [4, 5, 6, 7]),
+    ]
+    with pytest.raises(ValueError, match="--servers 2: 3 nodes of 8 GPUs hold 1 servers of 16"):
+        placed(nodes(3, gpus=8), 2, gpus_per_server=16)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on", "message"),
+    [
+        (9, 0, r"9 GPUs of a server .* / 2 nodes = 4.5 on each: must be a whole number of the 8 of a node; correct"),
+        (16, 1, r"16 GPUs of a server .* / 1 nodes = 16 on each: must be .* the 8 of a node"),
+    ],
+)
+def test_a_shape_that_fits_no_node_is_refused_with_the_arithmetic(gpus, on, message):
+    with pytest.raises(ValueError, match=message):
+        placed(nodes(4, gpus=8), 1, gpus_per_server=gpus, nodes_per_server=on)
+
+
 def test_without_gpus_the_last_node_trains_and_one_node_does_both():
     assert placed(nodes(2), 2) == ([("n1", []), ("n1", [])], {"n2": 1})
     assert placed(nodes(4), 2) == ([("n1", []), ("n2", [])], {"n3": 1, "n4": 1})
@@ -49,7 +80,7 @@ def test_without_gpus_the_last_node_trains_and_one_node_does_both():
 
 def test_components_of_a_heterogeneous_job_serve_and_train():
     placement = place(nodes(1), nodes(2, first=2), servers=3, ranks=None, gpus_per_server=1)
-    assert placement.servers == [ServerPlace(host="n1")] * 3 and placement.ranks == {"n2": 1, "n3": 1}
+    assert placement.servers == [ServerPlace(hosts=("n1",))] * 3 and placement.ranks == {"n2": 1, "n3": 1}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +157,40 @@ def test_container_of_either_kind():
 
 
 @pytest.mark.parametrize(
-    "server_args, gpus", [([], 1), (["--tp", "4"], 4), (["--x", "1", "--tp-size=2"], 2), (["--tp-size-of-x", "4"], 1)]
+    "server_args, gpus",
+    [
+        ([], 1),
+        (["--tp", "4"], 4),
+        (["--x", "1", "--tp-size=2"], 2),
+        (["--tp-size-of-x", "4"], 1),
+        (["--tp", "4", "--pp-size", "2"], 8),
+        (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], 8),
+        (["--tp", "2", "--dp-size", "4"], 8),
+    ],
 )
 def test_gpus_of_a_server(server_args, gpus):
     assert RolloutConfig(server_args=server_args).gpus_per_server == gpus
+
+
+@pytest.mark.parametrize(
+    ("server_args", "publication", "message"),
+    [
+        (["--tp", "2", "--pp-size", "2"], "group", "--pp-size 2: SGLang numbers .*; take --tp alone, or set .*=disk"),
+        (["--dp-size=2"], "ipc", "--dp-size 2: SGLang numbers .*; add --enable-dp-attention, or set .*=disk"),
+        (["--tp", "8", "--dp-size", "3", "--enable-dp-attention"], "group", "8 ranks, and 8 / 3 is no whole number"),
+        (["--quantization", "fp8"], "disk", "--quantization fp8: quantizes .*; leave it out"),
+        (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], "group", ""),
+        (["--tp", "2", "--pp-size", "2"], "disk", ""),
+        (["--quantization=unquant"], "group", ""),
+    ],
+)
+def test_servers_that_could_not_be_sent_weights_are_refused_by_their_arguments(server_args, publication, message):
+    config = RolloutConfig(server_args=server_args, publication=publication)
+    if not message:
+        config.check_servers()
+        return
+    with pytest.raises(ValueError, match=f"rollout.server_args: .*{message}"):
+        config.check_servers()
 
 
 def test_task_of_an_array_has_a_seed_or_a_line_of_the_sweep_and_a_folder(tmp_path):
@@ -150,3 +211,5 @@ def test_task_of_an_array_has_a_seed_or_a_line_of_the_sweep_and_a_folder(tmp_pat
 def test_jobs_have_ports_of_their_own_below_those_of_linux():
     ports = {port_of(str(job)) for job in range(100_000, 112_000)}
     assert len(ports) == 12_000 and 1024 < min(ports) and max(ports) < 32_768
+    meeting = {server_port_of(str(job), number) for job in range(100_000, 100_400) for number in range(100)}
+    assert len(meeting) == 499 and max(meeting) + 16 <= min(ports), "SGLang takes the ports behind it"

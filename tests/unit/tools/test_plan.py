@@ -506,7 +506,7 @@ def test_json_has_the_same_plan(count_words, capsys):
     [
         (["parallel.tensor=3"], "parallel.tensor = 3: does not divide evenly"),
         (["parallel.tensor=4", "--gpus-per-node", "2"], "does not divide the world size 2"),
-        (["rollout.server_args=[--tp,16]"], "a server is on one node"),
+        (["rollout.server_args=[--tp,12]"], "must be on one node, or on whole nodes of 8 GPUs; take 8"),
         (["optimiser.lr=1"], "did you mean optimizer"),
         (["data.train=/none.jsonl", "data.train_args={}"], "data.train"),
         (["generation.max_new_tokens=1000"], "more than the model's context of 64"),
