@@ -320,9 +320,10 @@ class TrainEngine(abc.ABC):
     ) -> StepStats:
         """Apply one optimizer step to `data`.
 
-        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count); the gradient is
-        that of the weighted mean over all microbatches and ranks, whatever the layout or split. A `LogprobLoss` returns
-        sums, and so does a `ValueLoss`, the one that an engine with a value head takes.
+        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count of rows on the host,
+        by default the trained ones); the gradient is that of the weighted mean over all microbatches and ranks,
+        whatever the layout or split. A `LogprobLoss` returns sums, and so does a `ValueLoss`, the one that an engine
+        with a value head takes.
 
         Where the loss or the gradient's norm is not finite on any rank, nothing changes: weights, optimizer and version
         stay, `applied` is False and `fault` says why.

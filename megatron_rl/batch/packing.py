@@ -219,11 +219,11 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo packing and the shift.
+    """Undo packing and the shift, on the host, where the microbatches are: a mask's places would have to be waited for.
 
     Per-row results `[T]` of each microbatch -> `[token_count]`, 0 where nothing was predicted.
     """
-    result = torch.zeros(token_count, dtype=rows[0].dtype, device=rows[0].device)
+    result = torch.zeros(token_count, dtype=rows[0].dtype)
     for microbatch, values in zip(microbatches, rows, strict=True):
         predicted = microbatch.source >= 0
         result[microbatch.source[predicted]] = values[predicted]  # a token is described by one row at most

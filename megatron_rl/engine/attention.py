@@ -6,14 +6,17 @@ that a batch costs as many calls as it has different shapes. No padding, and not
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_rl.engine.context import gather_rows
-from megatron_rl.engine.packed_rows import Alike, PackedRows
+from megatron_rl.engine.packed_rows import Alike, PackedRows, has_varlen_kernel
 from megatron_rl.engine.rope import Rope, rotate
 
 
@@ -39,12 +42,14 @@ class PackedAttention(nn.Module):
         if self.rope is not None:
             rotation = packed.rotation(self.rope)
             query, key = rotate(query, rotation), rotate(key, rotation)
-        if packed.context.size > 1:
-            # In the order of the microbatch's rows again, which the pieces' key rows are numbered by.
-            key, value = (gather_rows(x, packed.context)[packed.gathered] for x in (key, value))
-        if query.is_cuda and query.dtype != torch.float32:
+        if packed.keys is not None:
+            both = torch.cat([key, value], dim=-1)  # one gather and one copy, not two of each
+            if packed.context.size > 1:
+                both = gather_rows(both, packed.context)
+            key, value = packed.keys.of_values(both).split([key.shape[-1], value.shape[-1]], dim=-1)
+        if has_varlen_kernel(query.device, query.dtype):
             out = self._varlen_kernel(query, key, value, packed)
-        else:  # the kernel takes half precision; float32 serves checks against a reference
+        else:
             parts = [self._attend(query, key, value, alike) for alike in packed.alike]
             out = parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
         return out.flatten(1)
@@ -52,10 +57,10 @@ class PackedAttention(nn.Module):
     def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if packed.key_rows is not None:
-            key, value = key.index_select(0, packed.key_rows), value.index_select(0, packed.key_rows)
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:  # torch 2.11's kernel call has no grouped-query option
+        repeats, options = query.shape[1] // key.shape[1], {}
+        if repeats > 1 and takes_grouped_queries(varlen_attn):
+            options["enable_gqa"] = True
+        elif repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         width = value.shape[-1]  # narrower than the queries in latent attention; the kernel wants one width
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -69,6 +74,7 @@ class PackedAttention(nn.Module):
             packed.longest_key,
             window_size=(-1 if self.window is None else self.window - 1, 0),
             scale=self.scale,
+            **options,
         )
         return out[..., :width]
 
@@ -90,3 +96,9 @@ class PackedAttention(nn.Module):
             q, k, v, mask, is_causal=is_square, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def takes_grouped_queries(attend: Callable) -> bool:
+    """Return True if `attend` takes fewer key heads than query heads, which torch's did not before 2.12."""
+    return "enable_gqa" in inspect.signature(attend).parameters

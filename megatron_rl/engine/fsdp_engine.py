@@ -9,7 +9,7 @@ tests/megatron/test_fsdp_referee.py holds both engines to the same log-probs, lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
+from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.hf_files import WeightSource
@@ -169,8 +170,8 @@ class FSDPEngine(ModelEngine):
                 values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])  # one of the pair
             else:
                 values.append(post_hook(output, rows).float())
-        result = packing.scatter_rows(microbatches, values, len(batch["input_ids"]))
-        return result.to(batch["input_ids"].device)
+        on_host = [value.to(batch["input_ids"].device) for value in values]
+        return packing.scatter_rows(microbatches, on_host, len(batch["input_ids"]))
 
     def step_lr_scheduler(self) -> None:
         if self.was_skipped:
@@ -185,10 +186,13 @@ class FSDPEngine(ModelEngine):
         kept = []
         for microbatch in self._pack(TrajectoryBatch.of(data)):
             rows, output = self._rows_and_output(microbatch)
-            loss_sum, weight, sums = _loss(output, rows, loss_fn, loss_weight_fn or trained_tokens)
+            weight = torch.as_tensor((loss_weight_fn or trained_tokens)(microbatch.rows))  # on the host
+            loss_sum, sums = _loss(output, rows, loss_fn, weight)
             if backward:
                 loss_sum.backward()
-            kept.append({"loss": loss_sum.detach(), "weight": weight} | sums)
+            kept.append(
+                {"loss": loss_sum.detach(), "weight": output.new_full((), float(weight), dtype=torch.float64)} | sums
+            )
         totals = torch.stack([torch.stack([part[name].double() for part in kept]).sum() for name in kept[0]])
         dist.all_reduce(totals, group=self.groups.data.group)
         return dict(zip(kept[0], totals.tolist(), strict=True))
@@ -199,7 +203,8 @@ class FSDPEngine(ModelEngine):
         Masks keep sequences apart. A forward per sequence would too, but under FSDP every forward is a collective, and
         ranks hold different numbers of sequences; of microbatches they have as many.
         """
-        rows, positions = microbatch.rows.to(self.device), microbatch.positions.to(self.device)
+        columns, positions = one_copy((dict(microbatch.rows.items()), microbatch.positions), self.device)
+        rows = TensorDict(columns)
         output = self.model(
             input_ids=rows["input_ids"][None],
             position_ids=positions[None],
@@ -303,19 +308,16 @@ def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tupl
     return zeros.index_copy(0, trained, chosen), zeros.index_copy(0, trained, -(log_p.exp() * log_p).sum(-1))
 
 
-def _loss(
-    output: Tensor, rows: TensorDict, loss_fn: Any, loss_weight_fn: Callable[[TensorDict], Tensor]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a microbatch's loss sum, weight and statistics. The sum always has a graph: backward is a collective."""
-    weight = torch.as_tensor(loss_weight_fn(rows), device=output.device)
+def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a microbatch's loss sum and statistics. The sum always has a graph: backward is a collective."""
     count = float(weight)
     if not count.is_integer():
         raise ValueError(f"loss_weight_fn returned {count}: must be an integer count; put fractions into the loss.")
     if not isinstance(loss_fn, LogprobLoss | ValueLoss):
         # A mean over nothing is 0 / 0.
-        return loss_fn(output, rows) * weight if count else output.sum() * 0.0, weight, {}
+        return loss_fn(output, rows) * count if count else output.sum() * 0.0, {}
     if isinstance(loss_fn, ValueLoss):
         loss_sum, sums = loss_fn.fn(output, rows)
     else:
         loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows["labels"], loss_fn.temperature), rows)
-    return loss_sum, weight, {name: value.detach() for name, value in sums.items()}
+    return loss_sum, {name: value.detach() for name, value in sums.items()}

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
+from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl import parallel, platform
@@ -27,9 +28,10 @@ from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
+from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
 from megatron_rl.engine.output_head import Head
-from megatron_rl.engine.packed_rows import PackedRows, row_multiple
+from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.reshard import HFExport, load_shards
@@ -106,7 +108,7 @@ class MegatronEngine(ModelEngine):
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
-        self.tf_config.finalize_model_grads_func = finalize_model_grads
+        self.tf_config.finalize_model_grads_func = schedule.divide_by_weight(self.groups)
         if options.overlap:  # gradients are complete, and may be reduced, in the last microbatch only
             no_sync = [chunk.no_sync for chunk in self.wrapped]
             self.tf_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -182,15 +184,16 @@ class MegatronEngine(ModelEngine):
         microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            rows = microbatch.rows.to(self.device)
+            read = ["labels"] if post_hook is None else list(microbatch.rows.keys())
+            rows = one_copy({key: microbatch.rows[key] for key in read}, self.device)
             if self.arch.head == "value":
                 values = head.values(hidden, rows["labels"], packed)
             elif post_hook is None:
                 values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]  # one of the pair
             else:
-                values = post_hook(head.logits(hidden, packed), rows)
+                values = post_hook(head.logits(hidden, packed), TensorDict(rows))
             # The schedule wants a loss and a weight of every microbatch; the values are what is kept.
-            return values.sum() * 0.0, torch.ones((), dtype=torch.int, device=self.device), values.detach().float()
+            return values.sum() * 0.0, torch.ones((), dtype=torch.int), values.detach().float()
 
         with torch.no_grad():
             rows = self._run(microbatches, last_stage, forward_only=True)
@@ -208,15 +211,15 @@ class MegatronEngine(ModelEngine):
         wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            rows = microbatch.rows.to(self.device)
-            weight = torch.as_tensor(loss_weight_fn(rows))
+            weight = torch.as_tensor(loss_weight_fn(microbatch.rows))  # on the host: its value costs no wait
             if weight.is_floating_point() and float(weight) != int(weight):
                 raise ValueError(
                     f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
                     f"sequences), because the gradient is divided by their global sum; return the count and put "
                     f"fractions into the loss."
                 )
-            weight, logprobs = weight.to(self.device, torch.int), None
+            weight, logprobs = weight.to("cpu", torch.int), None
+            rows = TensorDict(one_copy(dict(microbatch.rows.items()), self.device))
             if isinstance(loss_fn, ValueLoss):
                 loss_sum, sums = loss_fn.fn(head.values(hidden, rows["labels"], packed), rows)
             elif isinstance(loss_fn, LogprobLoss):
@@ -226,29 +229,27 @@ class MegatronEngine(ModelEngine):
             else:
                 loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
             loss_sum = loss_sum.as_subclass(Tensor)  # of VocabParallelLogits: upstream's arithmetic is on plain tensors
-            kept = {"loss": loss_sum.detach().float().clone(), "weight": weight.float().clone()}
+            kept = {"loss": loss_sum.detach().float().clone()} | {k: v.detach().float() for k, v in sums.items()}
             # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
-            return loss_sum, counted, (kept | {k: v.detach().float() for k, v in sums.items()}, logprobs)
+            return loss_sum, counted, (kept, int(weight), logprobs)
 
         batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch, final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
-        totals = self._global_sums([sums for sums, _ in kept])
+        totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
         if not isinstance(loss_fn, LogprobLoss):
             return totals, None
-        return totals, self._by_token(batch, microbatches, [logprobs for _, logprobs in kept])
+        return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
 
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
-        groups = self.groups
-        split = groups.tensor.size if self.config.parallel.sequence_parallel else 1
         return schedule.run(
             self.wrapped,
             microbatches,
             last_stage,
             forward_only=forward_only,
-            context=groups.context,
-            row_multiple=row_multiple(context=groups.context.size, sequence_split=split),
+            groups=self.groups,
+            config=self.tf_config,
             device=self.device,
         )
 
@@ -267,25 +268,24 @@ class MegatronEngine(ModelEngine):
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
         """Bring `[T]` results of each microbatch on the last stage to `[N]` float32 by token on all stages."""
-        result = torch.zeros(len(batch["input_ids"]), dtype=torch.float32, device=self.device)
-        if self.groups.is_last_stage:
-            result = packing.scatter_rows(microbatches, rows, len(result)).to(self.device)
+        counts = [microbatch.tokens for microbatch in microbatches]
+        results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
         if self.groups.pipeline.size > 1:
-            dist.broadcast(result, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
-        return result.to(batch["input_ids"].device)
+            dist.broadcast(results, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
+        results = results.to(batch["input_ids"].device)  # waits once for all microbatches; their rows are known there
+        return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
 
-    def _global_sums(self, kept: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Add the statistics of all microbatches and data-parallel ranks; every rank gets them."""
+    def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
+        """Add the statistics of all microbatches and data-parallel ranks, and the weights; every rank gets them."""
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
             names = list(kept[0])  # every microbatch has the same, also one without a trained row
-            sums = torch.stack([torch.stack([part[n] for part in kept]).double().sum() for n in names])
+            sums = [torch.stack([part[n] for part in kept]).double().sum() for n in names]
+            sums = torch.stack([*sums, torch.full_like(sums[0], weight)])
             dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers have the same sums already
-            totals = [dict(zip(names, sums.tolist(), strict=True))]
-        if self.groups.pipeline.size > 1:
-            dist.broadcast_object_list(
-                totals, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1, device=self.device
-            )
+            totals = [dict(zip([*names, "weight"], sums.tolist(), strict=True))]
+        if self.groups.pipeline.size > 1:  # on the host; the world's last rank is of the last stage
+            dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
         return totals[0]
 
     @property

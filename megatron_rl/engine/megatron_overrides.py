@@ -27,7 +27,7 @@ OUR_KEYS = {
 }
 """Fields that a key of ours sets."""
 
-MAY_BE_SET = {"bias_activation_fusion", "bias_dropout_fusion"}
+MAY_BE_SET = {"bias_activation_fusion", "bias_dropout_fusion", "batch_p2p_sync"}
 """Of the fields that `transformer_config` sets, those that change speed and memory alone."""
 
 _PER_TOKEN = "the gradient is divided once, by the global sum of loss_weight_fn"

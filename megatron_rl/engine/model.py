@@ -134,6 +134,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         # Two chunks on two stages send twice between the same two ranks; batched, upstream mixes the two up silently.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
+        batch_p2p_sync=False,  # would wait for the device after each hop; torch 1.13 has mended what that is against
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,  # every microbatch has another number of rows
         moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too

@@ -69,7 +69,7 @@ class Head:
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
-        return {"rows": packed.reads, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
+        return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""

@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope
+from megatron_rl.ops import TakenRows
 from megatron_rl.parallel import Axis
 from megatron_rl.types import MicroBatch, prefix_sums
 
 
-@dataclass(frozen=True)
-class Alike:
+class Alike(NamedTuple):
     """Pieces with as many queries and keys as one another: one call of dense attention.
 
-    queries: `[pieces * n]` rows of this rank, or None for all in order. keys: `[pieces * m]` rows, or None likewise.
+    queries: `[pieces * n]` rows of this rank, or None for all in order. keys: `[pieces * m]` keys, or None likewise.
     """
 
     n: int
@@ -51,21 +53,23 @@ class PackedRows(PackedSeqParams):
     """`[T]` int64: the row of this rank that each row of the loss reads, -1 where another context rank has it."""
     trained: Tensor = field(kw_only=True)
     """int64: the rows of the loss that have a label and are this context rank's, counted where the host knows them."""
+    predicting: TakenRows = field(kw_only=True)
+    """The rows of this rank that they read."""
     in_order: bool = field(kw_only=True)
     """True where row t of the loss reads row t."""
-    query_cu: Tensor = field(kw_only=True)
-    """`[S + 1]` int32 prefix sums of the pieces' queries."""
-    key_cu: Tensor = field(kw_only=True)
-    key_rows: Tensor | None = field(kw_only=True)
-    """int64 rows of the context axis that the pieces' keys are, one piece after the other; None: all in order."""
+    keys: TakenRows | None = field(kw_only=True)
+    """Rows of the context axis, as they are gathered, that the keys are, one piece after the other; None: all in order.
+    """
+    context: Axis = field(kw_only=True)
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
-    alike: list[Alike] = field(kw_only=True)
-    unsorted: Tensor | None = field(kw_only=True)
+    query_cu: Tensor | None = field(kw_only=True, default=None)
+    """`[S + 1]` int32 prefix sums of the pieces' queries; like `key_cu` None where attention is dense."""
+    key_cu: Tensor | None = field(kw_only=True, default=None)
+    alike: list[Alike] = field(kw_only=True, default_factory=list)
+    """For dense attention; empty where the kernel of variable lengths computes it."""
+    unsorted: Tensor | None = field(kw_only=True, default=None)
     """`[R]`: where each row is in the outputs of `alike`, one after the other."""
-    context: Axis = field(kw_only=True)
-    gathered: Tensor | None = field(kw_only=True)
-    """int64: where each row is after gathering over the context axis."""
     _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by identity: layers share a Rope
 
     def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -83,12 +87,25 @@ def row_multiple(*, context: int, sequence_split: int) -> int:
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True where torch's variable-length kernel computes attention.
+
+    It takes 16-bit numbers on CUDA; float32 serves checks against a reference.
+    """
+    return device.type == "cuda" and dtype != torch.float32
+
+
 def own_rows(
-    microbatch: MicroBatch, context: Axis, *, multiple_of: int, device: torch.device
+    microbatch: MicroBatch,
+    context: Axis,
+    *,
+    multiple_of: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, PackedRows]:
     """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
 
-    Rows are padded to `multiple_of`; padding is a segment of its own.
+    Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -101,39 +118,41 @@ def own_rows(
     first, rows, keys, prefix, prefix_rows = _pieces(segments, ranges)
     query_cu, key_cu = prefix_sums(rows), prefix_sums(prefix_rows + keys)  # a piece's keys: its prefix, then its own
     is_plain = context.size == 1 and not bool(prefix_rows.any())
-    key_rows = None
+    taken = None
     if not is_plain:  # plain rows are their own keys in order, which spares a copy of keys and values
-        key_rows = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
-    alike, unsorted = _alike(query_cu, key_cu, key_rows)
+        row_of_key = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
+        taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context)[row_of_key])
     padded = torch.nn.functional.pad
-    ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
-    positions = padded(microbatch.positions[microbatch.computed], (0, padding))[own]
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
     reads = place[microbatch.read]  # [T]: from the microbatch's computed rows to this rank's
     trained = ((microbatch.rows["labels"] >= 0) & (reads >= 0)).nonzero()[:, 0]
-    whole = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
-    packed = PackedRows(
+    whole = torch.tensor([0, len(own)], dtype=torch.int32)
+    host: dict[str, Any] = {
+        "positions": padded(microbatch.positions[microbatch.computed], (0, padding))[own],
+        "cu_seqlens_q": whole,
+        "cu_seqlens_kv": whole,
+        "reads": reads,
+        "trained": trained,
+        "predicting": TakenRows.of(reads[trained]),
+        "keys": taken,
+    }
+    if has_varlen_kernel(device, dtype):
+        host |= {"query_cu": query_cu.to(torch.int32), "key_cu": key_cu.to(torch.int32)}
+    else:
+        host["alike"], host["unsorted"] = _alike(query_cu, key_cu)
+    ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
+    ids, on_device = one_copy((ids, host), device)
+    return ids, PackedRows(
         qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
         max_seqlen_q=len(own),
         max_seqlen_kv=len(own),
-        positions=positions.to(device),
-        reads=reads.to(device),
-        trained=trained.to(device),
         in_order=is_plain and count == microbatch.tokens,
-        query_cu=query_cu.to(device, torch.int32),
-        key_cu=key_cu.to(device, torch.int32),
-        key_rows=_moved(key_rows, device),
+        context=context,
         longest_query=int(rows.max()),
         longest_key=int((prefix_rows + keys).max()),
-        alike=[Alike(a.n, a.m, _moved(a.queries, device), _moved(a.keys, device)) for a in alike],
-        unsorted=_moved(unsorted, device),
-        context=context,
-        gathered=_gathered(total, context).to(device) if context.size > 1 else None,
+        **on_device,
     )
-    return ids.to(device), packed
 
 
 def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
@@ -170,19 +189,17 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ..
     return tuple(torch.cat(parts, dim=1))
 
 
-def _alike(query_cu: Tensor, key_cu: Tensor, key_rows: Tensor | None) -> tuple[list[Alike], Tensor | None]:
+def _alike(query_cu: Tensor, key_cu: Tensor) -> tuple[list[Alike], Tensor | None]:
     """Put pieces of one shape together; the second result leads from their outputs back to the rows' order."""
     rows, keys = query_cu.diff(), key_cu.diff()
     shapes, member = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True)
-    if len(shapes) == 1 and key_rows is None:
+    if len(shapes) == 1:
         return [Alike(int(shapes[0, 0]), int(shapes[0, 1]), None, None)], None
     groups, order = [], []
     for number, (n, m) in enumerate(shapes.tolist()):
         chosen = member == number
-        queries = _runs(query_cu[:-1][chosen], rows[chosen])
-        places = _runs(key_cu[:-1][chosen], keys[chosen])
-        groups.append(Alike(n, m, queries, places if key_rows is None else key_rows[places]))
-        order.append(queries)
+        order.append(_runs(query_cu[:-1][chosen], rows[chosen]))
+        groups.append(Alike(n, m, order[-1], _runs(key_cu[:-1][chosen], keys[chosen])))
     return groups, torch.cat(order).argsort()
 
 
@@ -190,7 +207,3 @@ def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return [starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)

@@ -34,7 +34,9 @@ class Rope:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[R, 1, D]` float32 of `[R]` positions."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))  # [R, D / 2]
+        # Kept where they are read: a copy for each microbatch would wait for the device.
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = torch.outer(positions.float(), self.inverse_frequencies)  # [R, D / 2]
         angles = torch.cat([angles, angles], dim=-1)[:, None]  # one for both of a pair, and for all heads
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 

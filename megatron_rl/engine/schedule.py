@@ -10,15 +10,65 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_rl.engine.packed_rows import PackedRows, own_rows
-from megatron_rl.parallel import Axis
+from megatron_rl.engine.packed_rows import PackedRows, own_rows, row_multiple
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch
 
 LastStage = Callable[[Tensor, MicroBatch, PackedRows], tuple[Tensor, Tensor, Any]]
-"""(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep)."""
+"""(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep).
+
+The weight is on the host, where it is known; upstream adds it to the device's sum as a number.
+"""
+
+
+class KnownShapes(P2PCommunicator):
+    """Sends and receives between pipeline stages whose shapes every stage knows on the host.
+
+    Upstream's asks its neighbours for the shape of each tensor, and waits for the device to read the answer. Tensors
+    come in the order in which the sender computes them, which is that of upstream's schedule table on all stages;
+    gradients come in the same order, the chunks of the model from the last to the first.
+    """
+
+    def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:
+        """rows: of each microbatch, those of a stage's input and output. chunks: of the model on this rank."""
+        super().__init__(pipeline, config)
+        round_length = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(rows)
+        shapes = [
+            ([rows[microbatch], 1, config.hidden_size], turn)
+            for microbatch, turn in get_schedule_table(len(rows), chunks, round_length)
+        ]
+        # The first stage's first chunk has nothing to receive, nor has the last one's last on the way back.
+        is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+        self.inputs = iter([shape for shape, turn in shapes if turn or not is_first])
+        self.gradients = iter([shape for shape, turn in shapes if turn or not is_last])
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        return next(self.inputs) if recv_prev else None, next(self.gradients) if recv_next else None
+
+
+def divide_by_weight(groups: ParallelGroups) -> Callable[..., None]:
+    """Return upstream's `finalize_model_grads` with a division by the global weight that does not wait for it.
+
+    Upstream asks the device whether the weight is above 0 before it divides; where it is 0, so are the gradients.
+    """
+
+    def finalize(chunks: list, weight: Tensor, **options: Any) -> None:
+        finalize_model_grads(chunks, None, **options)
+        if groups.pipeline.size > 1:  # the last stage alone has counted
+            dist.broadcast(weight, group=groups.pipeline.group, group_src=groups.pipeline.size - 1)
+        dist.all_reduce(weight, group=groups.data_context.group)
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / weight.clamp(min=1))
+
+    return finalize
 
 
 def run(
@@ -27,31 +77,41 @@ def run(
     last_stage: LastStage,
     *,
     forward_only: bool,
-    context: Axis,
-    row_multiple: int,
+    groups: ParallelGroups,
+    config: Any,
     device: torch.device,
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
     Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Each
-    context rank computes its share of a microbatch's rows, of which there are a multiple of `row_multiple`.
+    context rank computes its share of a microbatch's rows. config: upstream's, of the model.
     """
+    split = groups.tensor.size if config.sequence_parallel else 1
+    multiple = row_multiple(context=groups.context.size, sequence_split=split)
 
     def forward_step(iterator, model):
         microbatch = next(iterator)
-        ids, packed = own_rows(microbatch, context, multiple_of=row_multiple, device=device)
+        ids, packed = own_rows(
+            microbatch, groups.context, multiple_of=multiple, device=device, dtype=config.params_dtype
+        )
         hidden = model(
             input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
         )  # [R, 1, H]: rows come first upstream, then its batch, which is of one
         return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)  # called on the last stage only
 
-    most_rows = max(len(microbatch.computed) for microbatch in microbatches)
+    rows = [-(-len(microbatch.computed) // multiple) * multiple for microbatch in microbatches]
+    options: dict[str, Any] = {}
+    if groups.pipeline.size > 1:
+        own = [count // (groups.context.size * split) for count in rows]
+        options["p2p_communicator"] = KnownShapes(groups.pipeline.group, config, own, len(chunks))
+        options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()  # upstream's default, by its rule
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in chunks],  # each chunk of an interleaved pipeline takes all in turn
         model=chunks,
         num_microbatches=len(microbatches),
-        seq_length=most_rows + -most_rows % row_multiple,  # stages tell each other the rows: variable_seq_lengths
+        seq_length=max(rows),  # not read: variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
+        **options,
     )

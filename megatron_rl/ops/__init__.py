@@ -12,11 +12,13 @@ from megatron_rl.ops.logprobs import (
     packed_logprobs,
 )
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
+from megatron_rl.ops.taken_rows import TakenRows
 
 __all__ = [
     "CHECKSUM_COLUMNS",
     "PPO_SUMS",
     "PpoOptions",
+    "TakenRows",
     "VocabParallelLogits",
     "VocabShard",
     "gather_logprobs",

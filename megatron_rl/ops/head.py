@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
+from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """(rows, their log-probs, their entropy) -> (`[K]` float64 sums, the loss first, and its slopes by both)."""
@@ -134,7 +135,7 @@ def lm_head_loss(
     loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
     *,
     shard: VocabShard,
-    rows: Tensor | None = None,
+    rows: Tensor | TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     rows_per_chunk: int = 2048,
@@ -177,7 +178,7 @@ def lm_head_ppo_loss(
     options: PpoOptions,
     *,
     shard: VocabShard,
-    rows: Tensor | None = None,
+    rows: Tensor | TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     ref_logprobs: Tensor | None = None,
@@ -232,7 +233,7 @@ def lm_head_logprobs(
     labels: Tensor,
     *,
     shard: VocabShard,
-    rows: Tensor | None = None,
+    rows: Tensor | TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     rows_per_chunk: int = 1024,
@@ -242,8 +243,9 @@ def lm_head_logprobs(
     hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64. Label t is predicted by row `rows[t]` of hidden (int64,
     several labels may share one), by row t where `rows` is absent. kept: the places of the labels to compute, int64,
     all with labels of 0 or more; where absent, those of all such labels, which waits for the device. Other places give
-    0. Rows go through the head in chunks; the backward forms the logits of each again, unless there is one chunk only.
-    The weight's gradient is summed over the chunks in float32.
+    0. rows as TakenRows are those of the kept labels: then the gradient of a row that several share is the same bits
+    every time. Rows go through the head in chunks; the backward forms the logits of each again, unless there is one
+    chunk only. The weight's gradient is summed over the chunks in float32.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -259,6 +261,8 @@ def places_of(labels: Tensor) -> Tensor:
     return (labels >= 0).nonzero()[:, 0]
 
 
-def pick(hidden: Tensor, rows: Tensor | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
+def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
     # Only rows with a label go through the output layer: a prompt's have none.
+    if isinstance(rows, TakenRows):
+        return rows.of_values(hidden).to(dtype)
     return hidden.index_select(0, kept if rows is None else rows.index_select(0, kept)).to(dtype)
