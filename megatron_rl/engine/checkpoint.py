@@ -45,6 +45,8 @@ HF_FILES = "hf"
 """Folder of config.json and the tokenizer in a checkpoint."""
 COMMON = "common.pt"
 """File of what every rank has alike, up to megatron.core 0.18."""
+RECIPE = "_extra_state"
+"""What upstream's layers and Transformer Engine's call the state of a recipe for quantisation."""
 WRITER_NICENESS = 10
 """Training comes first where writers share its cores."""
 SCHEDULE_KEYS = {
@@ -227,8 +229,15 @@ def _fail_with_children(results: Any) -> None:
 
 
 def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the sharded weights by their global layer: the number of chunks may differ between saving and loading."""
-    return {f"model{n}": chunk.sharded_state_dict(metadata=_metadata(groups)) for n, chunk in enumerate(chunks)}
+    """Return the sharded weights by their global layer: the number of chunks may differ between saving and loading.
+
+    Left out are the states of recipes, empty as nothing is quantised, which only some kinds of layers have.
+    """
+    states = (chunk.sharded_state_dict(metadata=_metadata(groups)) for chunk in chunks)
+    return {
+        f"model{n}": {name: part for name, part in state.items() if RECIPE not in name}
+        for n, state in enumerate(states)
+    }
 
 
 def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[OptimizerShards]]:
@@ -402,7 +411,8 @@ def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) 
 
 def _load_models(engine: _TrainedModel, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(engine.chunks):
-        chunk.load_state_dict(state[f"model{number}"])
+        recipes = {name: None for name in chunk.state_dict() if RECIPE in name}
+        chunk.load_state_dict(recipes | state[f"model{number}"])
 
 
 def _set_random_state(states: dict[str, Any], *, with_tracker: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -88,11 +89,12 @@ class LatentAttention(MLASelfAttention):
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
         self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_layernorm = norm(config, config.kv_lora_rank, eps=LATENT_NORM_EPS)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
-            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_layernorm = norm(config, config.q_lora_rank, eps=LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
         self,
@@ -208,6 +210,10 @@ def layer_spec(
     )
     if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
+        # A checkpoint names the norms as local layers do, whichever layers wrote it.
+        local = get_gpt_layer_local_spec(multi_latent_attention=options["multi_latent_attention"])
+        names = local.submodules.sharded_state_dict_keys_map  # upstream's for its mixtures of either kind differ
+        spec.submodules.sharded_state_dict_keys_map = names or {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     else:
         spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
@@ -245,7 +251,8 @@ def block_spec(
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
     return TransformerBlockSubmodules(
-        layer_specs=[specs[arch.has_mixture(number)] for number in numbers], layer_norm=norm_class(arch)
+        layer_specs=[specs[arch.has_mixture(number)] for number in numbers],
+        layer_norm=TENorm if use_transformer_engine else norm_class(arch),
     )
 
 

@@ -18,6 +18,7 @@ from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, share_of
 
 from megatron_rl import platform
+from megatron_rl.engine.layers import RMSNorm
 from megatron_rl.weights.reshard import rules_of
 
 MARKS = {"tensor_model_parallel": False, "sequence_parallel": False, "allreduce": True}
@@ -51,11 +52,35 @@ def updated(folder: Path, layout: str, impl: str, megatron: dict[str, Any] | Non
             for parameter, rule in rules_of(chunk, engine.arch)
             if isinstance(parameter, torch.nn.Parameter)
         },
+        "own_norms": sum(isinstance(module, RMSNorm) for module in chunk.modules()),
         "parameters": {name: (tuple(p.shape), p.dtype) for name, p in chunk.named_parameters()},
         "built": [(name, _plain(options)) for name, options in te_stand_in.BUILT],
         "called": list(te_stand_in.CALLED),
         "optimizer": [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers],
     }
+
+
+def resumed(
+    folder: Path, checkpoints: Path, impls: tuple[str, str], kinds: tuple[bool, bool]
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Train twice and save, train on; the weights of that engine, and of one that took the checkpoint and trained on.
+
+    impls, kinds: the layers of either engine, and whether its optimizer is distributed.
+    """
+    engines = []
+    for impl, is_distributed in zip(impls, kinds, strict=True):
+        take(impl)
+        engines.append(make_engine(folder, LAYOUTS["1"][1], weight_decay=0.1, distributed=is_distributed).train())
+    first, second = engines
+    for _ in range(2):
+        first.train_batch(make_batch(), user_loss, user_weight)
+    first.save(checkpoints, with_optimizer=True)
+    second.load(checkpoints, with_optimizer=True)
+    for engine in engines:
+        for _ in range(2):
+            engine.train_batch(make_batch(1), user_loss, user_weight)
+    steps = [group.get("step") for part in second.optimizer.chained_optimizers for group in part.param_groups]
+    return *({name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in engines), steps
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

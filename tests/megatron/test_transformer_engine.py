@@ -22,6 +22,12 @@ CASES += [("qwen2", "tp2"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("de
 # The stand-in has to be there before megatron.core is.
 PROGRAM = "import te_stand_in; te_stand_in.install(); import te_cases; te_cases.main()"
 IMPLS = ("transformer_engine", "local")
+# Model: the layers of the engine that saves and of the one that resumes, and whether their optimizers are distributed.
+RESUMED = {
+    "qwen2": (("transformer_engine", "transformer_engine"), (False, True)),
+    "qwen3_moe": (("local", "transformer_engine"), (False, False)),
+    "deepseek_v3": (("transformer_engine", "local"), (True, True)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +40,14 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
-    """What `te_cases.updated` returns on the first rank, by (family, layout, kind of layers)."""
+    """What the first rank finds: `te_cases.updated` by (family, layout, kind of layers), and of RESUMED `resumed`."""
     by_size: dict[int, dict] = {}
     for family, layout in CASES:
         for impl in IMPLS:
             arguments = ("updated", folders[family], layout, impl)
             by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
+    for family, how in RESUMED.items():
+        by_size[1][family, "resumed"] = ("resumed", folders[family], tmp_path_factory.mktemp("checkpoint") / "1", *how)
     return {case: ranks[0] for case, ranks in run_cases(by_size, tmp_path_factory.mktemp("cases")).items()}
 
 
@@ -82,3 +90,18 @@ def test_gradients_reach_every_parameter(family, layout, seen):
 def test_marks_of_parameters_are_those_of_local_layers(family, layout, seen):
     found, local = (seen[family, layout, impl]["marks"] for impl in IMPLS)
     assert found == local
+
+
+@pytest.mark.parametrize("family,layout", CASES)
+def test_every_norm_is_transformer_engines(family, layout, seen):
+    found, local = (seen[family, layout, impl] for impl in IMPLS)
+    assert found["own_norms"] == 0 < local["own_norms"]
+    assert not any(name in ("Linear", "LayerNormLinear", "RMSNorm") for name, _ in local["built"])
+
+
+@pytest.mark.parametrize("family", RESUMED)
+def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
+    uninterrupted, resumed, steps = seen[family, "resumed"]
+    for name, tensor in uninterrupted.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-6, msg=name)
+    assert set(steps) == {4}, "as many updates as both runs together"
