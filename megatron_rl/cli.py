@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_rl.launch.last_words import one_line
 
+PLAN_OPTIONS = ("nodes", "gpus_per_node", "device", "models", "lengths")
 ENDED_BY_SIGPIPE = 141
 """A shell's exit code for a program that wrote to a pipe without a reader."""
 
@@ -61,6 +62,14 @@ def run(argv: list[str] | None = None) -> None:
     plan.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
     plan.add_argument(
         "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="what the GPUs are (default h100)"
+    )
+    plan.add_argument(
+        "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
+    )
+    plan.add_argument(
+        "--lengths",
+        type=Path,
+        help="file of numbers, each prompt's tokens; default: as long as the config lets them be",
     )
     plan.add_argument("--json", action="store_true", help="for machines")
     evaluated = commands.add_parser(
@@ -124,7 +133,7 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "plan":
                 from megatron_rl.tools.plan.plan_command import plan_text
 
-                options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
+                options = {name: value for name, value in vars(args).items() if name in PLAN_OPTIONS}
                 print(plan_text(args.config, args.overrides, **options, as_json=args.json))
             elif args.command == "eval":
                 from megatron_rl.run.evaluate_command import evaluate

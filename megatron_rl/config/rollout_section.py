@@ -272,6 +272,11 @@ class RolloutConfig(Section, name="rollout"):
     def has_dp_attention(self) -> bool:
         return "--enable-dp-attention" in self.server_args
 
+    @property
+    def attention_replicas(self) -> int:
+        """Parts of a server with all of attention's weights and with their own replies: --dp-size with DP attention."""
+        return self._server_size(DP) if self.has_dp_attention else 1
+
     def _server_size(self, names: tuple[str, ...]) -> int:
         given = self.server_option(*names) or "1"
         if not given.isdecimal() or int(given) < 1:

@@ -294,7 +294,6 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
         "hidden_act": "silu",
         "mlp_bias": False,
         "attention_bias": False,
-        "quantization_config": None,
     }
     if arch.family == "gemma3":
         demands |= {
@@ -314,8 +313,9 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
     for key, supported in demands.items():
         value = config.get(key, supported)
         if value != supported:
-            remedy = "convert it to bfloat16 first" if key == "quantization_config" else "pick another model"
-            raise ValueError(f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; {remedy}.")
+            raise ValueError(
+                f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
+            )
     # The model ranks groups by their two best experts, group_limited_topk in megatron.core 0.20 by their best
     # `per_token // groups_per_token`.
     mixture = arch.mixture

@@ -68,6 +68,7 @@ class HFFolder:
                     f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it "
                     f"{shape}; copy the model folder again or correct config.json."
                 )
+            self.dtype(name)  # quantised weights have the shape that config.json promises, but need their scales
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         part = self._handle(name).get_slice(name)  # no bytes yet: only those of the slice are read
@@ -78,7 +79,7 @@ class HFFolder:
         if found not in _DTYPES:
             raise ValueError(
                 f"{name} in {self.folder / self.file_of[name]} has dtype {found}: supported are {', '.join(_DTYPES)}; "
-                f"take the model in one of these."
+                f"take the model in one of these, or convert quantised weights by the scripts of their model."
             )
         return _DTYPES[found]
 

@@ -133,6 +133,12 @@ def parameters(arch: Architecture) -> int:
     return parameters_of_stage(arch, ParallelConfig(), 0).total
 
 
+def attention_parameters(arch: Architecture) -> int:
+    """The parameters of attention in all layers, which servers with DP attention hold once for each of its replicas."""
+    rules = [rule for rule in layer_rules(arch, 0) if rule.megatron.startswith("self_attention.")]
+    return arch.layers * _shares(rules, arch, ParallelConfig()).total
+
+
 def largest_tensor(arch: Architecture) -> int:
     """Elements of the largest of the model's HF tensors."""
     words = sizes(arch)

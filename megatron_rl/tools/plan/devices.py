@@ -50,6 +50,8 @@ PUBLICATION_BANDWIDTH = 20e9
 """Bytes a second from the trainer to all servers."""
 HOST_BANDWIDTH = 25e9
 """Bytes a second between a GPU and host memory."""
+MEAN_PROMPT = 0.5
+"""Mean prompt over the longest, where no file of lengths is given."""
 MEAN_REPLY = 0.5
 """Mean reply over generation.max_new_tokens; lengths spread evenly from 0 to the most."""
 
@@ -67,5 +69,6 @@ def assumptions() -> dict[str, str]:
         f"{DECODE_OVERHEAD_S * 1e3:g} ms a token",
         "publication": f"{PUBLICATION_BANDWIDTH / 1e9:g} GB/s",
         "host memory": f"{HOST_BANDWIDTH / 1e9:g} GB/s a GPU",
+        "mean prompt": f"{MEAN_PROMPT:g} of the longest without --lengths",
         "mean reply": f"{MEAN_REPLY:g} of max_new_tokens, lengths spread evenly",
     }

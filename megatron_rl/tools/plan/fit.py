@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config import TrainConfig
+from megatron_rl.config import PIPELINE_CUTS, TrainConfig
 from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES
 from megatron_rl.tools.plan.memory import Model, models_of, server_memory, trainer_memory
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
-from megatron_rl.weights.layout import check_layout
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.layout import check_layout, nearly_even
 
 MOST_DOUBLINGS = 5
 """Of the nodes, in search of a plan that fits."""
 MOST_SPLITS = 32
 """Looked at: of more GPUs, splits that many evenly spaced."""
+LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
+SELECTIVE = {"recompute_granularity": "selective"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
     """Raise ValueError where a model does not divide as its layout wants, or the config does not work on GPUs."""
     config.rollout.check_for_gpus()
+    config.rollout.check_servers()
     for model in models:
         check_layout(model.arch, model.engine.parallel, config.megatron)
 
@@ -140,42 +146,55 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
     if nearest is None:
         most = 2 ** (MOST_DOUBLINGS - 1)
         return f"does not fit: {why}. Nothing near it fits either, nor on {most} times the nodes; take larger GPUs."
-    return f"does not fit: {why}. Nearest that fits: {' '.join(nearest[0])}"
+    return f"does not fit: {why}. Nearest that fits: {shlex.join(nearest[0])}"
 
 
-def nearest_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+def nearest_plan(
+    config: TrainConfig, tokens: PromptTokens, cluster: Cluster, given: Collection[str] = ()
+) -> tuple[list[str], Plan] | None:
     """Return the fewest `key=value` overrides with which the run fits, and its plan; None where there are none.
 
-    Of as many overrides those whose step could be the fastest. Tensor and pipeline axis, tokens of a microbatch, the
-    distributed optimizer, recomputation and a server's GPUs are tried, and turns on the same GPUs; where none of them
-    helps, more nodes.
+    Of as many overrides those whose step could be the fastest. Tried are the options of `_options`, and turns on the
+    same GPUs; where none of them helps, more nodes. Keys in `given` stay as they are.
     """
     for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
-        found = _nearest(config, tokens, replace(cluster, nodes=nodes))
+        found = _nearest(config, tokens, replace(cluster, nodes=nodes), given)
         if found is not None:
             words, plan = found
             return ([f"--nodes={nodes}"] if nodes > cluster.nodes else []) + words, plan
     return None
 
 
-def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tuple[list[str], Plan] | None:
+def _nearest(
+    config: TrainConfig, tokens: PromptTokens, cluster: Cluster, given: Collection[str]
+) -> tuple[list[str], Plan] | None:
     plan = best_plan(config, tokens, cluster)
     if plan.fits:
         return [], plan
-    options = _options(config, tokens, cluster)
-    if not plan.has_gpus_for_both and not config.rollout.router:
-        options["rollout.colocated"] = [True]
+
+    def plans_with(changes: dict[str, Any]) -> list[Plan]:
+        try:
+            return plans_of(_changed(config, changes), tokens, cluster)
+        except ValueError:  # a layout that divides neither the model nor the GPUs
+            return []
+
+    options = _options(config, plan, given)
+    layouts = {key: [None, *values] for key, values in options.items() if key in LAYOUT}
+    reliefs = {key: values[-1] for key, values in options.items() if key not in LAYOUT}
+    roomy = set()  # what does not fit with all that saves memory need not be tried with less
+    for sizes in itertools.product(*layouts.values()):
+        layout = {key: size for key, size in zip(layouts, sizes, strict=True) if size is not None}
+        if any(plan.trainer.fits for plan in plans_with(reliefs | layout)):
+            roomy.add(frozenset(layout.items()))
     for count in range(1, len(options) + 1):
         found = []
         for keys in itertools.combinations(options, count):
             for values in itertools.product(*(options[key] for key in keys)):
                 changes = dict(zip(keys, values, strict=True))
-                try:
-                    plans = plans_of(_changed(config, changes), tokens, cluster)
-                except ValueError:  # a layout that divides neither the model nor the GPUs
+                if frozenset((key, changes[key]) for key in keys if key in LAYOUT) not in roomy:
                     continue
                 # A bound in place of a simulation: there may be hundreds of these, and only their order counts.
-                fitting = [plan.least_s for plan in plans if plan.fits]
+                fitting = [plan.least_s for plan in plans_with(changes) if plan.fits]
                 if fitting:
                     found.append((min(fitting), changes))
         if found:
@@ -184,32 +203,49 @@ def _nearest(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> tup
     return None
 
 
-def _options(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> dict[str, list[Any]]:
+def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[str, list[Any]]:
+    """Return the values to try for each key, the one that saves most memory last. Keys in `given` are left alone."""
+
     def powers(most: int, other_than: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]
 
-    parallel, budget = config.parallel, config.batch.tokens_per_microbatch
-    longest = tokens.longest + config.generation.max_new_tokens
+    cluster, arch, budget = plan.cluster, plan.models[0].arch, config.batch.tokens_per_microbatch
+    parallel, longest = config.parallel, plan.batch.longest_sequence
     # Halves, but not below one sequence, which is packed whole: a lower budget changes nothing.
     shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
     optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
+    granularity = config.megatron.get("recompute_granularity")
+    recompute = [] if granularity == "full" else [RECOMPUTE] if granularity else [SELECTIVE, RECOMPUTE]
+    is_cut = any(config.megatron.get(key) for key in PIPELINE_CUTS)  # by who wrote the config, for one number of stages
     options: dict[str, list[Any]] = {
         "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
-        "parallel.pipeline": powers(cluster.gpus, parallel.pipeline),
+        "parallel.pipeline": [] if is_cut else powers(min(cluster.gpus, arch.layers), parallel.pipeline),
+        "parallel.expert": powers(arch.mixture.experts, parallel.expert) if arch.mixture else [],
         "batch.tokens_per_microbatch": shorter,
         "optimizer.distributed": [] if all(options.distributed for options in optimizers) else [True],
-        "megatron": [] if config.megatron.get("recompute_granularity") == "full" else [RECOMPUTE],
-        "rollout.server_args": powers(cluster.gpus_per_node, config.rollout.gpus_per_server),
+        "megatron": recompute,
     }
-    return {key: values for key, values in options.items() if values}
+    if not (plan.server.fits and plan.has_gpus_for_both):
+        options["rollout.server_args"] = powers(cluster.gpus_per_node, config.rollout.gpus_per_server)
+    if not plan.has_gpus_for_both and not config.rollout.router:
+        options["rollout.colocated"] = [True]
+
+    def is_free(key: str, value: Any) -> bool:
+        words = _overrides(config, {key: value})
+        names = {word.partition("=")[0].removeprefix("critic.") for word in words}
+        kept = {name.removeprefix("critic.") for name in given}
+        return not any(f"{a}.".startswith(f"{b}.") for x in names for y in kept for a, b in ((x, y), (y, x)))
+
+    free = {key: [value for value in values if is_free(key, value)] for key, values in options.items()}
+    return {key: values for key, values in free.items() if values}
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     """The config with some keys changed; a critic in the policy's layout moves with it."""
     parallel, critic = config.parallel, config.critic
-    for key in ("tensor", "pipeline"):
-        if f"parallel.{key}" in changes:
-            parallel = replace(parallel, **{key: changes[f"parallel.{key}"]})
+    for key in LAYOUT:
+        if key in changes:
+            parallel = replace(parallel, **{key.removeprefix("parallel."): changes[key]})
     distributed = "optimizer.distributed" in changes
     optimizer = replace(config.optimizer, distributed=distributed or config.optimizer.distributed)
     if config.has_critic:
@@ -231,8 +267,15 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
             config.batch,
             tokens_per_microbatch=changes.get("batch.tokens_per_microbatch", config.batch.tokens_per_microbatch),
         ),
-        megatron=config.megatron | changes.get("megatron", {}),
+        megatron=config.megatron | changes.get("megatron", {}) | _cut(config, changes),
     )
+
+
+def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
+    """Return upstream's words for stages that do not divide the policy's layers."""
+    layers = read_architecture(config.model.path).layers
+    count = changes.get("parallel.pipeline", 1) * config.parallel.virtual_pipeline
+    return {"pipeline_model_parallel_layout": nearly_even(layers, count)} if layers % count else {}
 
 
 def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
@@ -250,4 +293,4 @@ def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
             words.append(f"{key}={str(value).lower()}")
             if config.has_critic and (key == "optimizer.distributed" or config.critic.parallel == config.parallel):
                 words += [f"critic.{words[-1]}"] if key.startswith(("parallel", "optimizer")) else []
-    return words
+    return words + [f"megatron.{name}={cut}" for name, cut in _cut(config, changes).items()]

@@ -16,7 +16,7 @@ from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
 from megatron_rl.weights.architecture import Architecture, read_architecture
-from megatron_rl.weights.layout import Shares, largest_tensor, parameters, parameters_of_stage
+from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
 HEAD_CHUNK = 2048
 """Rows of which `lm_head_loss` holds the logits at one time."""
@@ -137,13 +137,14 @@ def memory_of(
 ) -> ModelMemory:
     """Return a model's memory at its fullest pipeline stage."""
     stages = range(model.engine.parallel.pipeline)
-    by_stage = [_of_stage(model, stage, config, batch, tokens, world_size) for stage in stages]
+    by_stage = [memory_of_stage(model, stage, config, batch, tokens, world_size) for stage in stages]
     return max(by_stage, key=lambda memory: memory.kept + memory.passing)
 
 
-def _of_stage(
+def memory_of_stage(
     model: Model, stage: int, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
 ) -> ModelMemory:
+    """Return a model's memory on a rank of a pipeline stage: the same on all of them, but for rank 0's publication."""
     states = states_of_stage(model, stage, world_size)
     if not model.is_trained:  # a pass without gradients keeps little beside a trained model's
         return ModelMemory(states)
@@ -247,6 +248,8 @@ class ServerMemory:
     """One server of `gpus` GPUs. Sizes are bytes of one of them."""
 
     gpus: int
+    replicas: int
+    """Of attention (SGLang's DP attention), each of which has the keys and values of its own replies."""
     weights: float
     kv_per_token: float
     kv_room: float
@@ -256,7 +259,7 @@ class ServerMemory:
     @property
     def replies(self) -> int:
         """Replies of full length, each with the longest prompt of its own, whose keys and values fit at one time."""
-        return max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
+        return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
 
     @property
     def fits(self) -> bool:
@@ -274,13 +277,17 @@ def server_memory(
     policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
 ) -> ServerMemory:
     """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
-    gpus = config.rollout.gpus_per_server
+    arch, gpus, replicas = policy.arch, config.rollout.gpus_per_server, config.rollout.attention_replicas
     share = float(config.rollout.server_option("--mem-fraction-static") or SERVER_MEMORY_SHARE)
-    weights = policy.itemsize * policy.parameters / gpus
+    on_one = float(policy.parameters)
+    if replicas > 1:  # SGLang gives every GPU the whole embedding then
+        on_one += (replicas - 1) * attention_parameters(arch) + (gpus - 1) * arch.vocab * arch.hidden
+    weights = policy.itemsize * on_one / gpus
     return ServerMemory(
         gpus=gpus,
+        replicas=replicas,
         weights=weights,
-        kv_per_token=kv_bytes_per_token(policy.arch, policy.itemsize, gpus),
+        kv_per_token=kv_bytes_per_token(arch, policy.itemsize, gpus // replicas),
         # SGLang's share is of the whole device, weights included.
         kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
         longest_sequence=batch.longest_sequence,

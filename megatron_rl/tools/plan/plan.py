@@ -105,7 +105,9 @@ class Plan:
 
     @cached_property
     def decoder(self) -> Decoder:
-        return Decoder(self.models[0], self.server.gpus, self.cluster.device, self.server.kv_per_token)
+        server = self.server
+        # Of a server's replies a GPU reads those of its own replica of attention.
+        return Decoder(self.models[0], server.gpus, self.cluster.device, server.kv_per_token / server.replicas)
 
     @cached_property
     def read_s(self) -> float:

@@ -1,13 +1,12 @@
-"""`megatron-rl plan`: reads a config and its data, plans it and says what came out."""
+"""`megatron-rl plan`: reads a config and its models' config.json, plans the run and says what came out."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.data.prompts import load_held_out
-from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.tools.plan.devices import DEVICES
 from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
 from megatron_rl.tools.plan.plan import Cluster, Plan
@@ -17,24 +16,59 @@ from megatron_rl.weights.architecture import read_architecture
 
 
 def plan_text(
-    path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, device: str, as_json: bool = False
+    path: Path,
+    overrides: list[str],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    device: str,
+    models: Path | None = None,
+    lengths: Path | None = None,
+    as_json: bool = False,
 ) -> str:
     """Return the plan of a run as a text or as JSON. It chooses the number of servers unless an override does.
 
-    ValueError for bad input, and for a plan that does not fit: its message has the nearest one that does.
+    models, lengths: as `megatron-rl plan` has them. ValueError for bad input, and for a plan that does not fit: its
+    message has the nearest one that does and keeps the overrides.
     """
     config = load_config(path, overrides)
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are planned; leave it out.")
-    is_given = any(word.startswith("rollout.server_count=") for word in overrides)
-    servers = config.rollout.server_count if is_given else 0
+    config = with_models(config, models)
+    given = {word.partition("=")[0] for word in overrides}
+    servers = config.rollout.server_count if "rollout.server_count" in given else 0
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device], servers=servers)
-    tokens = measure_prompts(config)
+    tokens = prompt_tokens(config, lengths)
     plan = best_plan(config, tokens, cluster)
     if not plan.fits:
-        raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster)))
+        raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster, given)))
     command = start_command(plan, path, overrides)
     return json.dumps(as_dict(plan) | {"command": command}, indent=2) if as_json else as_text(plan, command)
+
+
+def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
+    """Return the config with the folders of its models' config.json, looked up in `models` where they are not here."""
+
+    def located(key: str, path: str) -> str:
+        folder = Path(path).parent if path.endswith("/config.json") else Path(path)
+        name = folder.name.lower()
+        if not path or (folder / "config.json").is_file():
+            return str(folder) if path else path
+        if models is not None and (models / name / "config.json").is_file():
+            return str(models / name)
+        nor = f", nor in {models / name}" if models else ""
+        raise ValueError(
+            f"{key} = {path!r}: no config.json there{nor}; a plan needs that file alone: hf download "
+            f"{path if path.count('/') == 1 else f'OWNER/{folder.name}'} config.json --local-dir FOLDER/{name}, and "
+            f"--models FOLDER."
+        )
+
+    return replace(
+        config,
+        model=replace(config.model, path=located("model.path", config.model.path)),
+        critic=replace(config.critic, model=located("critic.model", config.critic.model)),
+        reward_model=replace(config.reward_model, path=located("reward_model.path", config.reward_model.path)),
+    )
 
 
 def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
@@ -55,14 +89,23 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
     return ["sbatch", *nodes, script, *settings, "--ranks", str(plan.trainer_gpus)]
 
 
-def measure_prompts(config: TrainConfig) -> PromptTokens:
-    """Tokenise the config's prompts. ValueError where one and its longest reply exceed the model's context."""
+def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTokens:
+    """Return the prompts' lengths in tokens: those of a file, or as long as the config lets them be.
+
+    ValueError where one and its longest reply exceed the model's context.
+    """
     context = read_architecture(config.model.path).max_positions
-    tokenizer = load_tokenizer(config.model.path)
-    train = training_prompts(config, tokenizer)
-    lengths = prompt_lengths("data.train", train, tokenizer, config.generation, context=context)
-    held_out = load_held_out(config)
-    for name, prompts in held_out.items():
-        prompt_lengths(f"evaluation {name}", prompts, tokenizer, config.generation, context=context)
-    requests = sum(map(len, held_out.values())) * config.evaluation_generation.n_samples
-    return PromptTokens.of(lengths, held_out=requests)
+    if lengths is None:
+        return PromptTokens.within_limits(config, context)
+    try:
+        counts = [int(word) for word in lengths.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--lengths {lengths}: cannot be read ({error}); give a file of numbers of tokens.") from error
+    reply = config.generation.max_new_tokens
+    if not counts or min(counts) < 1 or max(counts) + reply > context:
+        raise ValueError(
+            f"--lengths {lengths}: has {len(counts)} numbers, from {min(counts, default=0)} to "
+            f"{max(counts, default=0)}; prompts have at least 1 token, and with generation.max_new_tokens = {reply} no "
+            f"more than the model's context of {context}."
+        )
+    return PromptTokens.of(counts)

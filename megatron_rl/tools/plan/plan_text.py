@@ -113,10 +113,11 @@ def _step(plan: Plan) -> dict[str, str]:
     generation = config.generation
     run = f"{batch.all_requests:,} in {config.run.steps:,} steps"
     if batch.evaluations:
-        run += f", with {batch.evaluations} evaluations of {batch.evaluation_requests:,} replies"
+        run += f", beside {batch.evaluations} evaluations"
+    epochs = "" if batch.epochs is None else f" of {tokens.count:,} ({batch.epochs:.3g} epochs in all)"
     flight = f"{batch.groups_in_flight:,} groups at most, {batch.replies_running:,} replies with servers"
     return {
-        "prompts": f"{batch.prompts:,} of {tokens.count:,} ({batch.epochs:.3g} epochs in all)",
+        "prompts": f"{batch.prompts:,}{epochs}",
         "prompt tokens": f"{tokens.mean:.0f} on average, {tokens.longest:,} at most",
         "trajectories": f"{batch.trajectories:,}: {generation.n_samples} replies a prompt, of up to "
         f"{generation.max_new_tokens:,} tokens",

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.tools.plan.devices import MEAN_PROMPT
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,28 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the prompts of `data.train`, and how many prompts there are: `PromptTokens.of([9, 12, 40])`."""
+    """Tokens of the prompts, and how many prompts there are, 0 where that is not known: `PromptTokens.of([9, 12])`."""
 
     shortest: int
     longest: int
     mean: float
-    count: int
-    held_out: int = 0
-    """Replies of one evaluation, over all prompts of `data.evaluation`."""
+    count: int = 0
 
     @classmethod
-    def of(cls, lengths: list[int], held_out: int = 0) -> PromptTokens:
-        mean = sum(lengths) / len(lengths)
-        return cls(shortest=min(lengths), longest=max(lengths), mean=mean, count=len(lengths), held_out=held_out)
+    def of(cls, lengths: list[int]) -> PromptTokens:
+        return cls(shortest=min(lengths), longest=max(lengths), mean=sum(lengths) / len(lengths), count=len(lengths))
+
+    @classmethod
+    def within_limits(cls, config: TrainConfig, context: int) -> PromptTokens:
+        """Prompts of any length up to data.max_prompt_tokens, and to what the longest reply leaves of the context."""
+        room = context - config.generation.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"generation.max_new_tokens = {config.generation.max_new_tokens}: with a prompt more than the model's "
+                f"context of {context}; lower it."
+            )
+        longest = min(config.data.max_prompt_tokens or room, room)
+        return cls(shortest=1, longest=longest, mean=MEAN_PROMPT * longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +72,10 @@ class BatchPlan:
     """Most of these that are with servers."""
     replies_running: int
     evaluations: int
-    evaluation_requests: int
-    """Of one evaluation."""
     all_requests: int
-    """Of the whole run, without a warm start's checks and without retries."""
-    epochs: float
+    """Of the whole run, without evaluations, a warm start's checks and retries."""
+    epochs: float | None
+    """None where the number of prompts is not known."""
 
 
 def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> BatchPlan:
@@ -79,7 +88,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
             f"needs one prompt at least; raise it, or plan with fewer GPUs."
         )
     trajectories, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
-    evaluations = evaluation_count(config) if tokens.held_out else 0
+    evaluations = evaluation_count(config) if config.data.evaluation or config.eval.sets else 0
     # As the AdmissionGate counts: those of this step, and of as many steps ahead as their tokens may be versions old.
     groups = (config.rollout.max_staleness + 1) * prompts + surplus_groups(config, replicas)
     running = min(replicas * config.rollout.max_concurrent_episodes, groups)
@@ -94,7 +103,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         prompt_tokens=round(trajectories * tokens.mean),
         most_reply_tokens=trajectories * generation.max_new_tokens,
         computed_rows=round(prompts * copies * tokens.mean) + trajectories * generation.max_new_tokens,
-        longest_sequence=tokens.longest + generation.max_new_tokens,
+        longest_sequence=longest_sequence(config, tokens),
         replicas=replicas,
         trajectories_per_replica=per_replica,
         microbatches=microbatches(config, tokens, per_replica),
@@ -103,10 +112,16 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         episodes_running=running,
         replies_running=running * (requests // prompts),
         evaluations=evaluations,
-        evaluation_requests=tokens.held_out,
-        all_requests=steps * requests + evaluations * tokens.held_out,
-        epochs=steps * prompts / tokens.count,
+        all_requests=steps * requests,
+        epochs=steps * prompts / tokens.count if tokens.count else None,
     )
+
+
+def longest_sequence(config: TrainConfig, tokens: PromptTokens) -> int:
+    """Return the most tokens of a trajectory: of a prompt and its reply, or of a dialogue of several turns."""
+    dialogue = config.rollout.workflow_args.get("max_tokens", 0)
+    reply = tokens.longest + config.generation.max_new_tokens
+    return max(reply, dialogue) if isinstance(dialogue, int) else reply
 
 
 def surplus_groups(config: TrainConfig, replicas: int) -> int:
@@ -139,7 +154,7 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
     alike = -(-trajectories.least // samples) if shared else trajectories.least
     least = max(1, -(-alike * shortest // budget))
 
-    longest = min(tokens.longest + config.generation.max_new_tokens, budget)
+    longest = min(longest_sequence(config, tokens), budget)
     count = trajectories.most
     item = min(budget, tokens.longest + samples * config.generation.max_new_tokens) if shared else longest
     rows = count * longest

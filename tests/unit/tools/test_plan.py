@@ -65,8 +65,9 @@ def test_batch_algebra_by_hand():
         batch=BatchConfig(prompts_per_step=10, updates_per_step=2, tokens_per_microbatch=100, share_prompts=False),
         rollout=RolloutConfig(max_concurrent_episodes=3),
         run=RunConfig(steps=20, evaluate_every_steps=5),
+        data=DataConfig(train="x:y", evaluation="x:z"),
     )
-    plan = plan_batch(config, PromptTokens.of([4, 6, 8], held_out=7), replicas=2)
+    plan = plan_batch(config, PromptTokens.of([4, 6, 8]), replicas=2)
     assert (plan.prompts, plan.trajectories, plan.requests) == (10, 40, 40)
     assert (plan.prompt_tokens, plan.most_reply_tokens, plan.longest_sequence) == (240, 800, 28)
     assert plan.computed_rows == 40 * (6 + 20)
@@ -75,7 +76,7 @@ def test_batch_algebra_by_hand():
     assert plan.microbatches == Bounds(1, 4)
     assert (plan.groups_in_flight, plan.episodes_running, plan.replies_running) == (10, 6, 24)
     # Before the first step, after steps 5, 10 and 15, and after the last.
-    assert (plan.evaluations, plan.all_requests) == (5, 20 * 40 + 5 * 7)
+    assert (plan.evaluations, plan.all_requests) == (5, 20 * 40)
     assert plan.epochs == pytest.approx(200 / 3)
 
 
@@ -349,7 +350,7 @@ def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_pat
     message = str(refused.value)
     assert message.startswith("megatron-rl plan: does not fit: a trainer GPU needs") and "\n" not in message
     assert "of the 79.6 GiB of a H100" in message and "the largest part is activations" in message
-    changes = message.partition("Nearest that fits: ")[2].split()
+    changes = shlex.split(message.partition("Nearest that fits: ")[2])
     assert (changes[0] == "--nodes=2") == wants_nodes
     main(["plan", *words, *changes])
     assert "at the fullest" in capsys.readouterr().out
@@ -417,7 +418,7 @@ def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp
             if nearest is None:
                 assert "Nothing near it fits" in refusal(plan, nearest)
                 continue
-            changes = refusal(plan, nearest).partition("Nearest that fits: ")[2].split()
+            changes = shlex.split(refusal(plan, nearest).partition("Nearest that fits: ")[2])
             if changes[0].startswith("--nodes="):
                 nodes = int(changes.pop(0).partition("=")[2])
             command += changes
@@ -457,15 +458,52 @@ def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys)
     assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
 
 
-def test_an_evaluation_counts_the_replies_to_its_prompts(capsys):
-    words = ["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={MODEL}", "--json"]
-    counts = []
-    for samples in (1, 4):
-        main([*words, "eval.temperature=1.0", f"eval.samples_per_prompt={samples}"])
-        counts.append(json.loads(capsys.readouterr().out)["batch"]["evaluation_requests"])
-    assert counts[1] == 4 * counts[0] > 0
-    main([*words[:-1], "eval.temperature=1.0", "eval.samples_per_prompt=4"])
-    assert f"evaluations of {counts[1]:,} replies" in capsys.readouterr().out
+def test_prompts_are_as_long_as_the_config_lets_them_be_or_as_a_file_says(count_words, tmp_path, capsys):
+    def prompts(*words):
+        main([*count_words, "--json", *words])
+        return json.loads(capsys.readouterr().out)["prompts"]
+
+    room = 64 - 20  # the model's context, and the longest reply
+    assert prompts("generation.max_new_tokens=20") == {"shortest": 1, "longest": room, "mean": room / 2, "count": 0}
+    assert prompts("generation.max_new_tokens=20", "data.max_prompt_tokens=8")["longest"] == 8
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("9 12\n6\n")
+    assert prompts("--lengths", str(lengths)) == {"shortest": 6, "longest": 12, "mean": 9.0, "count": 3}
+    for text, message in (("9 x", "cannot be read"), ("", "has 0 numbers"), ("0 3", "from 0 to 3"), ("60", "context")):
+        lengths.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            prompts("--lengths", str(lengths), "generation.max_new_tokens=20")
+
+
+def test_a_plan_reads_config_json_alone(tmp_path, monkeypatch, capsys):
+    """No tokenizer, no weights, no data, and no hub."""
+    (tmp_path / "qwen3-4b").mkdir()
+    shutil.copy(Path(MODEL) / "config.json", tmp_path / "qwen3-4b")
+    words = ["plan", str(ROOT / "configs" / "count_grpo.yaml"), "data.train=hf:nobody/nothing", "data.train_args={}"]
+    main([*words, f"model.path={tmp_path}/qwen3-4b"])
+    main([*words, f"model.path={tmp_path}/qwen3-4b/config.json"])
+    main([*words, "model.path=Qwen/Qwen3-4B", "--models", str(tmp_path)])
+    assert "at the fullest" in capsys.readouterr().out
+    for models, nor in (([], ""), (["--models", str(tmp_path)], f", nor in {tmp_path}/qwen3-8b")):
+        with pytest.raises(SystemExit) as error:
+            main([*words, "model.path=Qwen/Qwen3-8B", *models])
+        assert f"model.path = 'Qwen/Qwen3-8B': no config.json there{nor};" in str(error.value)
+        assert "hf download Qwen/Qwen3-8B config.json --local-dir FOLDER/qwen3-8b" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["batch.tokens_per_microbatch=65536", "megatron.recompute_granularity=selective", "optimizer.distributed=false"],
+)
+def test_nothing_that_the_command_line_gave_is_changed(given, tmp_path):
+    folder = model_folder(tmp_path, QWEN_30B_A3B)
+    words = [str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={folder}", "model.dtype=bfloat16"]
+    words += ["generation.max_new_tokens=4000", "parallel.tensor=2", "--nodes=4", given]
+    with pytest.raises(SystemExit) as refused:
+        main(["plan", *words])
+    changes = shlex.split(str(refused.value).partition("Nearest that fits: ")[2])
+    assert changes and not {it.partition("=")[0] for it in changes} & {it.partition("=")[0] for it in words}
+    main(["plan", *words, *changes])
 
 
 @pytest.mark.parametrize("nodes, gpus, server_args", [(2, 8, "[]"), (3, 4, "[--tp,2]"), (1, 4, "[]"), (2, 2, "[]")])
@@ -478,11 +516,11 @@ def test_a_slurm_job_places_what_the_plan_asks_for(nodes, gpus, server_args, cou
     own = Nodes(hosts=[f"n{number}" for number in range(nodes)], cpus=8, gpus=gpus)
     rollout = config.rollout
     placement = place(own, own, servers=rollout.server_count, ranks=args.ranks, gpus_per_server=rollout.gpus_per_server)
-    taken = [(server.host, gpu) for server in placement.servers for gpu in server.gpus]
+    taken = [(host, gpu) for server in placement.servers for host in server.hosts for gpu in server.gpus]
     assert len(set(taken)) == plan["servers"]["count"] * plan["servers"]["gpus_each"]
     assert sum(placement.ranks.values()) == plan["trainer"]["gpus"]
     for host, ranks in placement.ranks.items():
-        assert ranks + sum(server == host for server, _ in taken) <= gpus
+        assert ranks + sum(other == host for other, _ in taken) <= gpus
 
 
 def test_few_gpus_are_shared_on_one_host_and_by_no_command_on_several(count_words, capsys):
@@ -508,21 +546,18 @@ def test_json_has_the_same_plan(count_words, capsys):
         (["parallel.tensor=4", "--gpus-per-node", "2"], "does not divide the world size 2"),
         (["rollout.server_args=[--tp,12]"], "must be on one node, or on whole nodes of 8 GPUs; take 8"),
         (["optimiser.lr=1"], "did you mean optimizer"),
-        (["data.train=/none.jsonl", "data.train_args={}"], "data.train"),
         (["generation.max_new_tokens=1000"], "more than the model's context of 64"),
         (["megatron={num_layers_in_first_pipeline_stage: 1}"], "cuts a pipeline, and no model has one"),
+        (
+            ["rollout.server_args=[--tp,4,--enable-dp-attention,--dp,3]"],
+            "--dp-size 3: DP attention shares out the --tp 4 ranks",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, message, count_words):
     with pytest.raises(SystemExit) as error:
         main([*count_words, *words])
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_missing_tokenizer_is_named(tmp_path):
-    shutil.copy(Path(MODEL) / "config.json", tmp_path)
-    with pytest.raises(SystemExit, match="model.path = .* no usable tokenizer"):
-        main(["plan", str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={tmp_path}"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_rl.weights.hf_files import HFFolder, recover_folder, replace_folder
 
@@ -61,4 +63,11 @@ def test_index_does_not_lead_out_of_its_folder(file, tmp_path):
 def test_index_that_is_none_is_named(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="model.safetensors.index.json: unreadable index .*copy the model folder"):
+        HFFolder(tmp_path, {"a.weight": (1,)})
+
+
+def test_quantised_weights_are_refused_when_the_folder_is_opened(tmp_path):
+    """They have the shapes that config.json promises, and would pass for weights without their scales."""
+    save_file({"a.weight": torch.ones(1).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"a.weight in .* has dtype F8_E4M3: supported are .* convert quantised"):
         HFFolder(tmp_path, {"a.weight": (1,)})
