@@ -59,11 +59,27 @@ TP = ("--tp", "--tp-size", "--tensor-parallel-size")
 PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")
 """SGLang's options for the parts of a server."""
+BY_RANKS = "SGLang numbers the ranks of a weight update by tensor parallelism alone"
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
 
 
 def is_url(text: str) -> bool:
     return re.fullmatch(r"https?://[^/\s]\S*", text) is not None
+
+
+def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -> str:
+    """Say why a server of this shape cannot be sent weights in this way, with the remedy; empty where it can.
+
+    replicas: copies of the weights, its data-parallel size without DP attention.
+    """
+    for option, size, ways, why in (
+        ("--dp-size", replicas, ("disk",), f"{BY_RANKS}; add --enable-dp-attention, or set rollout.publication=disk."),
+        ("--pp-size", stages, ("disk",), f"{BY_RANKS}; take --tp-size alone, or set rollout.publication=disk."),
+        ("--nnodes", nodes, ("group", "disk"), "one host shares the memory of ipc; set rollout.publication=group."),
+    ):
+        if size > 1 and publication not in ways:
+            return f"{option} {size}: {why}"
+    return ""
 
 
 def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
@@ -236,21 +252,16 @@ class RolloutConfig(Section, name="rollout"):
                     f"rollout.server_args: {option} {value}: quantizes the servers' weights, into which a run "
                     f"publishes others in model.dtype; leave it out."
                 )
-        stages, replicas, ranks = self._server_size(PP), self._server_size(DP), self._server_size(TP)
-        if self.has_dp_attention and ranks % replicas:
+        parts, ranks = self._server_size(DP), self._server_size(TP)
+        if self.has_dp_attention and ranks % parts:
             raise ValueError(
-                f"rollout.server_args: --dp-size {replicas}: DP attention shares out the --tp {ranks} ranks, and "
-                f"{ranks} / {replicas} is no whole number; correct one of them."
+                f"rollout.server_args: --dp-size {parts}: DP attention shares out the --tp {ranks} ranks, and "
+                f"{ranks} / {parts} is no whole number; correct one of them."
             )
-        for option, size, remedy in (
-            ("--pp-size", stages, "take --tp alone"),
-            ("--dp-size", 1 if self.has_dp_attention else replicas, "add --enable-dp-attention"),
-        ):
-            if size > 1 and self.publication != "disk":
-                raise ValueError(
-                    f"rollout.server_args: {option} {size}: SGLang numbers the ranks of a weight update by tensor "
-                    f"parallelism alone; {remedy}, or set rollout.publication=disk."
-                )
+        replicas = 1 if self.has_dp_attention else parts
+        stages, nodes = self._server_size(PP), self.nodes_per_server
+        if why := shape_refusal(self.publication, replicas=replicas, stages=stages, nodes=nodes):
+            raise ValueError(f"rollout.server_args: {why}")
 
     @property
     def starts_servers(self) -> bool:

@@ -27,6 +27,7 @@ import orjson
 
 from megatron_rl.api import ChecksumForm, HeldWeights, RequestRefused
 from megatron_rl.config import GenerationConfig
+from megatron_rl.config.rollout_section import shape_refusal
 from megatron_rl.servers.reply_check import SPANS_SINCE, Asked, ReplyPart, as_object, member, read_reply, shown
 from megatron_rl.telemetry.spans import Spans
 
@@ -96,6 +97,7 @@ class ServerInfo:
     """Copies of the weights that it has: its data-parallel size without DP attention."""
     stages: int
     """Its pipeline-parallel size."""
+    nodes: int
     vocab_size: int | None
     context_length: int | None
     checksum_form: ChecksumForm | None
@@ -123,16 +125,7 @@ class ServerInfo:
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
                 f"the scales of others; start it without quantization, on the model in the trainer's dtype."
             )
-        for key, size, remedy in (
-            ("dp_size", self.replicas, "add --enable-dp-attention, start as many servers"),
-            ("pp_size", self.stages, "start it with --tp-size alone"),
-        ):
-            if size > 1 and publication != "disk":
-                return (
-                    f"{key} = {size}: SGLang numbers the ranks of a weight update by tensor parallelism alone; "
-                    f"{remedy}, or set rollout.publication=disk."
-                )
-        return ""
+        return shape_refusal(publication, replicas=self.replicas, stages=self.stages, nodes=self.nodes)
 
 
 class CacheAge:
@@ -513,6 +506,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         ranks=size("tp_size", server) or 1,
         replicas=1 if server.get("enable_dp_attention") else size("dp_size", server) or 1,
         stages=size("pp_size", server) or 1,
+        nodes=size("nnodes", server) or 1,
         vocab_size=size("vocab_size", server, model, config),
         context_length=context_length,
         checksum_form=checksum_form(server, config.get("num_key_value_heads")),

@@ -55,8 +55,8 @@ def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, conne
 @pytest.mark.parametrize(
     ("shape", "remedy"),
     [
-        ({"dp_size": 2}, "dp_size = 2: .*; add --enable-dp-attention, start as many servers, or .*publication=disk"),
-        ({"tp_size": 2, "pp_size": 2}, "pp_size = 2: .*; start it with --tp-size alone, or .*publication=disk"),
+        ({"dp_size": 2}, "--dp-size 2: SGLang numbers .*; add --enable-dp-attention, or .*publication=disk"),
+        ({"tp_size": 2, "pp_size": 2}, "--pp-size 2: SGLang numbers .*; take --tp-size alone, or .*publication=disk"),
     ],
 )
 def test_shape_whose_ranks_would_meet_in_a_group_is_refused_and_loads_from_a_disk(scripted, connect, shape, remedy):

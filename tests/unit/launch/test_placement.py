@@ -175,9 +175,14 @@ def test_gpus_of_a_server(server_args, gpus):
 @pytest.mark.parametrize(
     ("server_args", "publication", "message"),
     [
-        (["--tp", "2", "--pp-size", "2"], "group", "--pp-size 2: SGLang numbers .*; take --tp alone, or set .*=disk"),
+        (
+            ["--tp", "2", "--pp-size", "2"],
+            "group",
+            "--pp-size 2: SGLang numbers .*; take --tp-size alone, or .*=disk",
+        ),
         (["--dp-size=2"], "ipc", "--dp-size 2: SGLang numbers .*; add --enable-dp-attention, or set .*=disk"),
         (["--tp", "8", "--dp-size", "3", "--enable-dp-attention"], "group", "8 ranks, and 8 / 3 is no whole number"),
+        (["--tp", "16", "--nnodes", "2"], "ipc", "--nnodes 2: one host shares the memory of ipc; set .*=group"),
         (["--quantization", "fp8"], "disk", "--quantization fp8: quantizes .*; leave it out"),
         (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], "group", ""),
         (["--tp", "2", "--pp-size", "2"], "disk", ""),
