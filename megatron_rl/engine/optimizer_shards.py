@@ -70,7 +70,12 @@ class OptimizerShards:
     def state(self) -> dict[str, Any]:
         """Return what is to be saved, or to be loaded in place."""
         mine = (block for owned in self.owned for block in self._blocks_of(*owned))
-        return self.optimizer.state_dict() | {"param_state": dict(enumerate(mine))}
+        if self.owned:
+            common = self.optimizer.state_dict()
+        else:  # a stage without experts, say: upstream would read the number of updates off a parameter
+            groups = self.optimizer.optimizer.state_dict()["param_groups"]
+            common = {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
+        return common | {"param_state": dict(enumerate(mine))}
 
     @torch.no_grad()
     def take_over(self) -> None:

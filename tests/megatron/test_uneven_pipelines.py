@@ -38,24 +38,27 @@ def chunked(pipeline):
 TWO, THREE = ParallelConfig(pipeline=2), ParallelConfig(pipeline=3)
 # Model, layout, fields of upstream; layers by stage and chunk.
 CASES = {
-    "first": ("dense", TWO, {FIRST: 3}, [[3], [2]]),
     "embedding_counts": ("dense", TWO, {EMBEDDING: True}, [[2], [3]]),
     "layout_of_chunks": ("dense", chunked(2), {LAYOUT: "Et|tt|t|tL"}, [[1, 1], [2, 1]]),
     "no_pipeline": ("dense", ParallelConfig(tensor=2), {FIRST: 3}, [[5]]),
+    "dense_layers_alone": ("mixture", TWO, {FIRST: 2}, [[2], [5]]),
     "loss_counts_among_chunks": ("mixture", chunked(2), {LOSS: True}, [[2, 2], [2, 1]]),
     "edges_alone": ("dense", THREE, {LAYOUT: "E|t*5|L"}, [[0], [5], [0]]),
-    "first_and_last": ("dense", THREE, {FIRST: 1, LAST: 2}, [[1], [2], [2]]),
+    "first_and_last": ("mixture", THREE, {FIRST: 2, LAST: 2}, [[2], [3], [2]]),
     "head_alone_in_a_chunk": ("mixture", chunked(3), {LAYOUT: "Et|tt|t|(tt|)*1t|L"}, [[1, 2], [2, 1], [1, 0]]),
 }
+DISTRIBUTED = ("dense_layers_alone", "edges_alone", "head_alone_in_a_chunk")
+"""Cases with the distributed optimizer. Every second link of the mixture's chain has a first stage without experts."""
 
 
 def weights_of(engine):
     return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
-def start_and_update(folder, layout, megatron):
+def start_and_update(folder, layout, megatron, distributed=False):
     """Return an engine after an update; and weights as loaded, log-probabilities, its loss and whole gradients."""
-    engine = make_engine(folder, layout, megatron=megatron, tokens_per_microbatch=24, eps=1e-4)
+    options = {"tokens_per_microbatch": 24, "eps": 1e-4, "distributed": distributed}
+    engine = make_engine(folder, layout, megatron=megatron, **options)
     gradients, loaded, batch = record_gradients(engine), weights_of(engine), share_of(make_batch(), engine)
     logprobs = engine.eval().forward(batch)
     stats = engine.train().train_batch(batch, user_loss, user_weight)
@@ -73,9 +76,9 @@ def alone(folder, updates, target):
     return found, weights
 
 
-def continued(folder, layout, megatron, source, target):
+def continued(folder, layout, megatron, distributed, source, target):
     """Do the same in a layout; and resume a checkpoint there, update it and save it."""
-    engine, found = start_and_update(folder, layout, megatron)
+    engine, found = start_and_update(folder, layout, megatron, distributed)
     own = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in engine.chunks]
     place = engine.groups.pipeline.rank, own, sum(parameter.numel() for parameter in engine.parameters())
     engine.load(source, with_optimizer=True)
@@ -98,7 +101,7 @@ def runs(tmp_path_factory):
         todo = {}
         for name in names:
             model, layout, megatron, _ = CASES[name]
-            todo[name] = root / model, layout, megatron, last[model], root / name
+            todo[name] = root / model, layout, megatron, name in DISTRIBUTED, last[model], root / name
             last[model] = root / name
         found |= run_each(count, continued, todo)
     return root, one, found
