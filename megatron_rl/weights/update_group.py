@@ -4,10 +4,12 @@ bucket, and the checksum of a tensor. Trainer and servers both import this file,
 Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23): a real SGLang server may join too.
 """
 
+import contextlib
 import hashlib
 import math
+import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,9 +64,9 @@ def join_update_group(
     # A rank that dies from here on holds up gloo, which connects now, and not NCCL, which connects as it sends.
     connecting = min(timeout, timedelta(seconds=CONNECT_S)) if is_gloo and rank == 0 else timeout
     # As SGLang's init_custom_process_group does, prefix and all. `[]`: the group is no part of a default group.
-    group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=connecting
-    )
+    place = world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store)
+    with _without_watchdog():
+        group, _ = c10d._new_process_group_helper(*place, group_name=name, timeout=connecting)
     if is_gloo:
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     # The helper leaves this to its caller: collectives look up `group_src` here.
@@ -96,9 +98,31 @@ def _hosted_store(
         return made.result()
 
 
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make NCCL's groups in this block without torch's watchdog, which reads the variable as a group is made.
+
+    It ends the process where a collective fails or is late, and a server may die. Who waits gets the error instead.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
+
+
 def leave_update_group(group: dist.ProcessGroup) -> None:
-    """Leave and forget the group. Local: the other ranks need not call it, but their next collective would fail."""
-    dist.destroy_process_group(group)
+    """Leave and forget the group. Local: the other ranks need not call it, but their next collective would fail.
+
+    What is on the wire is given up.
+    """
+    if dist.get_backend(group) == "gloo":
+        dist.destroy_process_group(group)
+    else:  # NCCL's way to destroy waits for kernels, which never end where a peer has died
+        c10d._abort_process_group(group)
 
 
 @dataclass(frozen=True)

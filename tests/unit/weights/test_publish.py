@@ -1,12 +1,16 @@
 """The publisher with servers in this process: what it sends when, what it compares, whom it drops, what it costs."""
 
+import os
 import threading
 import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 
 from megatron_rl.launch.ports import free_port
 from megatron_rl.ops import CHECKSUM_COLUMNS, reference, word_sums
@@ -14,7 +18,7 @@ from megatron_rl.weights import publish
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group
-from tests.servers.in_process import InProcessPublisher, InProcessServers, some_tensors, specs_of
+from tests.servers.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
 
 # -- checksums
 
@@ -263,6 +267,80 @@ def test_checksums_are_of_the_dtype_that_the_server_holds():
     assert dict(expected.watch(tensors.items())) == tensors
     for form, dtype in zip(forms, (torch.float32, torch.bfloat16), strict=True):
         assert expected.of(form) == {name: checksum(tensor.to(dtype)) for name, tensor in tensors.items()}
+
+
+# -- a group of NCCL's kind
+
+
+class StuckGroup(dist.ProcessGroup):
+    """NCCL's: a broadcast ends when all servers take part, shutting down when all that was sent has, and `abort` at
+    once."""
+
+    made, is_broken, group_name = [], False, "stuck"
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        StuckGroup.is_broken = False
+        self.ended = threading.Event()
+        self.has_watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
+        StuckGroup.made.append(self)
+
+    def getBackendName(self):  # noqa: N802  torch's name
+        return "stuck"
+
+    def broadcast(self, tensors, options):
+        future = torch.futures.Future()
+        if not self.is_broken:
+            future.set_result(tensors)
+        return _create_work_from_future(future)
+
+    def shutdown(self):
+        self.ended.wait(20)
+
+    def abort(self):
+        self.ended.set()
+
+
+class ServersOfGroup(InProcessServers):
+    """Servers that join a process group's store. The second one dies as it is sent its second bucket, and the first one
+    waits for it as long as the group lasts."""
+
+    def trainer_address(self):
+        return "127.0.0.1"
+
+    def join_weight_group(self, *, address, port, name, backend):
+        size = 1 + len(self.server_ranks)
+        threads = ThreadPoolExecutor(size)
+        return {server: threads.submit(dist.TCPStore, address, port, size, False) for server in self.server_ranks}
+
+    def leave_weight_group(self, *, name):
+        return {}
+
+    def load_bucket(self, *, names, **_):
+        self.calls.append("load")
+        if len(self.server_ranks) == 1 or self.calls.count("load") == 1:
+            return {server: done() for server in self.server_ranks}
+        first, second = self.server_ranks
+        StuckGroup.is_broken = True
+        return {first: Future(), second: done(error="its connection is lost")}
+
+
+def test_a_server_that_died_in_a_broadcast_over_nccl_held_up_the_trainer(monkeypatch):
+    if "stuck" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("stuck", lambda _, rank, size, __: StuckGroup(rank, size), devices=["cpu"])
+    monkeypatch.setattr(publish, "AFTERMATH_S", 0.05)
+    monkeypatch.setattr(publish.WeightPublisher, "_confirm", lambda *_: None)  # these servers hold nothing
+    servers, tensors = ServersOfGroup("http://a", "http://b"), some_tensors()
+    publisher = publish.GroupPublisher(servers, bucket_bytes=800, backend="stuck", timeout_s=10.0)
+    began = time.monotonic()
+    publisher.publish(specs_of(tensors), tensors.items(), 5)
+    publisher.close()
+    assert time.monotonic() - began < 5
+    assert servers.dropped == {"http://b": "its connection is lost"} and servers.version == 5
+    assert len(StuckGroup.made) == 2 and all(group.ended.is_set() for group in StuckGroup.made)
+    # Torch's watchdog would end the process as soon as NCCL hears of the lost connection.
+    assert not any(group.has_watchdog for group in StuckGroup.made)
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 # -- the group's store
