@@ -14,7 +14,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_rl" / "__init__
 )
 
 INSTALL_REQUIRES = [
-    "torch>=2.10",
+    "torch>=2.11",  # the first whose varlen_attn takes window_size and scale
     "megatron-core>=0.16.1,<0.20",
     "transformers>=5.5,<6",
     "tensordict>=0.9",

@@ -25,7 +25,8 @@ set -euo pipefail
 export PYTHONUNBUFFERED=1
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}"                        # as SGLang has it, which joins the trainer's group
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"    # as Megatron's tensor parallelism wants
+# Ranks set CUDA_DEVICE_MAX_CONNECTIONS themselves where their layout wants it. Steps have this job's environment: nodes
+# with several networks want NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. `sbatch --export=ALL,GLOO_SOCKET_IFNAME=ib0`.
 
 # exec: --signal's notice goes to this process, which hands it to the ranks. The steps' commands are echoed.
 exec "$PYTHON" -m megatron_rl.launch.slurm --container "$CONTAINER" --container-runtime "$CONTAINER_RUNTIME" \

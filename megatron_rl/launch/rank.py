@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import last_words, open_files, process_exit, start_up
+from megatron_rl.launch import last_words, open_files, own_gpu, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -61,6 +61,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
             config = load_config(args.config, args.overrides)
             folder.append(Path(config.run.folder))
             config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+            own_gpu.set_variables(config)
             if args.exit_with:
                 process_exit.exit_with(args.exit_with, says_so=os.environ.get("RANK", "0") == "0")
             with start_up.importing():

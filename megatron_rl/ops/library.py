@@ -33,6 +33,15 @@ def cuda_library() -> list[Path]:
     return [path] if path.exists() and torch.version.cuda is not None else []
 
 
+def check_cuda() -> None:
+    """RuntimeError where the operators were built without their CUDA part: every tensor of a GPU would be refused."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("megatron_rl::logprob_partials", "CUDA"):
+        raise RuntimeError(
+            f"{PACKAGE / '_C_cuda.so'}: is not there, and this process computes on a GPU; put the nvcc of "
+            f"CUDA {torch.version.cuda} on PATH, or its folder in CUDA_HOME, and {WAY_OUT}."
+        )
+
+
 def check_current(library: Path) -> None:
     """Refuse a library that was built from other sources than those beside it."""
     if not BUILD_SCRIPT.exists():

@@ -17,6 +17,7 @@ from megatron_rl.config.train_config import REMAX
 from megatron_rl.data.prompts import load_held_out
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_prompts
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.ops import library
 from megatron_rl.rollout.factory import check_reward, make_workflow
 from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
@@ -33,6 +34,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
 
     Returns the tokenizer, the training prompts and the held-out prompts of each set.
     """
+    if platform.has_cuda():
+        library.check_cuda()
     allowed = config.run.import_from
     if config.learns_from_data:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl import parallel
+from megatron_rl import parallel, platform
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.batch import exchange
@@ -20,6 +20,8 @@ from megatron_rl.data.sft_rows import ReplyRows, load_replies
 from megatron_rl.data.tokens import load_tokenizer
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.launch import own_gpu
+from megatron_rl.ops import library
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
@@ -49,6 +51,8 @@ class RowData:
 
 def check_rows(config: TrainConfig, *, head: str) -> RowData:
     """Return the rows of a run, after the checks that runs on rows have in common. ValueError."""
+    if platform.has_cuda():
+        library.check_cuda()
     setting = config.chosen_data.partition(" ")[0]
     if config.batch.updates_per_step != 1:
         raise ValueError(
@@ -73,6 +77,7 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
 
 def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: str) -> MegatronEngine:
     """Return the engine that such a run trains, with its weights loaded. Collective: every rank calls it."""
+    own_gpu.stay_near()
     engine = MegatronEngine(config.actor, groups=groups, head=head, megatron=config.megatron)
     engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))  # by which its learning rate is scheduled
     return engine

@@ -11,8 +11,10 @@ import pytest
 import torch
 from ranks import fork
 
+from megatron_rl import platform
 from megatron_rl.config import load_config
 from megatron_rl.run.checks import check, check_greedy, dry_run
+from megatron_rl.run.row_training import check_rows
 from megatron_rl.types import TrajectoryBatch
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,14 @@ def refused(*overrides):
 def test_good_config_passes():
     tokenizer, train, held_out = check(load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}"]))
     assert len(train) == 192 and list(map(len, held_out.values())) == [64] and tokenizer.eos_token_id is not None
+
+
+def test_operators_without_their_cuda_part_were_found_after_the_first_rollout(monkeypatch):
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    answers = load_config(ROOT / "configs" / "count_sft.yaml", [f"model.path={MODEL}"])
+    for find in (lambda: refused(), lambda: check_rows(answers, head="policy")):
+        with pytest.raises(RuntimeError, match=r"_C_cuda.so: is not there.*nvcc.*python csrc/build.py"):
+            find()
 
 
 def test_prompt_longer_than_the_context_is_refused(tmp_path):

@@ -1,10 +1,14 @@
 """Operators that were not built, or from other sources than those that are there, are refused by name."""
 
+import inspect
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.ops import library, packed_logprobs
 
@@ -33,3 +37,11 @@ def test_there_is_no_fallback_on_a_device_without_an_implementation():
         torch.ops.megatron_rl.logprob_partials.default.redispatch(
             torch._C.DispatchKeySet(torch._C.DispatchKey.XPU), logits, labels, 1.0, None, 0, 8
         )
+
+
+def test_a_torch_was_allowed_whose_attention_has_no_windows():
+    """varlen_attn has `window_size` and `scale` since torch 2.11; addmm has added to a float32 total since 2.10."""
+    setup = (Path(__file__).parents[3] / "setup.py").read_text()
+    (floor,) = re.findall(r'"torch>=([\d.]+)"', setup)
+    assert tuple(map(int, floor.split("."))) >= (2, 11)
+    assert {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
