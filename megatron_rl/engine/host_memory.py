@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+_PORTABLE = 1
+"""Of cudaHostRegister: page-locked for every device of this process."""
 _DONT_FORK, _DO_FORK = 10, 11
 """Of madvise(2), on Linux."""
-_ALIGNMENT = 64
+ALIGNMENT = 64
 LEAST_BYTES = 1024 * 1024
 """Smaller tensors are not worth a system call."""
 
@@ -34,7 +36,7 @@ class SharedCopies:
 
         Each copy is a storage of its own, of its own size: torch.save writes the whole storage of a view.
         """
-        sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if sum(sizes) > len(self.memory):
             self.memory = mmap.mmap(-1, sum(sizes))  # not from /dev/shm, which containers make small
         copies, start = [], 0
@@ -45,6 +47,36 @@ class SharedCopies:
             copies.append(tensor)
             start += size
         return copies
+
+
+class _PageLocked(mmap.mmap):
+    """Memory that a GPU reads and writes by itself, until nobody holds it."""
+
+    def lock(self, address: int) -> None:
+        self.address = address
+        code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), _PORTABLE))
+        if code != 0:
+            raise RuntimeError(
+                f"host memory: {len(self) / 1e9:.1f} GB for models that are off their device cannot be page-locked "
+                f"(CUDA error {code}); give the job more memory (--mem, ulimit -l), or set run.offload=false or "
+                f"rollout.colocated=false."
+            )
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
+    """Return so many bytes of host memory (uint8), page-locked where there is a GPU.
+
+    torch's own page-locked memory comes in powers of two: up to twice of what was asked for.
+    """
+    memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE))
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    if has_gpu:
+        memory.lock(flat.data_ptr())
+    return flat
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ parameter in DDP's buffer, a bucket or the distributed optimizer's shard.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_rl import platform
+from megatron_rl.engine import host_memory
+from megatron_rl.engine.host_memory import ALIGNMENT
 
 
 class _MovableEngine(Protocol):
@@ -35,8 +39,9 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.hosts: dict[int, Tensor] = {}
-        """The content of each storage, by its address as an object."""
+        """The content of each storage, by its address as an object: parts of `memory`."""
         self.kept: list[UntypedStorage] = []
         self.dropped: list[tuple[UntypedStorage, int]] = []
 
@@ -50,18 +55,25 @@ class HostCopy:
         # By storage, which many tensors may be views of; _cdata is the address of its object and survives resizing.
         keep = {s._cdata: s for s in (t.untyped_storage() for t in kept if t.device == device) if s.nbytes()}
         drop = {s._cdata: s for s in (t.untyped_storage() for t in dropped) if s.nbytes() and s._cdata not in keep}
-        hosts = {}
+        self.hosts = self._rooms({key: storage.nbytes() for key, storage in keep.items()})
         for key, storage in keep.items():
-            host = self.hosts.get(key)
-            if host is None or len(host) != storage.nbytes():
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_cuda())
-            hosts[key] = host.copy_(_bytes_of(storage), non_blocking=True)
-        self.hosts, self.kept = hosts, list(keep.values())
+            self.hosts[key].copy_(_bytes_of(storage), non_blocking=True)
+        self.kept = list(keep.values())
         self.dropped = [(storage, storage.nbytes()) for storage in drop.values()]
         torch.cuda.synchronize()  # the copies have arrived, before what they were made of is given away
         for storage in [*keep.values(), *drop.values()]:
             storage.resize_(0)
         torch.cuda.empty_cache()
+
+    def _rooms(self, sizes: dict[int, int]) -> dict[int, Tensor]:
+        """Return a part of the host memory for each storage, which has grown where they are more now."""
+        ends = list(itertools.accumulate(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values()))
+        if ends and ends[-1] > len(self.memory):
+            self.hosts = {}
+            self.memory = torch.empty(0, dtype=torch.uint8)  # first: there may be no room for both
+            self.memory = host_memory.page_locked(ends[-1], has_gpu=platform.has_cuda())
+        places = zip(sizes.items(), [0, *ends][: len(sizes)], strict=True)
+        return {key: self.memory[start : start + size] for (key, size), start in places}
 
     @torch.no_grad()
     def give_back(self) -> None:

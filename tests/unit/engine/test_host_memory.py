@@ -1,13 +1,16 @@
 """A checkpoint's writer reads copies, and its fork costs training nothing."""
 
 import io
+import mmap
 import os
 import resource
 import time
 
 import torch
 
+from megatron_rl import platform
 from megatron_rl.engine.host_memory import SharedCopies, left_out_of_forks
+from megatron_rl.engine.offload import HostCopy
 
 
 def test_copies_keep_what_was_and_are_written_without_their_neighbours():
@@ -46,3 +49,43 @@ def test_writing_to_what_was_left_out_of_a_fork_copies_no_page():
     with left_out_of_forks([tensor, torch.zeros(3)]):
         assert faults_of_writing(tensor) < usual / 10
     assert faults_of_writing(tensor) > usual / 2, "the next fork has it again"
+
+
+class Cudart:
+    """CUDA's runtime, as far as it locks pages."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802  CUDA's name
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802  CUDA's name
+        del self.locked[address]
+        return 0
+
+
+def test_a_model_off_its_device_took_up_to_twice_its_size(monkeypatch):
+    """torch rounds each piece of page-locked memory up to a power of two."""
+    cudart = Cudart()
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    tensors = [torch.randn(2**16 + 1 + n) for n in range(5)]
+    before, copy = [tensor.clone() for tensor in tensors], HostCopy()
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    for _ in range(2):  # the same memory again
+        copy.take(tensors, [], torch.device("cpu"))
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        (locked,) = cudart.locked.values()
+        assert nbytes <= locked <= nbytes + 5 * 64 + mmap.PAGESIZE
+        copy.give_back()
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+    more = [*tensors, torch.ones(2**16)]
+    copy.take(more, [], torch.device("cpu"))
+    assert len(cudart.locked) == 1 and sum(cudart.locked.values()) >= sum(tensor.nbytes for tensor in before) + 2**18
+    copy.give_back()
+    del copy
+    assert not cudart.locked
