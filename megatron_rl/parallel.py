@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -105,11 +106,16 @@ class ParallelGroups:
         vars(parallel_state).update(self.upstream_state)  # modules built or run from now on read these
 
 
-def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
+def start(
+    config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0, control: dist.ProcessGroup | None = None
+) -> ParallelGroups:
     """Join the trainer's process group and build a layout, which is then the active one. All ranks call it.
 
     Without torchrun's variables this process is a world of its own. A second call adds a second layout of the same
-    ranks. Raises ValueError where the layout does not divide the world.
+    ranks, which shares the first one's `control` group where it is given. Raises ValueError where the layout does not
+    divide the world.
+
+    timeout_s: for each collective of every group, be it over NCCL or gloo.
     """
     platform.prepare()
     from megatron.core import parallel_state
@@ -127,9 +133,7 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
             alone = dist.HashStore()  # in this process: opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
-        # Forgets the other layout's groups, which live on in its ParallelGroups. It ends those over gloo alone, which
-        # upstream uses in checkpoints of kinds that are not written here.
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # forgets the other layout's groups; they live on in ParallelGroups
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -137,6 +141,9 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=config.expert_tensor,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        # Upstream uses them in checkpoints of kinds that are not written here; each is a mesh of sockets.
+        create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)  # upstream's layers ask for its random states by name, also without a GPU
     return ParallelGroups(
@@ -148,7 +155,7 @@ def start(config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0) -> Pa
         expert=_axis(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
         expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
-        control=dist.new_group(backend="gloo"),  # a collective: every rank makes it, and here
+        control=control or _control_group(timeout),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         # Of what upstream's module has, its groups and sizes are the names in capitals.
@@ -205,6 +212,10 @@ def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
+MESH_RANKS = 128
+"""With more ranks gloo connects two of them once they meet in a collective, and not each with each at the start."""
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""torch's way to ask for that; it has no other."""
 
 
 def own_listener(host: str, port: int = 0) -> int | None:
@@ -232,6 +243,18 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
     return {"store": store, "rank": rank, "world_size": size}
+
+
+def _control_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return a new group of all ranks over gloo. All ranks call it."""
+    is_lazy = dist.get_world_size() > MESH_RANKS and GLOO_LAZY not in os.environ
+    if is_lazy:
+        os.environ[GLOO_LAZY] = "1"
+    try:
+        return dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        if is_lazy:
+            del os.environ[GLOO_LAZY]  # it is for this group, and not for the servers that this process may start
 
 
 def stop() -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.given import path_of
@@ -60,6 +61,8 @@ PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")
 """SGLang's options for the parts of a server."""
 BY_RANKS = "SGLang numbers the ranks of a weight update by tensor parallelism alone"
+LOADED_BYTES_PER_S = 0.2e9
+"""Of weights, from a file system that many servers read at a time."""
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
 
 
@@ -177,7 +180,8 @@ class RolloutConfig(Section, name="rollout"):
     control_timeout_s: float = above(0, "seconds", default=60.0)
     """For a command to a server: to pause, to go on, to flush its cache. One that hangs delays a publication by it."""
     start_timeout_s: float = above(0, "seconds", default=300.0)
-    """For a server to start, and for what loads or compares its weights, or a part of them."""
+    """For a server to start, and for what loads or compares its weights, or a part of them. Weights of more bytes than
+    can be read by then at 0.2 GB a second have as much more time."""
     publication: str = one_of("group", "ipc", "delta", "disk", default="group")
     """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
     host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
@@ -262,6 +266,11 @@ class RolloutConfig(Section, name="rollout"):
         stages, nodes = self._server_size(PP), self.nodes_per_server
         if why := shape_refusal(self.publication, replicas=replicas, stages=stages, nodes=nodes):
             raise ValueError(f"rollout.server_args: {why}")
+
+    def with_time_for(self, model_folder: str | Path) -> RolloutConfig:
+        """Return a copy in which start_timeout_s is what this model's weights take, where that is more."""
+        nbytes = sum(file.stat().st_size for file in Path(model_folder).glob("*.safetensors"))
+        return dataclasses.replace(self, start_timeout_s=max(self.start_timeout_s, nbytes / LOADED_BYTES_PER_S))
 
     @property
     def starts_servers(self) -> bool:

@@ -158,6 +158,15 @@ class TrainConfig:
         self.rollout = dataclasses.replace(self.rollout, reward=str(self.rollout.reward), recipe=recipe)
 
     @property
+    def collective_timeout_s(self) -> float:
+        """For a collective of the trainer's ranks: the hang watch, which says who is late, speaks long before.
+
+        While servers start, which is before its first phase, the other ranks wait in one as well.
+        """
+        starting_s = self.rollout.start_timeout_s * (1 + self.rollout.server_restarts)
+        return max(self.run.phase_timeout_s, starting_s) + self.run.grace_s + 600.0
+
+    @property
     def evaluation_generation(self) -> GenerationConfig:
         """The sampling of replies to held-out prompts."""
         if self.eval.temperature == 0:

@@ -51,7 +51,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
         use_distributed_optimizer=config.distributed,
         overlap_param_gather=config.overlap,
     )
-    optimizer = CheckedOptimizer(get_megatron_optimizer(options, chunks).chained_optimizers)
+    built = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)  # parallel.start makes none
+    optimizer = CheckedOptimizer(built.chained_optimizers)
     for part in optimizer.chained_optimizers:
         # Megatron takes apex's or Transformer Engine's Adam where there is CUDA, and torch's unfused one elsewhere.
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and not torch.cuda.is_available():

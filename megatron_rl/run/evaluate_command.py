@@ -82,7 +82,7 @@ def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
 
 def start_servers(config: TrainConfig, folder: Path, engine: RemoteSGLangEngine) -> Supervisor:
     supervisor = Supervisor(
-        servers_of(config),
+        servers_of(config).with_time_for(config.model.path),
         config.model.path,
         folder / "eval_servers",
         dtype=config.model.dtype,

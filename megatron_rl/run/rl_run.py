@@ -20,7 +20,7 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.launch import process_exit
+from megatron_rl.launch import own_gpu, process_exit
 from megatron_rl.launch.signs_of_life import Look
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
@@ -136,6 +136,7 @@ class RLRun(Run):
 
     def _start_engines(self) -> None:
         config = self.config
+        own_gpu.stay_near()  # behind the start of the servers, which have other GPUs
         options: dict[str, Any] = {"megatron": config.megatron, "shared_device": self.devices.engines}
         self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
         self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
@@ -173,8 +174,10 @@ class RLRun(Run):
 
     def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
         """Return the policy's groups where another model has its layout too, else groups of its own."""
-        same = layout == self.config.parallel
-        return self.groups if same else parallel.start(layout, seed=self.config.run.seed)
+        if layout == self.config.parallel:
+            return self.groups
+        seed, timeout_s = self.config.run.seed, self.config.collective_timeout_s
+        return parallel.start(layout, seed=seed, timeout_s=timeout_s, control=self.groups.control)
 
     @property
     def policy_updates(self) -> int:

@@ -57,7 +57,8 @@ class Run(ABC):
     def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
         """resume: `auto`, or the folder of a checkpoint, continues a run."""
         refuse_while_importing("a run")
-        self.config, self.resume = config, resume
+        rollout = config.rollout.with_time_for(config.model.path)
+        self.config, self.resume = dataclasses.replace(config, rollout=rollout), resume
         self.folder, self.timers = Path(config.run.folder), PhaseTimers()
         self.is_interrupted = False
         """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
@@ -111,7 +112,8 @@ class Run(ABC):
         threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
         torch.manual_seed(options.seed)
         self.at_end.callback(parallel.stop)  # ends last: what is stopped before may need the groups
-        self.groups = parallel.start(self.config.parallel, seed=options.seed)
+        timeout_s = self.config.collective_timeout_s
+        self.groups = parallel.start(self.config.parallel, seed=options.seed, timeout_s=timeout_s)
         torch.set_num_threads(self.groups.least(threads))  # replicas that sum in another order would drift apart
 
     def _open(self, *, on_half_time: Callable[[], None] = lambda: None, **hangs: Any) -> None:

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
             server_restarts=args.restarts,
             start_timeout_s=args.start_timeout_s,
             health_timeout_s=args.health_timeout_s,
-        )
+        ).with_time_for(args.model)
         node = 0
         if config.nodes_per_server > 1:
             node = node_of(config)

@@ -629,3 +629,11 @@ def test_every_option_is_described_with_its_default_its_rule_and_the_text_below_
     assert (steps.type, steps.default, steps.rule) == ("int", "2", "must be at least 1")
     assert steps.doc == "Newest checkpoints that stay." and tracing.default == "[]"
     assert described["model", "path"].default == "required" and described["critic", "optimizer"].default == ""
+
+
+def test_servers_of_a_large_model_had_five_minutes_to_read_it(tmp_path):
+    with (tmp_path / "model-00001.safetensors").open("wb") as file:
+        file.truncate(470 * 10**9)  # of 235 billion parameters in bfloat16; on this disk it takes no room
+    assert RolloutConfig().with_time_for(tmp_path).start_timeout_s == 2350
+    assert RolloutConfig(start_timeout_s=3600).with_time_for(tmp_path).start_timeout_s == 3600
+    assert RolloutConfig(start_timeout_s=60).with_time_for(tmp_path / "none").start_timeout_s == 60
