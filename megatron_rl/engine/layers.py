@@ -256,11 +256,12 @@ def block_spec(
     )
 
 
-def place_attention(layers: nn.ModuleList, arch: Architecture) -> None:
+def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transformer_engine: bool = False) -> None:
     """Give the attention of each built layer its rotary embedding and its window."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
+    rope.is_fused = windowed_rope.is_fused = use_transformer_engine
     for layer in layers:
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window

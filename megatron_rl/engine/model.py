@@ -163,13 +163,11 @@ def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: Paral
 def _build(
     arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, *, vp_stage: int | None, count: int
 ) -> PolicyModel:
+    use_transformer_engine = tf_config.transformer_impl == "transformer_engine"
     model = (ValueModel if arch.head == "value" else PolicyModel)(
         config=tf_config,
         transformer_layer_spec=block_spec(
-            arch,
-            tf_config,
-            vp_stage=vp_stage,
-            use_transformer_engine=tf_config.transformer_impl == "transformer_engine",
+            arch, tf_config, vp_stage=vp_stage, use_transformer_engine=use_transformer_engine
         ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
@@ -180,7 +178,7 @@ def _build(
         position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
-    place_attention(model.decoder.layers, arch)
+    place_attention(model.decoder.layers, arch, use_transformer_engine=use_transformer_engine)
     if model.pre_process:
         scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):

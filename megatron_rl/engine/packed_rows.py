@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl.engine.one_copy import one_copy
-from megatron_rl.engine.rope import Rope
+from megatron_rl.engine.rope import Rope, Rotation
 from megatron_rl.ops import TakenRows
 from megatron_rl.parallel import Axis
 from megatron_rl.types import MicroBatch, prefix_sums
@@ -70,10 +70,10 @@ class PackedRows(PackedSeqParams):
     """For dense attention; empty where the kernel of variable lengths computes it."""
     unsorted: Tensor | None = field(kw_only=True, default=None)
     """`[R]`: where each row is in the outputs of `alike`, one after the other."""
-    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by identity: layers share a Rope
+    _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # by identity: layers share a Rope
 
-    def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines `[R, 1, D]` of the rows, computed once for all layers."""
+    def rotation(self, rope: Rope) -> Rotation:
+        """Return what rotates the rows, computed once for all layers."""
         if rope not in self._rotations:
             self._rotations[rope] = rope.rotation(self.positions)
         return self._rotations[rope]

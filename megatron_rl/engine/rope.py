@@ -9,9 +9,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.weights.architecture import Architecture
 
+Rotation = tuple[Tensor, Tensor] | Tensor
+"""Cosines and sines `[R, 1, D]` float32 of R rows, or their angles `[R, 1, 1, D]` for Transformer Engine's kernel."""
+
 
 class Rope:
     """Frequencies of one kind of rotary embedding; layers of one model may have different ones."""
+
+    is_fused = False
+    """Does Transformer Engine's kernel rotate? Set after building; it knows no attention factor."""
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
         self.inverse_frequencies, self.attention_factor = inverse_frequencies.float(), attention_factor
@@ -32,17 +38,23 @@ class Rope:
         )
         return cls(*ROPE_INIT_FUNCTIONS[arch.rope_scaling["rope_type"]](config, torch.device("cpu")))
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[R, 1, D]` float32 of `[R]` positions."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Return what rotates rows at `[R]` positions."""
         # Kept where they are read: a copy for each microbatch would wait for the device.
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.inverse_frequencies)  # [R, D / 2]
         angles = torch.cat([angles, angles], dim=-1)[:, None]  # one for both of a pair, and for all heads
+        if self.is_fused and self.attention_factor == 1.0:
+            return angles[:, None]
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate `[R, heads, D]`: the pair (i, i + D/2) by the row's angle i (RoFormer, arXiv 2104.09864)."""
+    if isinstance(rotation, Tensor):
+        from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+
+        return fused_apply_rotary_pos_emb(x[:, None], rotation)[:, 0]  # as R positions of one sequence
     cos, sin = (part.to(x.dtype) for part in rotation)  # as HF and the servers do: rounded before the product
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

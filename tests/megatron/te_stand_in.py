@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fused_adam import FusedAdam
 from torch import Tensor, nn
 
 VERSION = "2.9.0"
 BUILT: list[tuple[str, dict[str, Any]]] = []
-"""Class and arguments of each module and optimizer made."""
+"""Class and arguments of each module made."""
 CALLED: list[tuple[str, dict[str, Any]]] = []
 """Name and options of each function called that Transformer Engine has a kernel for."""
 
@@ -372,76 +373,6 @@ class DotProductAttention(TransformerEngineBaseModule):
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW whose count of steps is one number in each group, which appears at the first step."""
-
-    def __init__(
-        self,
-        params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
-    ) -> None:
-        options = {name: value for name, value in locals().items() if name not in ("params", "self", "__class__")}
-        defaults = {name: options[name] for name in ("lr", "bias_correction", "betas", "eps", "weight_decay")}
-        super().__init__(params, defaults)
-        BUILT.append(("FusedAdam", options))
-        assert not (amsgrad or capturable or master_weights or use_decoupled_grad or store_param_remainders)
-        assert exp_avg_dtype is exp_avg_sq_dtype is torch.float32, "moments of another dtype are not stood in for"
-        self.adam_w_mode = adam_w_mode
-
-    def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
-
-    @torch.no_grad()
-    def step(self, closure=None, grad_scaler=None) -> None:
-        assert closure is None and grad_scaler is None
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            CALLED.append(("multi_tensor_adam", {"step": group["step"]}))
-            for param in group["params"]:
-                if not self.state[param]:
-                    self.initialize_state(param, False)
-                if param.grad is not None:
-                    self._update(param, group)
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        (beta1, beta2), step, state = group["betas"], group["step"], self.state[param]
-        grad, weight = param.grad.float(), param.float()
-        if not self.adam_w_mode:
-            grad = grad + group["weight_decay"] * weight
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first, second = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-        update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
-        if self.adam_w_mode:
-            update = update + group["weight_decay"] * weight
-        param.copy_(weight - group["lr"] * update)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state.get(param, {})
-                self.state[param] = {name: value.float() for name, value in state.items() if value is not None}
-
-
 def multi_tensor_applier(op, noop_flag: Tensor, tensor_lists: list[list[Tensor]], *args: Any):
     return op(2048 * 32, noop_flag, tensor_lists, *args)
 
@@ -613,6 +544,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     f"{_PYTORCH}.module.base": {
         "TransformerEngineBaseModule": TransformerEngineBaseModule,
         "get_workspace": lambda: None,
+        "get_dummy_wgrad": lambda shape, dtype, zero=False: torch.zeros(shape, dtype=dtype),
     },
     f"{_PYTORCH}.ops": {
         name: type(name, (nn.Module,), {}) for name in ("FusibleOperation", "Sequential", "BasicLinear", "SwiGLU")

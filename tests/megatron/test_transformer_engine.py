@@ -12,6 +12,7 @@ from gathered import relative_error
 from safetensors.torch import load_file
 from tiny import LAYOUTS, make_model
 
+from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import LAYERS
 
@@ -97,6 +98,15 @@ def test_every_norm_is_transformer_engines(family, layout, seen):
     found, local = (seen[family, layout, impl] for impl in IMPLS)
     assert found["own_norms"] == 0 < local["own_norms"]
     assert not any(name in ("Linear", "LayerNormLinear", "RMSNorm") for name, _ in local["built"])
+
+
+@pytest.mark.parametrize("family,layout", CASES)
+def test_rows_are_rotated_by_one_kernel(family, layout, seen, folders):
+    rotated = [options for name, options in seen[family, layout, IMPLS[0]]["called"] if name == "fused_rope_forward"]
+    # Its kernel knows no attention factor. Queries and keys of each layer, in a forward pass and in an update.
+    factor = Rope.of(read_architecture(folders[family])).attention_factor
+    assert len(rotated) == (2 * 4 * 2 if factor == 1.0 else 0) and all(options["fused"] for options in rotated)
+    assert not any(name == "fused_rope_forward" for name, _ in seen[family, layout, "local"]["called"])
 
 
 @pytest.mark.parametrize("family", RESUMED)
