@@ -251,7 +251,8 @@ def _control_group(timeout: timedelta) -> dist.ProcessGroup:
     if is_lazy:
         os.environ[GLOO_LAZY] = "1"
     try:
-        return dist.new_group(backend="gloo", timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
     finally:
         if is_lazy:
             del os.environ[GLOO_LAZY]  # it is for this group, and not for the servers that this process may start
