@@ -75,6 +75,7 @@ class MegatronEngine(ModelEngine):
         config = self.config
         source = self.first_weights()  # before any process group: a bad folder must not cost a start
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
+        platform.use_flash_attention(config.model.flash_attention)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
         assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
@@ -283,7 +284,7 @@ class MegatronEngine(ModelEngine):
             sums = [torch.stack([part[n] for part in kept]).double().sum() for n in names]
             sums = torch.stack([*sums, torch.full_like(sums[0], weight)])
             dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers have the same sums already
-            totals = [dict(zip([*names, "weight"], sums.tolist(), strict=True))]
+            totals = [dict(zip([*names, "weight"], sums.cpu().tolist(), strict=True))]
         if self.groups.pipeline.size > 1:  # on the host; the world's last rank is of the last stage
             dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
         return totals[0]

@@ -12,6 +12,7 @@ import os
 import warnings
 
 import torch
+import torch.nn.attention
 
 from megatron_rl.platform import cpu, imports, upstream
 
@@ -73,3 +74,20 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
             f"machine with CUDA, or set model.transformer_impl=local (auto takes what is there)."
         )
     return is_installed
+
+
+def use_flash_attention(kernel: str) -> None:
+    """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had."""
+    if kernel == "torch":
+        return
+    fault = "there is no CUDA device"
+    if has_cuda():
+        try:
+            torch.nn.attention.activate_flash_attention_impl(kernel)
+            return
+        except (ImportError, RuntimeError, ValueError) as error:
+            fault = str(error)
+    raise ValueError(
+        f"model.flash_attention = {kernel!r}: {fault}; install flash_attn_interface (FlashAttention's folder `hopper`) "
+        f"on a machine with CUDA, or set model.flash_attention=torch."
+    )

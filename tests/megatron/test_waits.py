@@ -8,6 +8,7 @@ import torch.nn.attention.varlen as torch_varlen
 from ranks import run_ranks
 from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 
+from megatron_rl import platform
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
@@ -78,3 +79,17 @@ def test_keys_are_not_repeated_where_torch_takes_fewer_of_them(is_new, monkeypat
     packed = SimpleNamespace(query_cu=None, key_cu=None, longest_query=5, longest_key=5)
     module._varlen_kernel(torch.randn(5, 8, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16), packed)
     assert seen == [(2, True) if is_new else (8, False)]
+
+
+@pytest.mark.skipif(platform.has_cuda(), reason="needs a machine without CUDA")
+def test_flash_attention_3_is_torchs_kernel_where_it_is_asked_for_and_installed(monkeypatch):
+    asked = []
+    platform.use_flash_attention("torch")
+    with pytest.raises(ValueError, match="model.flash_attention = 'FA3': there is no CUDA device; install flash_attn"):
+        platform.use_flash_attention("FA3")
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    with pytest.raises(ValueError, match="No module named 'flash_attn_interface'; install flash_attn_interface"):
+        platform.use_flash_attention("FA3")
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
+    platform.use_flash_attention("FA3")
+    assert asked == ["FA3"]
