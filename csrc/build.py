@@ -194,6 +194,15 @@ def build_cpu() -> bool:
     return write_if_stale(PACKAGE / "_C_cpu.so", built_for, lambda: link(cpu_units(), PACKAGE / "_C_cpu.so"))
 
 
+def build_rehearsal() -> bool:
+    """The stand-in for a CUDA device, for one version of torch: it is no user of the stable ABI, but part of torch."""
+    library, folder = PACKAGE / "_C_rehearsal.so", torch_folder()
+    command = [cxx(), "-std=c++20", "-O1", "-shared", "-fPIC", f"-isystem{folder / 'include'}"]
+    command += [str(SOURCES / "rehearsal" / "shim.cpp"), f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
+    built_for: dict[str, object] = {"compiler": cxx(), "torch": torch_versions()[0], "torch's folder": str(folder)}
+    return write_if_stale(library, built_for, lambda: run([*command, "-lc10", "-ltorch_cpu"], library) and None)
+
+
 def build_cuda(architectures: tuple[str, ...]) -> bool:
     if nvcc() is None:
         raise BuildError("nvcc is not found on PATH or in CUDA_HOME: install the CUDA toolkit, or build with --cuda no")
@@ -223,6 +232,8 @@ def architectures_built() -> tuple[str, ...]:
 def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> list[str]:
     """Build what is not current; return the libraries' names."""
     built = ["_C_cpu.so"] if build_cpu() else []
+    if torch_versions()[1] is None:  # where torch has CUDA it has the hooks that the shim stands in for
+        built += ["_C_rehearsal.so"] if build_rehearsal() else []
     if cuda == "yes" or (cuda == "auto" and nvcc() and torch_versions()[1]):
         built += ["_C_cuda.so"] if build_cuda(architectures or architectures_built()) else []
     return built

@@ -1,6 +1,6 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | eval | serve | convert | report | compare | algorithms | options
+launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | algorithms | options
 """
 
 from __future__ import annotations
@@ -56,16 +56,26 @@ def run(argv: list[str] | None = None) -> None:
         add_help=False,
     )
     plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
-    plan.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
-    plan.add_argument("--nodes", type=_at_least_1, default=1, help="of the cluster (default 1)")
-    plan.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
-    plan.add_argument(
-        "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="what the GPUs are (default h100)"
+    rehearsal = commands.add_parser(
+        "rehearse", help="ranks of a job of any size, run here on a device without memory: what they would meet"
     )
-    plan.add_argument(
-        "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
+    for command in (plan, rehearsal):
+        command.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
+        command.add_argument("--nodes", type=_at_least_1, default=1, help="of the cluster (default 1)")
+        command.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
+        command.add_argument(
+            "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="the GPUs (default h100)"
+        )
+        command.add_argument(
+            "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
+        )
+    rehearsal.add_argument(
+        "--ranks",
+        default="first,last,stage-boundaries",
+        help="first, last, stage-boundaries, all-distinct or numbers, with commas (default: the first three)",
     )
+    rehearsal.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="what it writes goes there")
     plan.add_argument(
         "--lengths",
         type=Path,
@@ -121,7 +131,7 @@ def run(argv: list[str] | None = None) -> None:
         with one_line("megatron-rl serve"):
             serve(rest)
         return
-    if args.command in ("plan", "eval"):  # argparse leaves what comes behind an option to us
+    if args.command in ("plan", "rehearse", "eval"):  # argparse leaves what comes behind an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -135,6 +145,11 @@ def run(argv: list[str] | None = None) -> None:
 
                 options = {name: value for name, value in vars(args).items() if name in PLAN_OPTIONS}
                 print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+            elif args.command == "rehearse":
+                from megatron_rl.tools.rehearsal.rehearse_command import rehearsal_text
+
+                options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
+                print(rehearsal_text(args.config, args.overrides, **options, ranks=args.ranks, folder=args.folder))
             elif args.command == "eval":
                 from megatron_rl.run.evaluate_command import evaluate
 

@@ -83,7 +83,8 @@ class MegatronEngine(ModelEngine):
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
-        self.chunks = [chunk.to(self.device) for chunk in build_chunks(self.arch, self.tf_config, self.groups)]
+        with self.device:  # where parameters are made whose layers have no word in it
+            self.chunks = build_chunks(self.arch, self.tf_config, self.groups)
         self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]

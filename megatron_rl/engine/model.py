@@ -122,7 +122,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
+        use_cpu_initialization=False,  # Transformer Engine would build whole float32 matrices on the host
         perform_initialization=False,  # weights are read right after building
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -1,0 +1,290 @@
+"""A CUDA device without memory: tensors on it have shapes, dtypes and autograd, and a Ledger hears of each call.
+
+The shim (csrc/rehearsal) makes torch believe in the device; torch's FakeTensorMode works out shapes and refuses tensors
+of two devices in one operation. Tensors on the host stay real.
+
+Numbers are not computed on the device, with one exception. What was copied from the host, and whatever follows from it
+alone, is *known*: token counts, masks, positions, routes. Such a tensor carries its values on the host, and operations
+on known tensors are carried out there too. So a mask's number of rows is the real one, and only numbers that depend on
+weights are unknown. Where the code asks for an unknown number, the answer is 1 (0 in a copy to the host) and is
+counted; where a shape depends on one, that is an error.
+
+    mode = FakeCuda(ledger)
+    with mode:
+        engine.train_batch(...)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_rl.tools.rehearsal.ledger import Ledger
+
+aten = torch.ops.aten
+
+MOST_KNOWN = 1 << 23
+"""Elements of the largest tensor of integers that is known; of floats, whose values decide fewer shapes, 1/64."""
+
+Answer = Callable[..., Any]
+
+
+class UnknownShape(RuntimeError):
+    """A shape depends on numbers that a rehearsal does not have."""
+
+
+class FakeCuda(TorchDispatchMode):
+    """Runs what touches the device without computing it. One for a process."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._answers: dict[Any, Answer] = {
+            aten._local_scalar_dense.default: self._read_number,
+            aten._to_copy.default: self._copy_to,
+            aten.copy_.default: self._copy_into,
+            aten.nonzero.default: self._nonzero,
+            aten.index.Tensor: self._index,
+            aten.index_put_.default: self._index,
+            aten.index_put.default: self._index,
+            aten._index_put_impl_.default: self._index,
+            aten.is_pinned.default: lambda func, tensor, *_, **__: ledger.is_pinned(tensor),
+            aten._pin_memory.default: self._pin,
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self.ledger.collective(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
+        if not (is_on_device or is_pinning or (device is not None and torch.device(device).type == "cuda")):
+            made = func(*args, **kwargs)
+            if kwargs.get("pin_memory"):
+                self.ledger.note_pinned(made)
+            return made
+        if answer := self._answers.get(func):
+            return answer(func, *args, **kwargs)
+        return self.run(func, args, kwargs)
+
+    # -- running without computing ------------------------------------------------------------------------------------
+
+    def run(self, func, args, kwargs, *, known: bool = True) -> Any:
+        """Return what the operation gives, on the device and without values, and tell the ledger of it."""
+        try:
+            with self.fake:
+                made = func(*tree_map(self._entered, args), **tree_map(self._entered, kwargs))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            values = self._known_result(func, args, kwargs) if known else None
+            if values is None:
+                raise UnknownShape(
+                    f"{func} at {self.ledger.line()}: its result's shape depends on numbers that only the weights give."
+                ) from error
+            self.ledger.note_sync(str(func))
+            made = tree_map(self._on_device, values)
+            return self._noted(func, args, kwargs, made, values)
+        return self._noted(func, args, kwargs, made, self._known_result(func, args, kwargs) if known else None)
+
+    def _noted(self, func, args, kwargs, made, values) -> Any:
+        # An operation in place returns its own argument.
+        made = _own_arguments(func, args, kwargs, made)
+        self.ledger.note_kernel(func, args, kwargs, made)
+        if values is not None:
+            for tensor, value in zip(_tensors(made), _tensors(values), strict=False):
+                if isinstance(tensor, FakeTensor):
+                    tensor.known = value
+        else:
+            for tensor in _written(func, args, kwargs):
+                forget(tensor)
+        return made
+
+    def _entered(self, value: Any) -> Any:
+        """A tensor of the host as FakeTensorMode takes it."""
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            return self.fake.from_tensor(value, static_shapes=True)
+        return value
+
+    def _on_device(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        with self.fake:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        made.known = value
+        return made
+
+    # -- known values -------------------------------------------------------------------------------------------------
+
+    def _known_result(self, func, args, kwargs) -> Any:
+        """Carry the operation out on the values of its arguments; None where one of them is unknown."""
+        if func in NEVER_KNOWN:
+            return self._round_robin(func, args) if func is aten.topk.default else None
+        try:
+            args, kwargs = tree_map(_value_of, args), tree_map(_value_of, kwargs)
+        except _Unknown:
+            return None
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+            shape = args[0] if args and isinstance(args[0], list | tuple) else ()
+            if shape and all(isinstance(size, int) for size in shape) and math.prod(shape) > MOST_KNOWN:
+                return None
+        try:
+            values = func(*args, **kwargs)
+        except NotImplementedError:
+            return None
+        return None if any(_is_large(value) for value in _tensors(values)) else values
+
+    def _round_robin(self, func, args) -> Any:
+        """The routes of a mixture, which its weights decide: as even as they can be, so that token t of k routes goes
+        to the experts t x k to t x k + k - 1, around."""
+        scores, k = args[0], args[1]
+        if scores.dim() != 2 or scores.shape[0] * k > MOST_KNOWN:
+            return None
+        rows, experts = scores.shape
+        places = torch.arange(rows * k).view(rows, k) % experts
+        values = torch.full((rows, k), 1.0 / k, dtype=scores.dtype)
+        self.ledger.note_assumed("routes of experts: even")
+        return values, places
+
+    # -- what needs an answer of its own ------------------------------------------------------------------------------
+
+    def _read_number(self, func, tensor: Tensor) -> Any:
+        self.ledger.note_sync("a number read")
+        value = known(tensor)
+        if value is not None:
+            return func(value)
+        self.ledger.note_assumed(f"a number of the device is 1, at {self.ledger.line()}")
+        return 1.0 if tensor.dtype.is_floating_point else True if tensor.dtype is torch.bool else 1
+
+    def _copy_to(self, func, source: Tensor, **kwargs) -> Any:
+        device = kwargs.get("device")
+        is_to_host = device is not None and torch.device(device).type == "cpu"
+        if isinstance(source, FakeTensor) and is_to_host:
+            dtype = kwargs.get("dtype") or source.dtype
+            target = torch.empty(source.shape, dtype=dtype, pin_memory=False)
+            self._to_host(source, target, is_blocking=not kwargs.get("non_blocking"))
+            return target
+        made = self.run(func, (source,), kwargs)
+        if not isinstance(source, FakeTensor):
+            self.ledger.note_copy("to device", source, is_blocking=not kwargs.get("non_blocking"))
+        return made
+
+    def _copy_into(self, func, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+        if not isinstance(target, FakeTensor):
+            self._to_host(source, target, is_blocking=not non_blocking)
+            return target
+        if not isinstance(source, FakeTensor):
+            self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
+        made = self.run(func, (target, source, non_blocking), {})
+        value = known(source)
+        if value is not None and known(target) is None and _is_whole(target) and not _is_large(value):
+            target.known = value.to(target.dtype).expand(target.shape).clone()
+        return made
+
+    def _to_host(self, source: Tensor, target: Tensor, *, is_blocking: bool) -> None:
+        self.ledger.note_copy("to host", target, is_blocking=is_blocking)
+        value = known(source)
+        if value is None:
+            self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
+            target.zero_()
+        else:
+            target.copy_(value)
+
+    def _nonzero(self, func, mask: Tensor) -> Any:
+        return self.run(func, (mask,), {})
+
+    def _index(self, func, source: Tensor, indices: list, *rest, **kwargs) -> Any:
+        """Index by a mask as CUDA does: its true places are looked up first, and the host waits for their number."""
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                if known(index) is None:
+                    raise UnknownShape(f"{func} at {self.ledger.line()}: by a mask that only the weights give.")
+                self.ledger.note_sync("an index by a mask")
+                places += [self._on_device(column) for column in known(index).nonzero().unbind(1)]
+            else:
+                places.append(index)
+        return self.run(func, (source, places, *rest), kwargs)
+
+    def _pin(self, func, tensor: Tensor, *_, **__) -> Tensor:
+        made = tensor.clone()
+        self.ledger.note_pinned(made)
+        return made
+
+
+class _Unknown(Exception):
+    pass
+
+
+NEVER_KNOWN = {aten.topk.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default}
+NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
+
+
+def known(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's values, on the host, or None where they are unknown."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    value = getattr(tensor, "known", None)
+    return None if value is None or getattr(value.untyped_storage(), "is_forgotten", False) else value
+
+
+def forget(tensor: Tensor) -> None:
+    """Note that a tensor was overwritten by what is unknown, and so were all views of it."""
+    value = getattr(tensor, "known", None)
+    if value is not None:
+        value.untyped_storage().is_forgotten = True
+        tensor.known = None
+
+
+def _value_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    value = known(leaf)
+    if value is None:
+        raise _Unknown
+    return value
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > (MOST_KNOWN // 64 if tensor.dtype.is_floating_point else MOST_KNOWN)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """True of a tensor that is all of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _written(func, args, kwargs) -> list[Tensor]:
+    """Return the arguments that the operation writes to, as its schema says."""
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
+
+
+def _own_arguments(func, args, kwargs, made: Any) -> Any:
+    """Return the caller's own tensors where the operation returns what it was given."""
+    written = _written(func, args, kwargs)
+    if len(written) == 1 and isinstance(made, Tensor) and func._schema.returns[0].alias_info is not None:
+        return written[0]
+    return made

@@ -1,0 +1,285 @@
+"""What a rehearsed rank did to its device and to other ranks: memory, kernels, copies, syncs, FLOPs, collectives.
+
+Each entry has the phase of the step and the line of code. A line is the innermost of this package or of megatron.core;
+in a backward pass of torch's own it is the one that called backward.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+OURS, UPSTREAM = PACKAGE + os.sep, os.sep + os.path.join("megatron", "core") + os.sep
+NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "platform"))
+BLOCK_BYTES = 512
+"""torch's caching allocator rounds every allocation up to a multiple of it."""
+NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "aten::set_", "aten::resize_")
+
+
+@dataclass
+class Collective:
+    """One call of this rank: `sizes` are the elements of what goes in and comes out."""
+
+    phase: str
+    kind: str
+    group: int
+    """The place of its group in Ledger.groups."""
+    dtype: str
+    sizes: tuple[int, ...]
+    peer: int
+    """The global rank of a broadcast's source, or of the other end of a send or receive; -1: it has none."""
+    nbytes: int
+    """Bytes of the whole: of a gathered or reduced tensor, or of a message."""
+    on_device: bool
+    line: str
+
+
+@dataclass
+class Phase:
+    """Counts of one phase of the step."""
+
+    kernels: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    """By operator."""
+    syncs: Counter[str] = field(default_factory=Counter)
+    """By what and where."""
+    copies: Counter[str] = field(default_factory=Counter)
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    peak_bytes: int = 0
+
+
+class Ledger:
+    """Told by FakeCuda of everything that a rank does on its device."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Phase] = defaultdict(Phase)
+        self.phase = "start"
+        self.collectives: list[Collective] = []
+        self.groups: list[tuple[str, list[int]]] = []
+        """Of each group that was used or made: what it is for, and its ranks."""
+        self.made_groups: Counter[str] = Counter()
+        """By backend."""
+        self.peers: dict[str, set[int]] = defaultdict(set)
+        """By backend, the ranks that this one has a group with."""
+        self.reduces_by = dist.ReduceOp.SUM
+        """The operation of the all-reduce under way."""
+        self.assumed: Counter[str] = Counter()
+        self.live_bytes = self.peak_bytes = 0
+        self.peak_phase = ""
+        self.live_by_line: Counter[str] = Counter()
+        self.peak_by_line: Counter[str] = Counter()
+        self.peak_line = ""
+        self.curve: list[tuple[str, int]] = []
+        """(phase, bytes) at each of its ends."""
+        self._is_new_peak = False
+        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}
+        self._pinned: weakref.WeakSet = weakref.WeakSet()
+        self._group_numbers: dict[str, int] = {}
+        self._lines: dict[tuple[Any, int], str] = {}
+
+    # -- where --------------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Count from here on as `phase`; PhaseTimers call it, with '' between two phases."""
+        self.curve.append((self.phase, self.live_bytes))
+        self.phase = phase or "between phases"
+
+    def line(self) -> str:
+        """Return the innermost line of this package or of megatron.core that is being run."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            key = frame.f_code, frame.f_lineno
+            text = self._lines.get(key)
+            if text is None:
+                text = self._lines[key] = shown(frame.f_code.co_filename, frame.f_lineno)
+            if text:
+                return text
+            frame = frame.f_back
+        return "elsewhere"
+
+    # -- the device ---------------------------------------------------------------------------------------------------
+
+    def note_kernel(self, func, args, kwargs, made: Any) -> None:
+        """Count the launch and the FLOPs of an operation, and the memory of what it made."""
+        is_new = False
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
+                is_new |= self._note_storage(tensor)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if not (is_new or writes) or func._schema.name.startswith(NO_LAUNCH):
+            return
+        phase = self.phases[self.phase]
+        phase.kernels += 1
+        if count := flop_registry.get(func._overloadpacket):
+            # Of products the counter knows matrices alone, and not the options of newer overloads.
+            is_product = func._schema.name.endswith("mm")
+            given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
+            phase.flops[func._schema.name] += count(*given, **({} if is_product else kwargs), out_val=made)
+
+    def _note_storage(self, tensor: FakeTensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return False
+        nbytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        line = self.line()
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), nbytes, line
+        self._grow(nbytes, line)
+        return True
+
+    def note_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Count a storage of the device that has got another size."""
+        if found := self._storages.get(storage._cdata):
+            reference, before, line = found
+            after = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+            self._storages[storage._cdata] = reference, after, line
+            self._grow(after - before, line)
+
+    def _grow(self, nbytes: int, line: str) -> None:
+        if nbytes < 0 and self._is_new_peak:  # the highest point was the moment before
+            self.peak_by_line, self._is_new_peak = Counter(self.live_by_line), False
+        self.live_bytes += nbytes
+        self.live_by_line[line] += nbytes
+        phase = self.phases[self.phase]
+        phase.peak_bytes = max(phase.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._is_new_peak = self.live_bytes, True
+            self.peak_phase, self.peak_line = self.phase, line
+
+    def _free(self, key: int) -> None:
+        _, nbytes, line = self._storages.pop(key)
+        self._grow(-nbytes, line)
+
+    def note_sync(self, what: str) -> None:
+        """Count a place where the host waits for the device."""
+        self.phases[self.phase].syncs[f"{what} at {self.line()}"] += 1
+
+    def note_copy(self, direction: str, host: Tensor, *, is_blocking: bool) -> None:
+        """Count a copy between host and device; `host` is the end that is there. A blocking one is a sync, too."""
+        if host.numel() == 0:
+            return
+        kind = f"{direction}, {'pinned' if self.is_pinned(host) else 'pageable'}, at {self.line()}"
+        phase = self.phases[self.phase]
+        phase.copies[kind] += 1
+        phase.copied_bytes[kind] += host.numel() * host.element_size()
+        if is_blocking:
+            self.note_sync(f"a blocking copy {direction}")
+
+    def note_pinned(self, tensor: Tensor) -> None:
+        """Keep in mind that a host tensor's memory is pinned."""
+        self._pinned.add(tensor.untyped_storage())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage() in self._pinned
+
+    def note_assumed(self, what: str) -> None:
+        """Count a number that the rehearsal made up."""
+        self.assumed[what] += 1
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def group_number(self, group: dist.ProcessGroup) -> int:
+        name = group.group_name
+        if name not in self._group_numbers:
+            self._group_numbers[name] = len(self.groups)
+            ranks = dist.get_process_group_ranks(group)
+            self.groups.append((group.group_desc, list(ranks)))
+        return self._group_numbers[name]
+
+    def note_group(self, group: dist.ProcessGroup, backend: str, size: int) -> None:
+        """Count a group that the code makes; this rank may not be in it."""
+        self.made_groups[backend] += 1
+        if isinstance(group, dist.ProcessGroup):
+            self.peers[backend] |= set(dist.get_process_group_ranks(group))
+
+    def collective(self, func, args, kwargs) -> Any:
+        """Note a call of torch.distributed and answer it as if every peer had what this rank has."""
+        from megatron_rl.tools.rehearsal.fake_cuda import forget, known
+
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        kind = func._schema.name.removeprefix("c10d::").strip("_")
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        number = self.group_number(group)
+        ranks = self.groups[number][1]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        by_role = {
+            role: [leaf for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+            for role, name in _ROLES.get(kind, {}).items()
+        }
+        outs, ins = by_role.get("out", tensors), by_role.get("in", tensors)
+        peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
+        nbytes = max(sum(t.numel() * t.element_size() for t in side) for side in (outs, ins)) if tensors else 0
+        self.collectives.append(
+            Collective(
+                phase=self.phase,
+                kind=kind,
+                group=number,
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                sizes=tuple(t.numel() for t in tensors),
+                peer=ranks[peer] if isinstance(peer, int) and 0 <= peer < len(ranks) else -1,
+                nbytes=nbytes,
+                on_device=any(isinstance(t, FakeTensor) for t in tensors),
+                line=self.line(),
+            )
+        )
+        values = [known(t) for t in ins]
+        if kind == "allreduce" and isinstance(ins[0], FakeTensor):
+            for value in values:
+                if value is not None and self.reduces_by == dist.ReduceOp.SUM:
+                    value.mul_(len(ranks))
+        elif "allgather" in kind and all(value is not None for value in values):
+            for out in outs:
+                _fill(out, values[0], len(ranks) if out.numel() > values[0].numel() else 1)
+        elif kind not in ("allreduce", "broadcast", "send", "barrier", "monitored_barrier", "allreduce_coalesced"):
+            for out in outs:
+                forget(out)
+        returns = len(func._schema.returns)
+        work = FakeWork().boxed()
+        return None if returns == 0 else work if returns == 1 else (args[0], work)
+
+
+_ROLES = {
+    "allgather": {"out": "output_tensors", "in": "input_tensors"},
+    "_allgather_base": {"out": "output_tensor", "in": "input_tensor"},
+    "allgather_base": {"out": "output_tensor", "in": "input_tensor"},
+    "allgather_into_tensor_coalesced": {"out": "outputs", "in": "inputs"},
+    "reduce_scatter": {"out": "output_tensors", "in": "input_tensors"},
+    "reduce_scatter_base": {"out": "output_tensor", "in": "input_tensor"},
+    "reduce_scatter_tensor_coalesced": {"out": "outputs", "in": "inputs"},
+    "alltoall_base": {"out": "output", "in": "input"},
+    "alltoall": {"out": "output_tensors", "in": "input_tensors"},
+    "gather": {"out": "output_tensors", "in": "input_tensors"},
+    "scatter": {"out": "output_tensors", "in": "input_tensors"},
+}
+
+
+def _fill(out: Tensor, value: Tensor, times: int) -> None:
+    whole = value.reshape(-1).repeat(times).view(out.shape).to(out.dtype)
+    if isinstance(out, FakeTensor):
+        out.known = whole
+    else:
+        out.copy_(whole)
+
+
+def shown(filename: str, line: int) -> str:
+    """Return a line as reports name it, '' where it is neither this package's nor megatron.core's."""
+    if filename.startswith(NOT_SHOWN):
+        return ""
+    if filename.startswith(OURS):
+        return f"megatron_rl/{filename[len(OURS) :]}:{line}"
+    before, found, after = filename.rpartition(UPSTREAM)
+    return f"megatron/core/{after}:{line}" if found else ""

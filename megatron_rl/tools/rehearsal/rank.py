@@ -1,0 +1,116 @@
+"""One rank's part of one step, by the code of a real run on a device without memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_rl import platform
+from megatron_rl.config import load_config
+from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
+from megatron_rl.tools.rehearsal.ledger import Ledger, shown
+from megatron_rl.tools.rehearsal.stand_ins import Objects, stand_in_for_device, stand_in_for_world
+
+
+def main(folder: str) -> None:
+    """Rehearse the ranks that `folder/orders.json` lists, each in a process forked from this one.
+
+    Those of one list run side by side, as many as there are cores; the next list begins when they are done.
+    """
+    orders = json.loads((Path(folder) / "orders.json").read_text())
+    ledger = prepare(orders[0][0]["memory_bytes"])
+    for together in orders:
+        under_way: set[int] = set()
+        for order in together:
+            if len(under_way) >= (os.cpu_count() or 1):
+                under_way.discard(os.wait()[0])
+            if pid := os.fork():
+                under_way.add(pid)
+            else:
+                leave(lambda order=order: rehearse_rank(Path(folder) / str(order["rank"]), order, ledger))
+        while under_way:
+            under_way.discard(os.wait()[0])
+
+
+def leave(work: Callable[[], None]) -> NoReturn:
+    """Do a forked process' work, and end it without what its parent has to do at its end."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def prepare(memory_bytes: int) -> Ledger:
+    """Give this process its device and import what a rank needs, once for all; return the empty ledger of each."""
+    ledger = Ledger()
+    stand_in_for_device(ledger, memory_bytes=memory_bytes)
+    platform.prepare()  # which asks whether CUDA is there
+    import megatron_rl.tools.rehearsal.step  # noqa: F401
+
+    return ledger
+
+
+def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
+    """Rehearse one rank in this process, which is used for nothing else; what came out is left in `place`.
+
+    found.json: as Ledger has it; said.pickle: what the rank told others; fault.txt: the error that ended it.
+    """
+    from megatron_rl.tools.rehearsal.step import rehearse_step
+
+    place.mkdir(parents=True, exist_ok=True)
+    output = (place / "output.txt").open("w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    stand_in_for_world(
+        ledger,
+        rank=order["rank"],
+        world_size=order["world_size"],
+        local_rank=order["rank"] % order["gpus_per_node"],
+        local_world_size=order["gpus_per_node"],
+    )
+    heard = [pickle.loads(path.read_bytes()) for path in sorted(place.parent.glob("*/said.pickle"))]
+    objects = Objects(ledger, heard)
+    try:
+        with FakeCuda(ledger):
+            rehearse_step(load_config(order["config"], order["overrides"]), ledger)
+    except Exception as error:  # whatever it is: it would end the rank on its cluster too
+        text = " ".join(str(error).split())[:600]
+        (place / "fault.txt").write_text(f"{type(error).__name__} at {innermost(error)}: {text}")
+        raise
+    (place / "said.pickle").write_bytes(pickle.dumps(objects.said))
+    (place / "found.json").write_text(json.dumps(as_dict(ledger)))
+
+
+def innermost(error: Exception) -> str:
+    """Return the innermost line of this package or of megatron.core that the error came through."""
+    places = [shown(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((place for place in reversed(places) if place), "elsewhere")
+
+
+def as_dict(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "phases": {name: vars(phase) for name, phase in ledger.phases.items()},
+        "collectives": [asdict(call) for call in ledger.collectives],
+        "groups": ledger.groups,
+        "made_groups": ledger.made_groups,
+        "peers": {backend: len(ranks) - 1 for backend, ranks in ledger.peers.items()},
+        "assumed": ledger.assumed,
+        "peak_bytes": ledger.peak_bytes,
+        "peak_phase": ledger.peak_phase,
+        "peak_line": ledger.peak_line,
+        "peak_by_line": ledger.peak_by_line,
+        "curve": ledger.curve,
+    }

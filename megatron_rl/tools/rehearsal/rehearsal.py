@@ -1,0 +1,161 @@
+"""`megatron-rl rehearse`: some ranks of a job, each in a process of its own, and what they found, compared.
+
+A rank runs one optimizer update on the code of a real run (step.py). Ranks of later pipeline stages go first: an
+earlier stage hears from them what stages tell one another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES, Device
+from megatron_rl.tools.rehearsal.matching import differences
+
+PROGRAM = Path(__file__).with_name("start_ranks.py")
+SHIM = Path(__file__).resolve().parents[2] / "_C_rehearsal.so"
+KINDS = ("first", "last", "stage-boundaries", "all-distinct")
+MICROBATCHES = 2
+"""Of each replica: enough to see what each further one costs."""
+
+
+class RehearsalError(ValueError):
+    """What the job would meet on its cluster."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The trainer's ranks: those of `nodes` x `gpus_per_node` that no server has."""
+
+    nodes: int
+    gpus_per_node: int
+    ranks: int
+    stages: int
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.ranks // self.stages
+
+    def chosen(self, wanted: str) -> list[int]:
+        """Return the ranks that `wanted` names: kinds or numbers, with commas. Later stages first.
+
+        The last stage's rank of each one's pipeline is added, as it tells the others what the loss was.
+        """
+        size, last = self.ranks_of_stage, self.stages - 1
+        found: set[int] = set()
+        for word in wanted.split(","):
+            if word == "first":
+                found.add(0)
+            elif word == "last":
+                found.add(self.ranks - 1)
+            elif word == "stage-boundaries":
+                found |= {stage * size for stage in (0, 1, last - 1, last) if 0 <= stage <= last}
+            elif word == "all-distinct":
+                found |= {rank for stage in range(self.stages) for rank in (stage * size, (stage + 1) * size - 1)}
+            elif word.isdecimal() and int(word) < self.ranks:
+                found.add(int(word))
+            else:
+                raise ValueError(
+                    f"--ranks {word}: must be one of {', '.join(KINDS)}, or a rank below {self.ranks}; separate "
+                    f"several by commas."
+                )
+        return sorted(found | {rank % size + last * size for rank in found}, reverse=True)
+
+
+@dataclass
+class Rehearsal:
+    """What was found: by rank, as Ledger has it."""
+
+    config: TrainConfig
+    world: World
+    device: Device
+    by_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(found["peak_bytes"] for found in self.by_rank.values())
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a GPU that tensors can have."""
+        return (self.device.memory - RESERVED_BYTES) / (1 + FRAGMENTATION)
+
+
+def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int) -> World:
+    """Return the trainer's world. ValueError where the layout does not divide it."""
+    own_servers = 0 if config.rollout.servers or config.rollout.colocated else config.rollout.server_count
+    gpus = nodes * gpus_per_node
+    ranks = gpus - own_servers * config.rollout.gpus_per_server
+    if ranks < 1:
+        raise ValueError(
+            f"rollout.server_count = {own_servers} x rollout.gpus_per_server = {config.rollout.gpus_per_server}: take "
+            f"all of the {gpus} GPUs; start fewer servers, or raise --nodes."
+        )
+    config.parallel.check_world_size(ranks)
+    return World(nodes, gpus_per_node, ranks, config.parallel.pipeline)
+
+
+def rehearse(
+    path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, ranks: str, device: str, folder: Path
+) -> Rehearsal:
+    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left.
+
+    ValueError for a job that cannot be rehearsed; RehearsalError where ranks would fail, wait for each other for ever,
+    or run out of memory.
+    """
+    if not SHIM.exists():
+        raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py` with a torch for CPUs, as `make` does.")
+    config = load_config(path, overrides)
+    if config.learns_from_data:
+        raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")
+    world = world_of(config, nodes=nodes, gpus_per_node=gpus_per_node)
+    result = Rehearsal(config, world, DEVICES[device])
+    chosen = world.chosen(ranks)
+    shutil.rmtree(folder, ignore_errors=True)
+    order = {
+        "world_size": world.ranks,
+        "gpus_per_node": gpus_per_node,
+        "memory_bytes": int(result.device.memory),
+        "config": str(path),
+        "overrides": overrides,
+    }
+    by_stage = groupby(chosen, key=lambda rank: rank // world.ranks_of_stage)
+    folder.mkdir(parents=True)
+    orders = [[order | {"rank": rank} for rank in stage] for _, stage in by_stage]
+    (folder / "orders.json").write_text(json.dumps(orders))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM), str(folder)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"the rehearsal's process ended with {done.returncode}: {done.stderr[-2000:]}")
+    for rank in chosen:
+        result.by_rank[rank] = _found(folder / str(rank), rank)
+    if faults := differences(result.by_rank):
+        raise RehearsalError("ranks would wait for each other for ever: " + " ".join(faults))
+    if result.peak_bytes > result.usable_bytes:
+        rank = max(result.by_rank, key=lambda rank: result.by_rank[rank]["peak_bytes"])
+        found = result.by_rank[rank]
+        raise RehearsalError(
+            f"rank {rank} needs {found['peak_bytes'] / GIB:.1f} GiB of the {result.usable_bytes / GIB:.1f} GiB that "
+            f"tensors can have on a {result.device.name}, in {found['peak_phase']}, at {found['peak_line']}; recompute "
+            f"(megatron.recompute_granularity), a smaller batch.tokens_per_microbatch or more ranks take less."
+        )
+    return result
+
+
+def _found(place: Path, rank: int) -> dict[str, Any]:
+    """Return what a rank found; RehearsalError with the fault that ended it."""
+    if (place / "found.json").exists():
+        return json.loads((place / "found.json").read_text())
+    fault = place / "fault.txt"
+    said = fault.read_text() if fault.exists() else "its process ended early"
+    raise RehearsalError(f"rank {rank}: {said} (all of it is in {place / 'output.txt'})")

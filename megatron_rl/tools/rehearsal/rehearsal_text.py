@@ -1,0 +1,108 @@
+"""A rehearsal as a person reads it, and as a machine does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megatron_rl.tools.plan.devices import GIB
+from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World
+
+NODE_LINK, CLUSTER_LINK = 450e9, 50e9
+"""Bytes a second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port for each GPU."""
+SHOWN = 6
+"""Lines of each list."""
+
+
+def as_dict(result: Rehearsal) -> dict[str, Any]:
+    """Return all that was found, under the names that Ledger has for it, without each single collective."""
+    by_rank = {}
+    for rank, found in result.by_rank.items():
+        rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}
+        by_rank[rank] = rest | {"traffic": traffic(found, result.world)}
+    world = result.world
+    return {
+        "nodes": world.nodes,
+        "gpus_per_node": world.gpus_per_node,
+        "trainer_ranks": world.ranks,
+        "device": result.device.name,
+        "links": {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK},
+        "ranks": by_rank,
+    }
+
+
+def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
+    """Return the calls by phase, kind and group: their number, bytes on the wire and the time that the link gives."""
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for call in found["collectives"]:
+        name, ranks = found["groups"][call["group"]]
+        if len(ranks) == 1 or not call["on_device"]:
+            continue
+        is_inside = len({rank // world.gpus_per_node for rank in ranks}) == 1
+        key = (call["phase"], call["kind"], call["group"])
+        row = rows.setdefault(key, {"phase": key[0], "kind": key[1], "group": name, "ranks": len(ranks)})
+        row["link"] = "in a node" if is_inside else "between nodes"
+        row["calls"] = row.get("calls", 0) + 1
+        nbytes = wire_bytes(call["kind"], call["nbytes"], len(ranks))
+        row["bytes"] = row.get("bytes", 0.0) + nbytes
+        row["seconds"] = row.get("seconds", 0.0) + nbytes / (NODE_LINK if is_inside else CLUSTER_LINK)
+    return list(rows.values())
+
+
+def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring of them; `nbytes` is the whole tensor."""
+    share = (ranks - 1) / ranks
+    if kind.startswith("allreduce"):
+        return 2 * share * nbytes
+    if kind.startswith(("allgather", "reduce_scatter", "alltoall")):
+        return share * nbytes
+    return float(nbytes)
+
+
+def as_text(result: Rehearsal) -> str:
+    """Return one screen for each rank."""
+    world = result.world
+    lines = [
+        f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "
+        f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches; operators of torch, without "
+        f"Transformer Engine."
+    ]
+    for rank, found in sorted(result.by_rank.items()):
+        lines += ["", f"rank {rank}", *_of_rank(found, world)]
+    lines += ["", f"Times of links: {NODE_LINK / 1e9:g} GB/s in a node, {CLUSTER_LINK / 1e9:g} GB/s between nodes."]
+    return "\n".join(lines)
+
+
+def _of_rank(found: dict[str, Any], world: World) -> list[str]:
+    lines = [
+        f"  memory  {found['peak_bytes'] / GIB:.1f} GiB at most, in {found['peak_phase']}, at {found['peak_line']}; "
+        f"then from:"
+    ]
+    for line, nbytes in Counter(found["peak_by_line"]).most_common(SHOWN):
+        lines.append(f"    {nbytes / GIB:7.2f} GiB  {line}")
+    lines.append("  phase                kernels   TFLOP   peak GiB   syncs   copies       MB")
+    for name, phase in found["phases"].items():
+        flops, copied = sum(phase["flops"].values()), sum(phase["copied_bytes"].values())
+        lines.append(
+            f"  {name:<18}{phase['kernels']:>10,}{flops / 1e12:>8.1f}{phase['peak_bytes'] / GIB:>11.1f}"
+            f"{sum(phase['syncs'].values()):>8}{sum(phase['copies'].values()):>9}{copied / 1e6:>9.1f}"
+        )
+    syncs: Counter[str] = Counter()
+    for name, phase in found["phases"].items():
+        if name != "start":
+            syncs.update(phase["syncs"])
+    lines += ["  host syncs by line", *(f"    {count:>5}  {where}" for where, count in syncs.most_common(SHOWN))]
+    lines.append("  traffic              calls    GB sent      ms   group, link")
+    rows = sorted(traffic(found, world), key=lambda row: -row["seconds"])
+    for row in rows[:SHOWN]:
+        lines.append(
+            f"    {row['kind']:<17}{row['calls']:>7,}{row['bytes'] / 1e9:>11.2f}{row['seconds'] * 1e3:>8.1f}   "
+            f"{row['group'].lower()} of {row['ranks']}, {row['link']}, in {row['phase']}"
+        )
+    peers = ", ".join(f"{count} over {backend}" for backend, count in found["peers"].items())
+    groups = ", ".join(f"{count} of {backend}" for backend, count in found["made_groups"].items())
+    lines.append(f"  groups  {groups} are made; peers of this rank: {peers}")
+    if found["assumed"]:
+        lines.append("  assumed")
+        lines += [f"    {count:>5}  {what}" for what, count in Counter(found["assumed"]).most_common(SHOWN)]
+    return lines

@@ -1,0 +1,80 @@
+"""A step of RL without servers, prompts and weights: the parts of RLRun, in the order of its loop."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.run.device_sharing import DeviceSharing
+from megatron_rl.run.rl_run import RLRun
+from megatron_rl.tools.rehearsal.ledger import Ledger
+from megatron_rl.tools.rehearsal.stand_ins import NoWeights
+from megatron_rl.types import TrajectoryBatch, prefix_sums
+from megatron_rl.weights import mapping
+
+
+class RehearsedRun(RLRun):
+    """An RL run of engines alone."""
+
+    def _start(self) -> None:
+        self._join()
+        self.devices = DeviceSharing(self.config, self.groups, self.timers, None, None)
+        self._start_engines()
+
+    def say(self, text: str) -> None:
+        """Keep it: nobody reads what one of a thousand ranks says."""
+
+
+def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
+    """Run one step of this rank and tell the ledger of it."""
+    mapping.HFFolder = mapping.RandomWeights = NoWeights
+    config = replace(config, batch=replace(config.batch, updates_per_step=1))
+    run = RehearsedRun(config)
+    run.timers.on_change = ledger.enter
+    with contextlib.ExitStack() as run.at_end:
+        run._start()
+        ledger.enter("step")
+        batch = made_batch(config, run.groups.data.size)
+        batch = run.add_reward_model_scores(batch)
+        with run.timers("advantages"):
+            run.compute_advantages(batch)
+            updates = run.split_into_updates(batch, 0)
+        with run.timers("logprobs"):
+            run.actor.compute_logprobs(updates)
+        with run.timers("update"):
+            run.actor.update(updates)
+        run.update_critic(batch, 0)
+
+
+def made_batch(config: TrainConfig, replicas: int, *, microbatches: int = 2) -> TrajectoryBatch:
+    """Draw a step's trajectories by the config's limits: enough for `microbatches` of each replica and update."""
+    prompt, reply = config.data.max_prompt_tokens or 512, config.generation.max_new_tokens
+    samples = config.generation.n_samples
+    generator = torch.Generator().manual_seed(1)
+    wanted = config.batch.tokens_per_microbatch * microbatches * replicas
+    lengths: list[int] = []
+    while sum(lengths) + prompt < wanted * 0.97:
+        lengths += [prompt + n for n in torch.randint(reply // 4, reply + 1, (samples,), generator=generator).tolist()]
+    sizes = torch.tensor(lengths)
+    cu = prefix_sums(sizes)
+    count = int(cu[-1])
+    position = torch.arange(count) - torch.repeat_interleave(cu[:-1], sizes)
+    is_reply = position >= prompt
+    group = torch.arange(len(lengths)) // samples
+    ids = torch.where(is_reply, position % 1000 + 10, position % 1000 + torch.repeat_interleave(group, sizes) % 7)
+    tokens: dict[str, Tensor] = {
+        "input_ids": ids,
+        "loss_mask": is_reply,
+        "logprobs": torch.full((count,), -1.0) * is_reply,
+        "versions": torch.where(is_reply, 0, -1),
+    }
+    sequences = {
+        "rewards": torch.rand(len(lengths), generator=generator),
+        "group": group,
+        "sample": torch.arange(len(lengths)) % samples,
+    }
+    return TrajectoryBatch(tokens, sequences, cu)
