@@ -58,6 +58,7 @@ class FakeCuda(TorchDispatchMode):
             aten.copy_.default: self._copy_into,
             aten.nonzero.default: self._nonzero,
             aten.index.Tensor: self._index,
+            aten.masked_select.default: self._masked_select,
             aten.index_put_.default: self._index,
             aten.index_put.default: self._index,
             aten._index_put_impl_.default: self._index,
@@ -74,7 +75,7 @@ class FakeCuda(TorchDispatchMode):
         is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
         if not (is_on_device or is_pinning or (device is not None and torch.device(device).type == "cuda")):
-            made = func(*args, **kwargs)
+            made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
             if kwargs.get("pin_memory"):
                 self.ledger.note_pinned(made)
             return made
@@ -133,6 +134,10 @@ class FakeCuda(TorchDispatchMode):
         """Carry the operation out on the values of its arguments; None where one of them is unknown."""
         if func in NEVER_KNOWN:
             return self._round_robin(func, args) if func is aten.topk.default else None
+        if func in LIKE:  # of whose first argument the shape is asked alone
+            args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
+            if _is_large(args[0]):
+                return None
         try:
             args, kwargs = tree_map(_value_of, args), tree_map(_value_of, kwargs)
         except _Unknown:
@@ -220,6 +225,10 @@ class FakeCuda(TorchDispatchMode):
                 places.append(index)
         return self.run(func, (source, places, *rest), kwargs)
 
+    def _masked_select(self, func, source: Tensor, mask: Tensor) -> Any:
+        shape = torch.broadcast_shapes(source.shape, mask.shape)
+        return self._index(aten.index.Tensor, source.expand(shape), [mask.expand(shape)])
+
     def _pin(self, func, tensor: Tensor, *_, **__) -> Tensor:
         made = tensor.clone()
         self.ledger.note_pinned(made)
@@ -231,6 +240,8 @@ class _Unknown(Exception):
 
 
 NEVER_KNOWN = {aten.topk.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default}
+LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+LIKE |= {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
 
 

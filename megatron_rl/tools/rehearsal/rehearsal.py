@@ -47,15 +47,15 @@ class World:
     def chosen(self, wanted: str) -> list[int]:
         """Return the ranks that `wanted` names: kinds or numbers, with commas. Later stages first.
 
-        The last stage's rank of each one's pipeline is added, as it tells the others what the loss was.
+        The world's last is always among them: it tells the others what the loss was.
         """
         size, last = self.ranks_of_stage, self.stages - 1
-        found: set[int] = set()
+        found = {self.ranks - 1}
         for word in wanted.split(","):
             if word == "first":
                 found.add(0)
             elif word == "last":
-                found.add(self.ranks - 1)
+                continue
             elif word == "stage-boundaries":
                 found |= {stage * size for stage in (0, 1, last - 1, last) if 0 <= stage <= last}
             elif word == "all-distinct":
@@ -67,7 +67,7 @@ class World:
                     f"--ranks {word}: must be one of {', '.join(KINDS)}, or a rank below {self.ranks}; separate "
                     f"several by commas."
                 )
-        return sorted(found | {rank % size + last * size for rank in found}, reverse=True)
+        return sorted(found, reverse=True)
 
 
 @dataclass

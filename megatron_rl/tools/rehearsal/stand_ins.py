@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,8 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         return make(data, *args, **kwargs)
 
     torch.tensor = tensor  # type: ignore[assignment]
+    # One copy to the host, and not a number at a time.
+    FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and copied
     torch.autograd.set_multithreading_enabled(False)  # the backward runs in this thread, whose lines are known
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
@@ -185,7 +188,7 @@ class Objects:
 
     def _all_gather(self, objects: list[Any], own: Any, group: Any = None) -> None:
         ranks, call = self._call(group)
-        self.said[call, dist.get_rank()] = own
+        self.said[call, dist.get_rank()] = copy.deepcopy(own)
         for place, rank in enumerate(ranks):
             objects[place] = own if rank == dist.get_rank() else self._hear(call, rank, own)
 
@@ -197,7 +200,7 @@ class Objects:
         if device is not None and torch.device(device).type == "cuda":
             self.ledger.note_sync("objects sent by way of the device")
         if source == dist.get_rank():
-            self.said[call, source] = list(objects)
+            self.said[call, source] = copy.deepcopy(objects)  # which the caller may change
         else:
             objects[:] = self._hear(call, source, objects)
 

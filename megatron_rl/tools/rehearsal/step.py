@@ -57,7 +57,8 @@ def made_batch(config: TrainConfig, replicas: int, *, microbatches: int = 2) -> 
     generator = torch.Generator().manual_seed(1)
     wanted = config.batch.tokens_per_microbatch * microbatches * replicas
     lengths: list[int] = []
-    while sum(lengths) + prompt < wanted * 0.97:
+    shared = prompt * (samples - 1) if config.batch.share_prompts else 0  # rows of a group that are computed once
+    while sum(lengths) - shared * (len(lengths) // samples) < wanted * 0.9:
         lengths += [prompt + n for n in torch.randint(reply // 4, reply + 1, (samples,), generator=generator).tolist()]
     sizes = torch.tensor(lengths)
     cu = prefix_sums(sizes)
