@@ -148,8 +148,8 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "rehearse":
                 from megatron_rl.tools.rehearsal.rehearse_command import rehearsal_text
 
-                options = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "device": args.device}
-                print(rehearsal_text(args.config, args.overrides, **options, ranks=args.ranks, folder=args.folder))
+                names = ("nodes", "gpus_per_node", "device", "models", "ranks", "folder")
+                print(rehearsal_text(args.config, args.overrides, **{name: getattr(args, name) for name in names}))
             elif args.command == "eval":
                 from megatron_rl.run.evaluate_command import evaluate
 

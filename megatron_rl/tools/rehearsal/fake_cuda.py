@@ -36,7 +36,7 @@ from megatron_rl.tools.rehearsal.ledger import Ledger
 aten = torch.ops.aten
 
 MOST_KNOWN = 1 << 23
-"""Elements of the largest tensor of integers that is known; of floats, whose values decide fewer shapes, 1/64."""
+"""Elements of the largest tensor that is known."""
 
 Answer = Callable[..., Any]
 
@@ -226,8 +226,9 @@ class FakeCuda(TorchDispatchMode):
         return self.run(func, (source, places, *rest), kwargs)
 
     def _masked_select(self, func, source: Tensor, mask: Tensor) -> Any:
-        shape = torch.broadcast_shapes(source.shape, mask.shape)
-        return self._index(aten.index.Tensor, source.expand(shape), [mask.expand(shape)])
+        shape = list(torch.broadcast_shapes(source.shape, mask.shape))
+        source, mask = (self.run(aten.expand.default, (tensor, shape), {}) for tensor in (source, mask))
+        return self._index(aten.index.Tensor, source, [mask])
 
     def _pin(self, func, tensor: Tensor, *_, **__) -> Tensor:
         made = tensor.clone()
@@ -271,7 +272,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() > (MOST_KNOWN // 64 if tensor.dtype.is_floating_point else MOST_KNOWN)
+    return tensor.numel() > MOST_KNOWN
 
 
 def _is_whole(tensor: Tensor) -> bool:

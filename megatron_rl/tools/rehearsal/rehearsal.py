@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES, Device
+from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.rehearsal.matching import differences
 
 PROGRAM = Path(__file__).with_name("start_ranks.py")
@@ -104,9 +105,17 @@ def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int) -> World:
 
 
 def rehearse(
-    path: Path, overrides: list[str], *, nodes: int, gpus_per_node: int, ranks: str, device: str, folder: Path
+    path: Path,
+    overrides: list[str],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    ranks: str,
+    device: str,
+    folder: Path,
+    models: Path | None = None,
 ) -> Rehearsal:
-    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left.
+    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left; models: as of with_models.
 
     ValueError for a job that cannot be rehearsed; RehearsalError where ranks would fail, wait for each other for ever,
     or run out of memory.
@@ -116,6 +125,9 @@ def rehearse(
     config = load_config(path, overrides)
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")
+    config = with_models(config, models)
+    found = {"model.path": config.model.path, "critic.model": config.critic.model}
+    found["reward_model.path"] = config.reward_model.path
     world = world_of(config, nodes=nodes, gpus_per_node=gpus_per_node)
     result = Rehearsal(config, world, DEVICES[device])
     chosen = world.chosen(ranks)
@@ -125,7 +137,7 @@ def rehearse(
         "gpus_per_node": gpus_per_node,
         "memory_bytes": int(result.device.memory),
         "config": str(path),
-        "overrides": overrides,
+        "overrides": [*overrides, *(f"{key}={value}" for key, value in found.items() if value)],
     }
     by_stage = groupby(chosen, key=lambda rank: rank // world.ranks_of_stage)
     folder.mkdir(parents=True)
