@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_rl.tools.rehearsal.ledger import Ledger
+from megatron_rl.tools.rehearsal.device_ledger import Ledger
 
 aten = torch.ops.aten
 

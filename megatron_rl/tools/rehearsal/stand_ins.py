@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
-from megatron_rl.tools.rehearsal.ledger import Ledger
+from megatron_rl.tools.rehearsal.device_ledger import Ledger
 
 
 class _Stream:

@@ -6,6 +6,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     ctypes.CDLL(str(Path(__file__).resolve().parents[2] / "_C_rehearsal.so"))
-    from megatron_rl.tools.rehearsal.rank import main
+    from megatron_rl.tools.rehearsal.rehearsed_rank import main
 
     main(sys.argv[1])

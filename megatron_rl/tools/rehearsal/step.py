@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.config import TrainConfig
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
-from megatron_rl.tools.rehearsal.ledger import Ledger
+from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.stand_ins import NoWeights
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 from megatron_rl.weights import mapping

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from megatron_rl import platform
 from megatron_rl.config import load_config
+from megatron_rl.tools.rehearsal.device_ledger import Ledger, shown
 from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
-from megatron_rl.tools.rehearsal.ledger import Ledger, shown
 from megatron_rl.tools.rehearsal.stand_ins import Objects, stand_in_for_device, stand_in_for_world
 
 
