@@ -37,7 +37,13 @@ from torch import Tensor
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.hf_files import write_hf_folder
-from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
+from megatron_rl.weights.update_group import (
+    LOOK_S,
+    TensorSpec,
+    join_update_group,
+    leave_update_group,
+    unpack_bucket,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +255,7 @@ class GroupPublisher(WeightPublisher):
         self._on_wire: list[dist.Work] = []
         """The broadcasts under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
         as it would in the frames of a traceback."""
-        self._membership = -1
+        self._membership, self._is_connected = -1, False
 
     def close(self) -> None:
         if self.group is not None:
@@ -280,11 +286,40 @@ class GroupPublisher(WeightPublisher):
             version=self.last.version,
             flattened=is_flat(specs),
         )
-        sent = []
+        sent: list[Tensor] = []
+        is_sent = True
         for piece in pieces:
             sent.append(piece)
-            self._on_wire.append(dist.broadcast(piece, group=self.group, group_src=0, async_op=True))
+            is_sent = is_sent and self._send(piece, loads, deadline)
         return _Shipment(specs, sent, loads, deadline)
+
+    def _send(self, piece: Tensor, loads: dict[str, Future[None]], deadline: float) -> bool:
+        """Put a broadcast on the wire; False where the group is broken, or a server will not take part in it.
+
+        NCCL connects within a group's first broadcast, which returns once all servers have come: another thread's.
+        """
+        sending: Future[dist.Work] = Future()
+        group = self.group
+
+        def send() -> None:
+            try:
+                sending.set_result(dist.broadcast(piece, group=group, group_src=0, async_op=True))
+            except RuntimeError as error:
+                sending.set_exception(error)
+
+        if self._is_connected:
+            send()
+        else:
+            threading.Thread(target=send, daemon=True).start()  # nothing interrupts it
+        while not concurrent.futures.wait([sending], LOOK_S).done:
+            if _failures(loads) or time.monotonic() > deadline:
+                return False
+        if error := sending.exception():
+            logger.warning("weight publication: a broadcast was not sent: %s", str(error))
+            return False
+        self._is_connected = True
+        self._on_wire.append(sending.result())
+        return True
 
     def _complete(self, shipment: _Shipment) -> None:
         """Wait until every server has the bucket, without those that never will."""
@@ -345,6 +380,7 @@ class GroupPublisher(WeightPublisher):
                     listener=listener,
                     is_hopeless=lambda joins=joins: bool(_failures(joins)),
                 )
+                self._is_connected = self.backend == "gloo"
                 self._collect(joins)
             except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError
                 if self.group is not None or not self.receiver.server_ranks:

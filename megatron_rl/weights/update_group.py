@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from megatron_rl.ops.checksum import word_sums
 
 LOOK_S = 0.1
 """Seconds after which rank 0 asks again whether it waits in vain."""
+_environment = threading.Lock()
+"""A server may be joining two groups at a time, in two threads."""
 CONNECT_S = 30.0
 """For gloo's connections between ranks that have all come to the store just before."""
 
@@ -65,7 +68,7 @@ def join_update_group(
     connecting = min(timeout, timedelta(seconds=CONNECT_S)) if is_gloo and rank == 0 else timeout
     # As SGLang's init_custom_process_group does, prefix and all. `[]`: the group is no part of a default group.
     place = world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store)
-    with _without_watchdog():
+    with contextlib.nullcontext() if is_gloo else _without_watchdog():
         group, _ = c10d._new_process_group_helper(*place, group_name=name, timeout=connecting)
     if is_gloo:
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -105,13 +108,14 @@ def _without_watchdog() -> Iterator[None]:
     It ends the process where a collective fails or is late, and a server may die. Who waits gets the error instead.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        os.environ |= {} if before is None else {name: before}
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            os.environ |= {} if before is None else {name: before}
 
 
 def leave_update_group(group: dist.ProcessGroup) -> None:

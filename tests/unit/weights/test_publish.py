@@ -273,15 +273,15 @@ def test_checksums_are_of_the_dtype_that_the_server_holds():
 
 
 class StuckGroup(dist.ProcessGroup):
-    """NCCL's: a broadcast ends when all servers take part, shutting down when all that was sent has, and `abort` at
-    once."""
+    """NCCL's: its first broadcast returns when all servers take part, each ends when they do, shutting down when all
+    that was sent has, and `abort` at once."""
 
     made, is_broken, group_name = [], False, "stuck"
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
         StuckGroup.is_broken = False
-        self.ended = threading.Event()
+        self.ended, self.is_connected = threading.Event(), False
         self.has_watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
         StuckGroup.made.append(self)
 
@@ -290,6 +290,9 @@ class StuckGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors, options):
         future = torch.futures.Future()
+        if self.is_broken and not self.is_connected:
+            self.ended.wait(20)
+        self.is_connected = True
         if not self.is_broken:
             future.set_result(tensors)
         return _create_work_from_future(future)
@@ -302,8 +305,8 @@ class StuckGroup(dist.ProcessGroup):
 
 
 class ServersOfGroup(InProcessServers):
-    """Servers that join a process group's store. The second one dies as it is sent its second bucket, and the first one
-    waits for it as long as the group lasts."""
+    """Servers that join a process group's store. The second one dies as it is sent a bucket, the `dies_at`-th, and the
+    first one waits for it as long as the group lasts."""
 
     def trainer_address(self):
         return "127.0.0.1"
@@ -318,19 +321,21 @@ class ServersOfGroup(InProcessServers):
 
     def load_bucket(self, *, names, **_):
         self.calls.append("load")
-        if len(self.server_ranks) == 1 or self.calls.count("load") == 1:
+        if len(self.server_ranks) == 1 or self.calls.count("load") < self.dies_at:
             return {server: done() for server in self.server_ranks}
         first, second = self.server_ranks
         StuckGroup.is_broken = True
         return {first: Future(), second: done(error="its connection is lost")}
 
 
-def test_a_server_that_died_in_a_broadcast_over_nccl_held_up_the_trainer(monkeypatch):
+@pytest.mark.parametrize("dies_at", [1, 2])
+def test_a_server_that_died_in_a_broadcast_over_nccl_held_up_the_trainer(dies_at, monkeypatch):
     if "stuck" not in dist.Backend.backend_list:
         dist.Backend.register_backend("stuck", lambda _, rank, size, __: StuckGroup(rank, size), devices=["cpu"])
     monkeypatch.setattr(publish, "AFTERMATH_S", 0.05)
     monkeypatch.setattr(publish.WeightPublisher, "_confirm", lambda *_: None)  # these servers hold nothing
     servers, tensors = ServersOfGroup("http://a", "http://b"), some_tensors()
+    servers.dies_at, StuckGroup.made = dies_at, []
     publisher = publish.GroupPublisher(servers, bucket_bytes=800, backend="stuck", timeout_s=10.0)
     began = time.monotonic()
     publisher.publish(specs_of(tensors), tensors.items(), 5)
