@@ -89,11 +89,15 @@ def run(
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)
 
+    prepared: dict[int, tuple[Tensor, PackedRows]] = {}
+
     def forward_step(iterator, model):
-        microbatch = next(iterator)
-        ids, packed = own_rows(
-            microbatch, groups.context, multiple_of=multiple, device=device, dtype=config.params_dtype
-        )
+        number, microbatch = next(iterator)
+        if number not in prepared:  # the chunks of an interleaved pipeline share it
+            prepared[number] = own_rows(
+                microbatch, groups.context, multiple_of=multiple, device=device, dtype=config.params_dtype
+            )
+        ids, packed = prepared.pop(number) if model is chunks[-1] else prepared[number]
         hidden = model(
             input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
         )  # [R, 1, H]: rows come first upstream, then its batch, which is of one
@@ -107,7 +111,7 @@ def run(
         options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()  # upstream's default, by its rule
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(microbatches) for _ in chunks],  # each chunk of an interleaved pipeline takes all in turn
+        data_iterator=[enumerate(microbatches) for _ in chunks],  # each chunk takes all in turn
         model=chunks,
         num_microbatches=len(microbatches),
         seq_length=max(rows),  # not read: variable_seq_lengths
