@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl.config.rules import Section, above, at_least, one_of, within
 
@@ -104,6 +105,9 @@ class OptimizerConfig(Section, name="optimizer"):
     """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
     overlap: bool = False
     """Reduce gradients during the backward pass and gather updated weights during the next forward pass."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options of memory, passed to megatron.core's optimizer and gradient buffers by their own field names, such as
+    `grad_reduce_in_fp32: false` or `optimizer_cpu_offload: true`; docs/cluster.md says what each saves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

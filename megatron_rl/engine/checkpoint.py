@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl import platform
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.host_memory import SharedCopies
@@ -121,7 +121,7 @@ class CheckpointWriter:
             place = aside, self.groups.rank, niceness, os.getpid()
             write = functools.partial(_write_and_sum, request.async_fn, *place)
             request = request._replace(async_fn=write)
-        if request.preload_fn is not None and not platform.has_cuda():  # on a GPU this makes copies on the host
+        if request.preload_fn is not None:  # which makes copies of what is on a GPU
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
         request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
         self.calls.schedule_async_request(request)
@@ -282,12 +282,39 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
 def _start_adam(optimizer: Any) -> None:
     """Give Adam the state that it makes at its first step only; state that is there stays."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None:  # a rank without parameters of this kind
+        inner = part.optimizer
+        if inner is None:  # a rank without parameters of this kind
             continue
-        part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for state in part.optimizer.state.values():
+        if isinstance(inner, HybridDeviceOptimizer):
+            _start_hybrid(inner)
+        elif part.config.use_precision_aware_optimizer:
+            for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+                if not inner.state[parameter]:
+                    inner.initialize_state(parameter, False)  # upstream's function leaves out the second argument
+        else:
+            part.init_state_fn(inner, part.config)
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for state in inner.state.values():
                 state.setdefault("step", torch.tensor(0.0))  # which upstream's initialisation leaves out
+
+
+def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
+    """Let an optimizer with parts on the host make a first step that changes nothing, and forget it."""
+    if optimizer.state:
+        return
+    groups = [group | {"params": []} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group |= {name: before[name] for name in ("lr", "weight_decay")}
+    for part in optimizer.sub_optimizers:
+        for counted in (*part.param_groups, *part.state.values()):
+            if "step" in counted:
+                counted["step"] *= 0
 
 
 def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:

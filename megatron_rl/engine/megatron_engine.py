@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 from tensordict import TensorDict
 from torch import Tensor
@@ -29,7 +29,7 @@ from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, v
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
 from megatron_rl.engine.one_copy import one_copy
-from megatron_rl.engine.optimizer import build_optimizer, build_scheduler
+from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, gradient_buffers
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
@@ -75,6 +75,11 @@ class MegatronEngine(ModelEngine):
         config = self.config
         source = self.first_weights()  # before any process group: a bad folder must not cost a start
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
+        if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
+            raise ValueError(
+                "optimizer.megatron.optimizer_cpu_offload = True: the GPU is shared with servers or other engines, for "
+                "which this one's state is moved to the host as a whole; leave it out, or give it GPUs of its own."
+            )
         platform.use_flash_attention(config.model.flash_attention)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
@@ -99,12 +104,7 @@ class MegatronEngine(ModelEngine):
 
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,  # over microbatches and ranks: in bfloat16 the split would show
-            use_distributed_optimizer=options.distributed,
-            overlap_grad_reduce=options.overlap,
-            overlap_param_gather=options.overlap,
-        )
+        ddp = gradient_buffers(options)
         self.wrapped = [
             # As upstream does: the reduction of later chunks is hidden behind the first one's backward anyway.
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)

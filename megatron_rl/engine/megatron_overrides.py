@@ -7,9 +7,12 @@ without a word; it is refused here, before any process group, with the way out.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config import ParallelConfig
 
 OUR_KEYS = {
     "tensor_model_parallel_size": "parallel.tensor",
@@ -27,7 +30,14 @@ OUR_KEYS = {
 }
 """Fields that a key of ours sets."""
 
-MAY_BE_SET = {"bias_activation_fusion", "bias_dropout_fusion", "batch_p2p_sync"}
+MAY_BE_SET = {
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "batch_p2p_sync",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_token_dispatcher_type",
+}
 """Of the fields that `transformer_config` sets, those that change speed and memory alone."""
 
 _PER_TOKEN = "the gradient is divided once, by the global sum of loss_weight_fn"
@@ -51,6 +61,7 @@ REASONS = {
     "layernorm_zero_centered_gamma": "the norm's weight is Hugging Face's, centered at 1",
     "microbatch_group_size_per_vp_stage": "the engine packs whole rounds of the pipeline's length",
     "fp32_residual_connection": "pipeline stages would exchange another dtype than they expect",
+    "moe_use_legacy_grouped_gemm": "its experts' weights lie in another way; moe_grouped_gemm is Transformer Engine's",
     "moe_router_enable_expert_bias": "it changes routing by a weight that the model's Hugging Face folder lacks",
 } | {
     field: reason
@@ -71,6 +82,17 @@ REASONS = {
 """Why a field is not to be set, where that is more than the model's or the layout's business."""
 
 
+def check_flex_dispatcher(parallel: ParallelConfig) -> None:
+    """Raise ValueError where `megatron.moe_token_dispatcher_type=flex` has nothing to send, or no way to send it."""
+    if parallel.expert * parallel.expert_tensor == 1:
+        fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
+    elif importlib.util.find_spec("deep_ep") is None:
+        fault = "sends by DeepEP, and the package deep_ep is not installed; install it"
+    else:
+        return
+    raise ValueError(f"megatron.moe_token_dispatcher_type = 'flex': {fault}, or leave it out.")
+
+
 def check_passed_through(
     given: dict[str, Any], ours: dict[str, Any], upstream: type[TransformerConfig] = TransformerConfig
 ) -> None:
@@ -85,6 +107,8 @@ def check_passed_through(
             raise ValueError(
                 f"megatron.{key}: not a field of megatron.core's {upstream.__name__}; see its documentation."
             )
+        if key == "moe_token_dispatcher_type" and value not in ("alltoall", "flex"):
+            raise ValueError(f"megatron.{key} = {value!r}: must be alltoall or flex, as microbatches differ in length.")
         is_ours = key in ours and key not in MAY_BE_SET
         if not (is_ours or key in OUR_KEYS or key in REASONS):
             continue

@@ -16,10 +16,12 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron_rl import platform
 from megatron_rl.config import PIPELINE_CUTS, EngineConfig
+from megatron_rl.engine import optimizer
 from megatron_rl.engine.layers import (
     block_spec,
     config_class,
@@ -28,7 +30,7 @@ from megatron_rl.engine.layers import (
     place_attention,
     scale_embedding,
 )
-from megatron_rl.engine.megatron_overrides import check_passed_through
+from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_passed_through
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
@@ -98,6 +100,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     check_layout(arch, parallel, passed_through)
     if parallel.pipeline == 1:  # a critic, say, beside a policy whose pipeline they cut
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
+    optimizer.check_passed_through(config)
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
     if uses_transformer_engine and not has_transformer_engine_layers(arch):
         if config.model.transformer_impl != "auto":
@@ -137,7 +140,10 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         batch_p2p_sync=False,  # would wait for the device after each hop; torch 1.13 has mended what that is against
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,  # every microbatch has another number of rows
-        moe_token_dispatcher_type="alltoall",  # what upstream demands with variable_seq_lengths, of dense models too
+        moe_token_dispatcher_type="alltoall",  # upstream takes no allgather with variable_seq_lengths
+        # One kernel for all of a rank's experts, and one that sorts tokens by expert.
+        moe_grouped_gemm=uses_transformer_engine and arch.mixture is not None,
+        moe_permute_fusion=uses_transformer_engine and arch.mixture is not None and is_te_min_version("2.1.0"),
         calculate_per_token_loss=True,  # the one division, by the global weight: finalize_model_grads
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -150,6 +156,8 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     options |= family_options(arch, parallel)
     cls = config_class(arch)
     check_passed_through(passed_through, options, cls)
+    if passed_through.get("moe_token_dispatcher_type") == "flex":
+        check_flex_dispatcher(parallel)
     return cls(**options | passed_through)
 
 

@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config import OptimizerConfig
+from megatron_rl import platform
+from megatron_rl.config import EngineConfig, OptimizerConfig
+
+BUFFERS = {"grad_reduce_in_fp32": (True, False), "bucket_size": None, "pad_buckets_for_high_nccl_busbw": (True, False)}
+"""Fields of DistributedDataParallelConfig that `optimizer.megatron` may set, and their values; None for numbers."""
+OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
+    ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), (True, False)
+)
+DTYPES = {"main_params_dtype": ("float32", "float16")} | dict.fromkeys(
+    ("exp_avg_dtype", "exp_avg_sq_dtype"), ("float32", "bfloat16", "float16")
+)
+"""Of Adam's tensors; the gradients' dtype follows from `grad_reduce_in_fp32`."""
+FLAGS = dict.fromkeys(("use_precision_aware_optimizer", "optimizer_cpu_offload"), (True, False))
+OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
+
+
+def check_passed_through(config: EngineConfig) -> None:
+    """Raise ValueError for the first of `optimizer.megatron`'s fields that is not offered or cannot hold."""
+    given = config.optimizer.megatron
+
+    def refuse(key: str, rule: str) -> None:
+        raise ValueError(f"optimizer.megatron.{key} = {given[key]!r}: {rule}.")
+
+    for key, value in given.items():
+        if key not in OFFERED:
+            refuse(key, f"another option decides this, or it is none; take one of {', '.join(sorted(OFFERED))}")
+        choices = OFFERED[key]
+        if choices is not None and value not in choices:
+            refuse(key, f"must be {' or '.join(map(str, choices))}")
+        if choices is None and not (isinstance(value, int | float) and value > 0):
+            refuse(key, "must be a number above 0; leave it out")
+    if given.get("optimizer_offload_fraction", 1) > 1:
+        refuse("optimizer_offload_fraction", "must be in (0, 1]")
+    aware, offload = (given.get(flag, False) for flag in FLAGS)
+    for key in given.keys() & DTYPES.keys():
+        if not aware or offload:
+            refuse(key, "needs use_precision_aware_optimizer, and no optimizer_cpu_offload, whose Adam keeps float32")
+    if given.keys() & OFFLOAD.keys() and not offload:
+        refuse(min(given.keys() & OFFLOAD.keys()), "says how to offload; set optimizer_cpu_offload=true too")
+    if offload and not aware:
+        refuse("optimizer_cpu_offload", "is a form of another option; set use_precision_aware_optimizer=true too")
+    if aware and not (config.optimizer.distributed and config.model.dtype == "bfloat16"):
+        refuse("use_precision_aware_optimizer", "needs optimizer.distributed=true and model.dtype=bfloat16; set them")
+    if aware and not platform.uses_transformer_engine("auto"):  # of which upstream asks even Adam's version on the host
+        refuse("use_precision_aware_optimizer", "needs Transformer Engine 2.1 or later; install it, or leave this out")
 
 
 class CheckedOptimizer(ChainedOptimizer):
@@ -35,8 +81,22 @@ class CheckedOptimizer(ChainedOptimizer):
         return self._is_sound(self._norm) and super().step_with_ready_grads()
 
 
+def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
+    """Return the options of the buffers that gradients are added up and reduced in."""
+    options: dict[str, Any] = {"grad_reduce_in_fp32": True}  # over microbatches and ranks: in bfloat16 the split shows
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=config.distributed,
+        overlap_grad_reduce=config.overlap,
+        overlap_param_gather=config.overlap,
+        **options | {key: value for key, value in config.megatron.items() if key in BUFFERS},
+    )
+
+
 def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -> CheckedOptimizer:
     """Return Megatron's AdamW over DDP-wrapped model chunks."""
+    given = config.megatron
+    dtypes = {key: getattr(torch, given[key]) for key in given.keys() & DTYPES.keys()}
+    offload = {"optimizer_offload_fraction": 1.0} if given.get("optimizer_cpu_offload") else {}
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -50,6 +110,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
         overlap_param_gather=config.overlap,
+        store_param_remainders=False,  # checkpoints hold whole main weights, which every kind of optimizer reads
+        **offload | {key: value for key, value in given.items() if key not in BUFFERS} | dtypes,
     )
     built = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)  # parallel.start makes none
     optimizer = CheckedOptimizer(built.chained_optimizers)

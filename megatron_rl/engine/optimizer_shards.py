@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
@@ -73,8 +74,10 @@ class OptimizerShards:
         if self.owned:
             common = self.optimizer.state_dict()
         else:  # a stage without experts, say: upstream would read the number of updates off a parameter
-            groups = self.optimizer.optimizer.state_dict()["param_groups"]
-            common = {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
+            common = {"optimizer": {"param_groups": self.optimizer.optimizer.state_dict()["param_groups"]}}
+        for group in common["optimizer"]["param_groups"]:
+            for name in [name for name, value in group.items() if name == "params" or isinstance(value, type)]:
+                del group[name]  # such as an offloaded Adam's classes: checkpoints hold data only
         return common | {"param_state": dict(enumerate(mine))}
 
     @torch.no_grad()
@@ -82,6 +85,10 @@ class OptimizerShards:
         """Give the optimizer what was loaded, where it keeps that in another form or dtype."""
         for parameter, _, _, tensors in self.owned:
             self.optimizer._set_main_param_and_optimizer_states(parameter, {name: tensors[name] for name in NAMES})
+        if isinstance(inner := self.optimizer.optimizer, HybridDeviceOptimizer):
+            inner._sync_hdo_state_to_sub_optimizers()
+            for group in inner.param_groups:
+                group.pop("step", None)  # its parts count by themselves, and would be given this number each time
 
     def _blocks_of(
         self, parameter: Tensor, weight: Any, place: Any, tensors: dict[str, Tensor]

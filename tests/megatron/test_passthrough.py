@@ -59,6 +59,12 @@ def config_with(folder):
         ({"moe_aux_loss_coeff": 0.01}, "adds a gradient beside loss_fn's"),
         ({"moe_expert_capacity_factor": 1.0}, "which tokens an expert drops would depend on the microbatch split"),
         ({"moe_input_jitter_eps": 0.1}, "routing would differ from the rollouts' at random"),
+        ({"moe_token_dispatcher_type": "allgather"}, "= 'allgather': must be alltoall or flex, as microbatches differ"),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "= 'flex': every rank has all experts, .*raise parallel.expert, or leave",
+        ),
+        ({"moe_use_legacy_grouped_gemm": True}, "its experts' weights lie in another way"),
         ({"fp8": "hybrid"}, "only float32 and bfloat16 have"),
         ({"gradient_accumulation_fusion": True}, "it is on where apex's kernel for it is installed and off elsewhere"),
         ({"recompute_everything": True}, "megatron.recompute_everything: not a field of megatron.core's Transformer"),
@@ -84,6 +90,17 @@ def test_field_that_says_what_holds_anyway_is_let_through(config_with):
     holds = {"hidden_dropout": 0.0, "sequence_parallel": True, "tensor_model_parallel_size": 2, "fp16": False}
     assert config_with(holds, "tp2_sp").sequence_parallel
     assert config_with({"recompute_granularity": "selective"}).recompute_granularity == "selective"
+
+
+def test_the_flex_dispatcher_is_let_through_where_deepep_is(tmp_path, monkeypatch):
+    make_model("qwen3_moe", tmp_path)
+    config = EngineConfig(model=ModelConfig(path=str(tmp_path)), parallel=LAYOUTS["ep2"][1])
+    arch, flex = read_architecture(tmp_path), {"moe_token_dispatcher_type": "flex"}
+    with pytest.raises(ValueError, match="sends by DeepEP, and the package deep_ep is not installed; install it, or"):
+        transformer_config(arch, config, flex)
+    monkeypatch.setattr(megatron_overrides.importlib.util, "find_spec", lambda name: name == "deep_ep")
+    assert transformer_config(arch, config, flex).moe_token_dispatcher_type == "flex"
+    assert transformer_config(arch, config, {}).moe_token_dispatcher_type == "alltoall"
 
 
 def test_reasons_name_fields_of_upstream(config_with):

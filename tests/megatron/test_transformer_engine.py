@@ -10,7 +10,7 @@ import pytest
 import torch
 from gathered import relative_error
 from safetensors.torch import load_file
-from tiny import LAYOUTS, make_model
+from tiny import LAYOUTS, MIXTURES, make_model
 
 from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
@@ -128,3 +128,13 @@ def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
     for name, tensor in uninterrupted.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-6, msg=name)
     assert set(steps) == {4}, "as many updates as both runs together"
+
+
+@pytest.mark.parametrize("family,layout", [case for case in CASES if case[0] in MIXTURES])
+def test_experts_of_a_rank_are_one_product_and_tokens_are_sorted_by_a_kernel(family, layout, seen):
+    found = seen[family, layout, "transformer_engine"]
+    first = next(name for name in found["parameters"] if name.endswith("mlp.experts.linear_fc1.weight0"))
+    assert first.replace("weight0", "weight1") in found["parameters"] and "local_experts" not in str(
+        found["parameters"]
+    )
+    assert {"grouped_gemm", "permute_with_mask_map", "unpermute_with_mask_map"} <= {name for name, _ in found["called"]}

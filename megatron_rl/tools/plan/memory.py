@@ -1,7 +1,7 @@
 """Memory of a trainer GPU and of a server GPU, by part, in bytes.
 
 Weights, gradients and optimizer are what megatron.core keeps: gradients in float32 (`grad_reduce_in_fp32`), AdamW's two
-states in float32, and float32 main weights beside bfloat16 ones; the distributed optimizer divides all but gradients
+states in float32, and float32 main weights beside bfloat16 ones, unless `optimizer.megatron` says otherwise; the distributed optimizer divides all but gradients
 and weights over the replicas. Each model counts at its fullest pipeline stage.
 """
 
@@ -88,9 +88,15 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
         return weights
-    per_parameter = 8 + (4 if model.itemsize == 2 else 0)  # AdamW's two moments, and main weights beside bfloat16
+    given, is_16_bit = model.engine.optimizer.megatron, model.itemsize == 2
+    # AdamW's two moments, and main weights beside bfloat16.
+    kept = ["exp_avg_dtype", "exp_avg_sq_dtype", *(["main_params_dtype"] if is_16_bit else [])]
+    per_parameter = sum(4.0 if given.get(key, "float32") == "float32" else 2.0 for key in kept)
+    if given.get("optimizer_cpu_offload", False):
+        per_parameter *= 1.0 - given.get("optimizer_offload_fraction", 1.0)
+    gradient = 2.0 if is_16_bit and not given.get("grad_reduce_in_fp32", True) else 4.0
     optimizer = per_parameter * _of_optimizer(shares, model.engine, world_size)
-    return weights | {"gradients": 4.0 * shares.total, "optimizer": optimizer}
+    return weights | {"gradients": gradient * shares.total, "optimizer": optimizer}
 
 
 def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
