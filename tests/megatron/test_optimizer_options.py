@@ -14,6 +14,8 @@ from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine import optimizer
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import SharedDevice
+from megatron_rl.tools.plan.memory import Model, states_of_stage
+from megatron_rl.weights.architecture import read_architecture
 
 AWARE = {"use_precision_aware_optimizer": True}
 OFFLOAD = AWARE | {"optimizer_cpu_offload": True}
@@ -92,6 +94,17 @@ def test_gradients_in_bfloat16_take_half_the_memory(tmp_path):
     assert exact == 2 * rounded
     for name, tensor in expected.items():
         assert (weights[name] - tensor).float().norm() < 0.02 * tensor.float().norm(), name
+
+
+def test_a_plan_counts_what_is_kept(tmp_path):
+    make_model("llama", tmp_path)
+    moments = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    settings = ({}, {"grad_reduce_in_fp32": False}, AWARE | moments, OFFLOAD | {"optimizer_offload_fraction": 0.75})
+    models = [Model("policy", read_architecture(tmp_path), engine_config(it, path=tmp_path)) for it in settings]
+    planned = [states_of_stage(model, 0, 2) for model in models]
+    assert [states["gradients"] / states["weights"] for states in planned] == [2.0, 1.0, 2.0, 2.0]
+    # Of 12 bytes by each of two ranks.
+    assert [states["optimizer"] / states["weights"] for states in planned] == [3.0, 3.0, 2.0, 0.75]
 
 
 class Host(torch.Tensor):

@@ -8,13 +8,13 @@ from ranks import run_ranks
 from test_theorems import LOSSES, batch_of
 from tiny import LAYOUTS, make_engine, make_model, share_of
 
-from megatron_rl.engine import megatron_engine
+from megatron_rl.engine import optimizer
 
 
 def engine_with_small_buckets(folder, layout, **options):
     """Upstream's buckets hold 40 million parameters; overlapping shows with several of them only."""
-    ddp = megatron_engine.DistributedDataParallelConfig
-    megatron_engine.DistributedDataParallelConfig = functools.partial(ddp, bucket_size=5_000)
+    ddp = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = functools.partial(ddp, bucket_size=5_000)
     # Buckets decide the order in which a norm is summed, so clipping would round differently.
     options |= {"distributed": True, "clip_grad": 0.0}
     engine = make_engine(folder, LAYOUTS[layout][1], **options)

@@ -1,8 +1,8 @@
 """Memory of a trainer GPU and of a server GPU, by part, in bytes.
 
-Weights, gradients and optimizer are what megatron.core keeps: gradients in float32 (`grad_reduce_in_fp32`), AdamW's two
-states in float32, and float32 main weights beside bfloat16 ones, unless `optimizer.megatron` says otherwise; the distributed optimizer divides all but gradients
-and weights over the replicas. Each model counts at its fullest pipeline stage.
+Weights, gradients and optimizer are what megatron.core keeps: gradients in float32, AdamW's two states in float32, and
+float32 main weights beside bfloat16 ones, unless `optimizer.megatron` says otherwise; the distributed optimizer divides
+all but gradients and weights over the replicas. Each model counts at its fullest pipeline stage.
 """
 
 from __future__ import annotations

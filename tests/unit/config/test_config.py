@@ -29,6 +29,7 @@ OUR_KEYS = {
         "clip_grad",
         "distributed",
         "overlap",
+        "megatron",
     ],
     "batch": [
         "prompts_per_step",
