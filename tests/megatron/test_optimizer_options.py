@@ -69,7 +69,7 @@ def test_every_offered_option_is_a_field_of_upstream():
 def test_options_of_memory_reach_upstream_with_their_dtypes(monkeypatch):
     found = []
     monkeypatch.setattr(optimizer, "MegatronOptimizerConfig", lambda **options: found.append(options))
-    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_: 1 / 0)
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_, **__: 1 / 0)
     for given in (AWARE | {"exp_avg_dtype": "bfloat16"}, OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}):
         with pytest.raises(ZeroDivisionError):
             optimizer.build_optimizer(engine_config(given).optimizer, [], torch.bfloat16)
