@@ -255,6 +255,9 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
     else:
         optimizer = engine.optimizer.sharded_state_dict(models, metadata=_metadata(engine.groups))
         _keep_step_count(optimizer, parts)
+        for number, part in enumerate(parts):
+            if not part.get_parameters():  # an empty list of the main rank's would pass for what every rank has
+                optimizer[number].pop("fp32_from_fp16_params", None)
     state = models | {
         "optimizer": optimizer,
         "scheduler": engine.scheduler.state_dict(),
@@ -384,11 +387,17 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
     elif was_distributed and not is_distributed:
         optimizer_kinds.ask_as_distributed(wanted["optimizer"])
+    # A stage without experts has nothing to load into their optimizer, and upstream's load leaves out what is empty.
+    parts = dict(enumerate(engine.optimizer.chained_optimizers))
+    idle = {n: part.state_dict() for n, part in parts.items() if not (is_distributed or part.get_parameters())}
     state = dist_checkpointing.load(wanted, str(path))
+    for number in idle:
+        state["optimizer"].pop(number, None)
     if is_distributed:
         state["optimizer"] = optimizer_kinds.arrange_as_distributed(state["optimizer"])
     elif was_distributed:
         state["optimizer"] = optimizer_kinds.arrange_as_plain(state["optimizer"])
+    state["optimizer"] |= idle
     count = optimizer_kinds.step_count(common["optimizer"])
     optimizer_kinds.fit_adam(state["optimizer"], count, engine.optimizer.chained_optimizers)
     _load_models(engine, state)

@@ -3,19 +3,19 @@
 import dataclasses
 import itertools
 import re
-from collections import Counter
 
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients
-from ranks import run_each
+from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import user_loss, user_weight
 from test_theorems import assert_close
-from tiny import make_batch, make_engine, make_model, share_of
+from tiny import make_batch, make_engine, make_model, share_of, start
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.parallel import cut_by_upstream
 from megatron_rl.weights.architecture import read_architecture
@@ -48,7 +48,16 @@ CASES = {
     "head_alone_in_a_chunk": ("mixture", chunked(3), {LAYOUT: "Et|tt|t|(tt|)*1t|L"}, [[1, 2], [2, 1], [1, 0]]),
 }
 DISTRIBUTED = ("dense_layers_alone", "edges_alone", "head_alone_in_a_chunk")
-"""Cases with the distributed optimizer. Every second link of the mixture's chain has a first stage without experts."""
+"""Cases with the distributed optimizer."""
+RESUMED = {
+    "no_pipeline": "layout_of_chunks",
+    "edges_alone": "layout_of_chunks",
+    # The first stage of the two that are resumed has no experts.
+    "loss_counts_among_chunks": "dense_layers_alone",
+    "first_and_last": "dense_layers_alone",
+    "head_alone_in_a_chunk": "first_and_last",
+}
+"""Cases that resume the checkpoint of another, after its update."""
 
 
 def weights_of(engine):
@@ -65,26 +74,28 @@ def start_and_update(folder, layout, megatron, distributed=False):
     return engine, (loaded, logprobs, stats.loss, stats.grad_norm, as_hf_tensors(engine, gradients[0]))
 
 
-def alone(folder, updates, target):
-    """Update one process, save its checkpoint, and update it further; return the weights after each."""
+def alone(folder):
+    """Update one process three times; return the weights after each."""
     engine, found = start_and_update(folder, ParallelConfig(), {})
     weights = [weights_of(engine)]
-    engine.save(target, with_optimizer=True)
-    for _ in range(updates):
+    for _ in range(2):
         engine.train_batch(make_batch(), user_loss, user_weight)
         weights.append(weights_of(engine))
     return found, weights
 
 
 def continued(folder, layout, megatron, distributed, source, target):
-    """Do the same in a layout; and resume a checkpoint there, update it and save it."""
+    """Update once in a layout; or resume a checkpoint there, then update it. Save that to `target`, if any."""
     engine, found = start_and_update(folder, layout, megatron, distributed)
     own = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in engine.chunks]
     place = engine.groups.pipeline.rank, own, sum(parameter.numel() for parameter in engine.parameters())
-    engine.load(source, with_optimizer=True)
-    resumed = weights_of(engine)
-    engine.train_batch(share_of(make_batch(), engine), user_loss, user_weight)
-    engine.save(target, with_optimizer=True)
+    resumed = None
+    if source is not None:
+        engine.load(source, with_optimizer=True)
+        resumed = weights_of(engine)
+        engine.train_batch(share_of(make_batch(), engine), user_loss, user_weight)
+    if target is not None:
+        engine.save(target, with_optimizer=True)
     return found, place, resumed, weights_of(engine)
 
 
@@ -94,15 +105,15 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("uneven")
     for model, (family, sizes) in MODELS.items():
         make_model(family, root / model, **sizes)
-    updates = Counter(model for model, *_ in CASES.values())  # each case resumes where the one before it saved
-    one = run_each(1, alone, {model: (root / model, updates[model], root / f"{model}_alone") for model in MODELS})
-    found, last = {}, {model: root / f"{model}_alone" for model in MODELS}
+    one = run_each(1, alone, {model: (root / model,) for model in MODELS})
+    found = {}
     for count, names in ((2, list(CASES)[:5]), (3, list(CASES)[5:])):
         todo = {}
         for name in names:
             model, layout, megatron, _ = CASES[name]
-            todo[name] = root / model, layout, megatron, name in DISTRIBUTED, last[model], root / name
-            last[model] = root / name
+            source = root / RESUMED[name] if name in RESUMED else None
+            target = root / name if name in RESUMED.values() else None
+            todo[name] = root / model, layout, megatron, name in DISTRIBUTED, source, target
         found |= run_each(count, continued, todo)
     return root, one, found
 
@@ -114,7 +125,7 @@ def test_an_uneven_cut_computes_what_one_process_does(name, runs):
     arch = read_architecture(root / model)
     planned = layers_of_stages(arch, layout, megatron)
     assert [[len(chunk) for chunk in stage] for stage in planned] == sizes
-    (file, logprobs, loss, norm, gradients), after = one[model][0]
+    (_, logprobs, loss, norm, gradients), after = one[model][0]
     saved = load_file(root / model / "model.safetensors")
     for ours, (stage, own, count), *_ in found[name]:
         assert own == [list(chunk) for chunk in planned[stage]]
@@ -124,12 +135,39 @@ def test_an_uneven_cut_computes_what_one_process_does(name, runs):
     (loaded, *_, ours), _, resumed, updated = found[name][0]
     assert loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in saved)
     assert_close(ours, gradients, name)
-    # The checkpoint is the one before's, in another layout, and each continues the same run.
-    before = [other for other in itertools.takewhile(lambda other: other != name, CASES) if CASES[other][0] == model]
-    source = found[before[-1]][0][3] if before else after[0]
-    assert resumed.keys() == source.keys() and all(torch.equal(resumed[key], source[key]) for key in source)
-    for key, tensor in after[len(before) + 1].items():
+    number, source = 0, name
+    while source := RESUMED.get(source):
+        number += 1
+    for key, tensor in after[number].items():
         torch.testing.assert_close(updated[key], tensor, rtol=0, atol=2e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_of_one_cut_resumes_in_another(name, runs):
+    *_, found = runs
+    resumed, saved = found[name][0][2], found[RESUMED[name]][0][3]
+    assert resumed.keys() == saved.keys() and all(torch.equal(resumed[key], saved[key]) for key in saved)
+
+
+def resume_in_bfloat16(folder, target):
+    """Return the weights of an engine that has saved, and those of one that resumed, each an update later."""
+    found = []
+    for _ in range(2):
+        config = EngineConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"), parallel=TWO)
+        engine = start(MegatronEngine(config, megatron={FIRST: 2})).train()
+        if found:
+            engine.load(target, with_optimizer=True)
+        else:
+            engine.train_batch(make_batch(), user_loss, user_weight)
+            engine.save(target, with_optimizer=True)
+        engine.train_batch(make_batch(), user_loss, user_weight)
+        found.append(weights_of(engine))
+    return found
+
+
+def test_main_weights_of_experts_resume_where_the_first_stage_has_none(runs, tmp_path):
+    saved, resumed = run_ranks(2, resume_in_bfloat16, runs[0] / "mixture", tmp_path / "checkpoint")[0]
+    assert saved.keys() == resumed.keys() and all(torch.equal(saved[key], resumed[key]) for key in saved)
 
 
 @pytest.fixture(scope="module")
