@@ -50,6 +50,8 @@ PUBLICATION_BANDWIDTH = 20e9
 """Bytes a second from the trainer to all servers."""
 HOST_BANDWIDTH = 25e9
 """Bytes a second between a GPU and host memory."""
+HOST_TRAFFIC = 3.0
+"""Bytes between GPU, host memory and CPU in an update, over those of the optimizer that is on the CPU."""
 MEAN_PROMPT = 0.5
 """Mean prompt over the longest, where no file of lengths is given."""
 MEAN_REPLY = 0.5

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config import PIPELINE_CUTS, TrainConfig
+from megatron_rl.config import PIPELINE_CUTS, OptimizerConfig, TrainConfig
 from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES
 from megatron_rl.tools.plan.memory import Model, models_of, server_memory, trainer_memory
 from megatron_rl.tools.plan.plan import Cluster, Plan
@@ -23,6 +23,7 @@ MOST_SPLITS = 32
 """Looked at: of more GPUs, splits that many evenly spaced."""
 LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
 SELECTIVE = {"recompute_granularity": "selective"}
+ON_CPU = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -229,6 +230,9 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
         options["rollout.server_args"] = powers(cluster.gpus_per_node, config.rollout.gpus_per_server)
     if not plan.has_gpus_for_both and not config.rollout.router:
         options["rollout.colocated"] = [True]
+    takes_turns = config.rollout.colocated or config.run.offload or "rollout.colocated" in options
+    if config.model.dtype == "bfloat16" and not plan.models[0].share_on_cpu and not takes_turns:
+        options["optimizer.megatron"] = [ON_CPU]
 
     def is_free(key: str, value: Any) -> bool:
         words = _overrides(config, {key: value})
@@ -246,12 +250,15 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     for key in LAYOUT:
         if key in changes:
             parallel = replace(parallel, **{key.removeprefix("parallel."): changes[key]})
-    distributed = "optimizer.distributed" in changes
-    optimizer = replace(config.optimizer, distributed=distributed or config.optimizer.distributed)
+
+    def optimizer(given: OptimizerConfig) -> OptimizerConfig:
+        moved = changes.get("optimizer.megatron", {})
+        distributed = bool(moved) or "optimizer.distributed" in changes or given.distributed
+        return replace(given, distributed=distributed, megatron=given.megatron | moved)
+
     if config.has_critic:
-        of_critic = replace(critic.optimizer, distributed=distributed or critic.optimizer.distributed)
         layout = parallel if critic.parallel == config.parallel else critic.parallel
-        critic = replace(critic, parallel=layout, optimizer=of_critic)
+        critic = replace(critic, parallel=layout, optimizer=optimizer(critic.optimizer))
     rollout = config.rollout
     if "rollout.colocated" in changes:  # NCCL takes a GPU once, and trainer and servers never work at the same time
         rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
@@ -260,7 +267,7 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     return replace(
         config,
         parallel=parallel,
-        optimizer=optimizer,
+        optimizer=optimizer(config.optimizer),
         critic=critic,
         rollout=rollout,
         batch=replace(
@@ -284,6 +291,10 @@ def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
     for key, value in changes.items():
         if key == "megatron":
             words += [f"megatron.{name}={setting}" for name, setting in value.items()]
+        elif key == "optimizer.megatron":
+            of_all = [f"{key}.{name}={str(setting).lower()}" for name, setting in value.items()]
+            of_all += [] if config.optimizer.distributed else ["optimizer.distributed=true"]
+            words += of_all + [f"critic.{word}" for word in of_all if config.has_critic]
         elif key == "rollout.colocated":
             words += ["rollout.colocated=true", "rollout.publication=ipc"]
             words += ["rollout.max_staleness=0"] if config.rollout.max_staleness else []
@@ -293,4 +304,5 @@ def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
             words.append(f"{key}={str(value).lower()}")
             if config.has_critic and (key == "optimizer.distributed" or config.critic.parallel == config.parallel):
                 words += [f"critic.{words[-1]}"] if key.startswith(("parallel", "optimizer")) else []
-    return words + [f"megatron.{name}={cut}" for name, cut in _cut(config, changes).items()]
+    words += [f"megatron.{name}={cut}" for name, cut in _cut(config, changes).items()]
+    return list(dict.fromkeys(words))

@@ -18,6 +18,7 @@ from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
 from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEAD_CHUNK = 2048
 """Rows of which `lm_head_loss` holds the logits at one time."""
 
@@ -39,7 +40,13 @@ class Model:
 
     @property
     def itemsize(self) -> int:
-        return 2 if self.engine.model.dtype == "bfloat16" else 4
+        return ITEMSIZE[self.engine.model.dtype]
+
+    @property
+    def share_on_cpu(self) -> float:
+        """Of the optimizer."""
+        given = self.engine.optimizer.megatron
+        return float(given.get("optimizer_offload_fraction", 1.0)) if given.get("optimizer_cpu_offload") else 0.0
 
     @cached_property
     def parameters(self) -> int:
@@ -72,6 +79,8 @@ class ModelMemory:
     """Together when the last microbatch has been computed."""
     moments: dict[str, float] = field(default_factory=dict)
     """Other moments of a step, none of them at the same time as another or as `update`."""
+    on_cpu: float = 0.0
+    """Of the optimizer, in host memory."""
 
     @property
     def kept(self) -> float:
@@ -88,15 +97,16 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
         return weights
-    given, is_16_bit = model.engine.optimizer.megatron, model.itemsize == 2
-    # AdamW's two moments, and main weights beside bfloat16.
-    kept = ["exp_avg_dtype", "exp_avg_sq_dtype", *(["main_params_dtype"] if is_16_bit else [])]
-    per_parameter = sum(4.0 if given.get(key, "float32") == "float32" else 2.0 for key in kept)
-    if given.get("optimizer_cpu_offload", False):
-        per_parameter *= 1.0 - given.get("optimizer_offload_fraction", 1.0)
-    gradient = 2.0 if is_16_bit and not given.get("grad_reduce_in_fp32", True) else 4.0
-    optimizer = per_parameter * _of_optimizer(shares, model.engine, world_size)
+    optimizer = (1 - model.share_on_cpu) * _optimizer_bytes(model, shares, world_size)
+    gradient = 4.0 if model.engine.optimizer.megatron.get("grad_reduce_in_fp32", True) else float(model.itemsize)
     return weights | {"gradients": gradient * shares.total, "optimizer": optimizer}
+
+
+def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
+    """AdamW's two moments, and main weights beside bfloat16, wherever they are."""
+    tensors = ["exp_avg", "exp_avg_sq", *(["main_params"] if model.itemsize == 2 else [])]
+    dtypes = [model.engine.optimizer.megatron.get(f"{tensor}_dtype", "float32") for tensor in tensors]
+    return sum(ITEMSIZE[dtype] for dtype in dtypes) * _of_optimizer(shares, model.engine, world_size)
 
 
 def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
@@ -171,12 +181,13 @@ def memory_of_stage(
         update["head and loss"] = sum(head_bytes(model, rows))
     moments = {"backward pass": again + between}
     shares = parameters_of_stage(model.arch, parallel, stage, model.megatron)
-    moments["optimizer step"] = 4 * _of_optimizer(shares, model.engine, world_size)  # torch's AdamW, of all at once
+    # torch's AdamW, of all at once
+    moments["optimizer step"] = 4 * (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     if model.name == "policy" and (stage == 0 or config.rollout.colocated):
         moments["publication"] = publication_bytes(model) if stage == 0 else 0.0
         if config.rollout.colocated:
             moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
-    return ModelMemory(states, update, moments)
+    return ModelMemory(states, update, moments, model.share_on_cpu * _optimizer_bytes(model, shares, world_size))
 
 
 def publication_bytes(model: Model) -> float:

@@ -119,7 +119,9 @@ class Plan:
     @cached_property
     def update_s(self) -> float:
         device = self.cluster.device
-        return update_seconds(self.models, self.config, self.batch, self.tokens, self.trainer_gpus, device)
+        on_cpu = sum(memory.on_cpu for memory in self.trainer.by_model.values())
+        computed = update_seconds(self.models, self.config, self.batch, self.tokens, self.trainer_gpus, device)
+        return computed + self.batch.updates * devices.HOST_TRAFFIC * on_cpu / devices.HOST_BANDWIDTH
 
     @property
     def publish_s(self) -> float:

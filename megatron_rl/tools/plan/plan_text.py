@@ -139,6 +139,8 @@ def _trainer(plan: Plan) -> dict[str, str]:
         rows |= {prefix + part: _size(size) for part, size in (memory.states | memory.update).items()}
     for name, size in policy.moments.items():
         rows[f"or {name}"] = f"{_size(size)} in place of activations and head"
+    if on_cpu := sum(memory.on_cpu for memory in trainer.by_model.values()):
+        rows["on the CPU"] = f"{_size(on_cpu)} of the optimizer, in host memory"
     if trainer.offload:
         rows["run.offload"] = "of these models one at a time, the others wait in host memory"
     parts = trainer.parts

@@ -6,6 +6,7 @@ import json
 import random
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from megatron_rl.config import (
     DataConfig,
     GenerationConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     RunConfig,
@@ -34,7 +36,7 @@ from megatron_rl.launch.placement import Nodes, place
 from megatron_rl.ops import lm_head_loss
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES
-from megatron_rl.tools.plan.fit import best_plan, nearest_plan, plans_of, refusal
+from megatron_rl.tools.plan.fit import ON_CPU, best_plan, nearest_plan, plans_of, refusal
 from megatron_rl.tools.plan.memory import (
     HEAD_CHUNK,
     ModelMemory,
@@ -345,6 +347,7 @@ def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_pat
     folder = model_folder(tmp_path, LLAMA_8B)
     words = [str(ROOT / "configs" / "count_grpo.yaml"), f"model.path={folder}", "model.dtype=bfloat16"]
     words += ["batch.tokens_per_microbatch=65536", "generation.max_new_tokens=4000", f"--gpus-per-node={gpus}"]
+    words += ["optimizer.megatron.optimizer_cpu_offload=false"]
     with pytest.raises(SystemExit) as refused:
         main(["plan", *words])
     message = str(refused.value)
@@ -357,6 +360,29 @@ def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_pat
     for left_out in (change for change in changes if not change.startswith("megatron.")):  # those come together
         with pytest.raises(SystemExit, match="does not fit|does not divide"):
             main(["plan", *words, *(change for change in changes if change != left_out)])
+
+
+def nearest_words(config, given=(), gpus=8):
+    words, plan = nearest_plan(config, TOKENS, cluster(gpus), given)
+    assert plan.fits
+    return words
+
+
+def test_experts_are_shared_and_the_optimizer_moves_to_the_cpu_before_there_are_more_nodes(tmp_path):
+    one_node = large(tmp_path, QWEN_30B_A3B, optimizer=OptimizerConfig(distributed=True))
+    words = nearest_words(one_node)
+    assert {"parallel.expert=4", *(f"optimizer.megatron.{name}=true" for name in ON_CPU)} <= set(words)
+    moved = replace(one_node, optimizer=OptimizerConfig(distributed=True, megatron=ON_CPU))
+    for memory in (plan.trainer.by_model["policy"] for plan in plans_of(moved, TOKENS, cluster())):
+        assert memory.states["optimizer"] == memory.moments["optimizer step"] == 0 < memory.on_cpu
+
+
+def test_stages_that_do_not_divide_the_layers_are_tried(tmp_path):
+    config = large(tmp_path, LLAMA_8B | {"num_hidden_layers": 31})
+    kept = ("parallel.tensor", "optimizer.megatron", "optimizer.distributed")
+    words = nearest_words(config, kept)
+    assert words[0] == "parallel.pipeline=4"
+    assert words[-1] == "megatron.pipeline_model_parallel_layout=Et*7|(t*8|)*2t*8L"
 
 
 def test_nothing_fits_a_layer_that_is_too_large(tmp_path):
