@@ -1,7 +1,7 @@
 """A stand-in for Transformer Engine 2.x that computes with plain torch, for machines without CUDA.
 
-It has what megatron.core imports and builds: arguments, parameters (names, shapes, dtypes, order), marks on them,
-extra states and results are those of Transformer Engine 2.9, and an argument that it does not take is a TypeError.
+It has what megatron.core imports and builds: arguments, parameters (names, shapes, dtypes, order), marks on them and
+extra states are those of Transformer Engine 2.9, compared with its own classes where its compiled parts are stubs.
 Nothing quantises, no kernel runs, and what it lacks raises ImportError or NotImplementedError. `BUILT` and `CALLED`
 record what was made and which kernels would have run, with which options.
 
@@ -239,9 +239,7 @@ class LayerNormLinear(Linear):
         assert not return_layernorm_output
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self._shape(options)
-        self._add(
-            "layer_norm_weight", (in_features,), options, nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        )
+        self._add("layer_norm_weight", (self.in_features,), options, self._initialise_norm)
         self.layer_norm_bias = None
         self._add("weight", (self.out_features, self.in_features), options, init_method)
         self._add_bias(options)
