@@ -127,7 +127,7 @@ WITH_TORCH = {
     "megatron_rl.rollout.sglang_engine": {"megatron", "a process group"},
     "megatron_rl.rollout.rollout_rank": {"megatron", "transformers", "a process group"},
     "megatron_rl.algo.actor": {"megatron", "a process group"},
-    "megatron_rl.tools.plan.plan_command": {"megatron", "a process group"},
+    "megatron_rl.tools.plan.plan_command": {"megatron", "transformers", "a process group"},
 }
 """The same of servers, clients, algorithms and plans, which load torch."""
 LOAD = """
