@@ -151,6 +151,12 @@ def rehearse(
         raise RuntimeError(f"the rehearsal's process ended with {done.returncode}: {done.stderr[-2000:]}")
     for rank in chosen:
         result.by_rank[rank] = _found(folder / str(rank), rank)
+    check(result)
+    return result
+
+
+def check(result: Rehearsal) -> None:
+    """RehearsalError where ranks would wait for each other for ever, or run out of memory."""
     if faults := differences(result.by_rank):
         raise RehearsalError("ranks would wait for each other for ever: " + " ".join(faults))
     if result.peak_bytes > result.usable_bytes:
@@ -161,7 +167,6 @@ def rehearse(
             f"tensors can have on a {result.device.name}, in {found['peak_phase']}, at {found['peak_line']}; recompute "
             f"(megatron.recompute_granularity), a smaller batch.tokens_per_microbatch or more ranks take less."
         )
-    return result
 
 
 def _found(place: Path, rank: int) -> dict[str, Any]:

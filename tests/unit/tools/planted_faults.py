@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP
 
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.engine import megatron_engine, schedule
+from megatron_rl.engine import schedule
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.output_head import Head
 
@@ -58,16 +58,15 @@ def a_mask_on_another_gpu(rank):
 
 
 @fault
-def a_parameter_left_on_the_host(rank):
-    build = megatron_engine.build_chunks
+def positions_left_on_the_host(rank):
+    own_rows = schedule.own_rows
 
-    def built(*args):
-        chunks = build(*args)
-        layer = chunks[0].decoder.layers[0].mlp.linear_fc2
-        layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device="cpu"))
-        return chunks
+    def left(*args, **kwargs):
+        ids, packed = own_rows(*args, **kwargs)
+        packed.positions = torch.arange(len(packed.positions))
+        return ids, packed
 
-    megatron_engine.build_chunks = built
+    schedule.own_rows = left
 
 
 # -- the host waits
@@ -85,7 +84,7 @@ def a_branch_on_a_tensor(rank):
 
 @fault
 def rows_chosen_by_a_mask(rank):
-    before(Head, "logprob_loss", lambda self, loss, hidden, rows, packed: hidden[: len(rows)][rows["labels"] >= 0])
+    before(Head, "logprob_loss", lambda self, loss, hidden, rows, packed: rows["labels"][rows["labels"] >= 0])
 
 
 @fault
@@ -161,8 +160,8 @@ def another_dtype_on_one_rank(rank):
 @fault
 def two_collectives_in_another_order(rank):
     def both(self, *_):
-        group, numbers = self.groups.pipeline.group, torch.ones(4, device=self.device)
-        calls = [lambda: dist.all_reduce(numbers, group=group), lambda: dist.broadcast(numbers, group=group, group_src=0)]
+        group, numbers = {"group": self.groups.pipeline.group}, torch.ones(4, device=self.device)
+        calls = [lambda: dist.all_reduce(numbers, **group), lambda: dist.broadcast(numbers, group_src=0, **group)]
         for call in calls if rank else calls[::-1]:
             call()
 
