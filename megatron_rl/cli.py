@@ -146,7 +146,7 @@ def run(argv: list[str] | None = None) -> None:
                 options = {name: value for name, value in vars(args).items() if name in PLAN_OPTIONS}
                 print(plan_text(args.config, args.overrides, **options, as_json=args.json))
             elif args.command == "rehearse":
-                from megatron_rl.tools.rehearsal.rehearse_command import rehearsal_text
+                from megatron_rl.tools.rehearsal.rehearsal_text import rehearsal_text
 
                 names = ("nodes", "gpus_per_node", "device", "models", "ranks", "folder")
                 print(rehearsal_text(args.config, args.overrides, **{name: getattr(args, name) for name in names}))

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron_rl.tools.rehearsal.known_numbers import forget, known
+
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS, UPSTREAM = PACKAGE + os.sep, os.sep + os.path.join("megatron", "core") + os.sep
 NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "platform"))
@@ -207,8 +209,6 @@ class Ledger:
 
     def collective(self, func, args, kwargs) -> Any:
         """Note a call of torch.distributed and answer it as if every peer had what this rank has."""
-        from megatron_rl.tools.rehearsal.fake_cuda import forget, known
-
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         kind = func._schema.name.removeprefix("c10d::").strip("_")

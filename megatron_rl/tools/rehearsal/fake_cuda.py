@@ -32,11 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
+from megatron_rl.tools.rehearsal.known_numbers import MOST_KNOWN, Unknown, forget, is_large, known, value_of
 
 aten = torch.ops.aten
-
-MOST_KNOWN = 1 << 23
-"""Elements of the largest tensor that is known."""
 
 Answer = Callable[..., Any]
 
@@ -136,11 +134,11 @@ class FakeCuda(TorchDispatchMode):
             return self._round_robin(func, args) if func is aten.topk.default else None
         if func in LIKE:  # of whose first argument the shape is asked alone
             args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
-            if _is_large(args[0]):
+            if is_large(args[0]):
                 return None
         try:
-            args, kwargs = tree_map(_value_of, args), tree_map(_value_of, kwargs)
-        except _Unknown:
+            args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+        except Unknown:
             return None
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
@@ -151,7 +149,7 @@ class FakeCuda(TorchDispatchMode):
             values = func(*args, **kwargs)
         except NotImplementedError:
             return None
-        return None if any(_is_large(value) for value in _tensors(values)) else values
+        return None if any(is_large(value) for value in _tensors(values)) else values
 
     def _round_robin(self, func, args) -> Any:
         """The routes of a mixture, which its weights decide: as even as they can be, so that token t of k routes goes
@@ -196,7 +194,7 @@ class FakeCuda(TorchDispatchMode):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
         made = self.run(func, (target, source, non_blocking), {})
         value = known(source)
-        if value is not None and known(target) is None and _is_whole(target) and not _is_large(value):
+        if value is not None and known(target) is None and _is_whole(target) and not is_large(value):
             target.known = value.to(target.dtype).expand(target.shape).clone()
         return made
 
@@ -236,43 +234,10 @@ class FakeCuda(TorchDispatchMode):
         return made
 
 
-class _Unknown(Exception):
-    pass
-
-
 NEVER_KNOWN = {aten.topk.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default}
 LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 LIKE |= {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
-
-
-def known(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's values, on the host, or None where they are unknown."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    value = getattr(tensor, "known", None)
-    return None if value is None or getattr(value.untyped_storage(), "is_forgotten", False) else value
-
-
-def forget(tensor: Tensor) -> None:
-    """Note that a tensor was overwritten by what is unknown, and so were all views of it."""
-    value = getattr(tensor, "known", None)
-    if value is not None:
-        value.untyped_storage().is_forgotten = True
-        tensor.known = None
-
-
-def _value_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    value = known(leaf)
-    if value is None:
-        raise _Unknown
-    return value
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() > MOST_KNOWN
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -1,17 +1,27 @@
-"""A rehearsal as a person reads it, and as a machine does."""
+"""`megatron-rl rehearse`: a rehearsal as a person reads it, and as a machine does."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.tools.plan.devices import GIB
-from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World
+from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse
 
 NODE_LINK, CLUSTER_LINK = 450e9, 50e9
 """Bytes a second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port for each GPU."""
 SHOWN = 6
 """Lines of each list."""
+
+
+def rehearsal_text(path: Path, overrides: list[str], *, folder: Path, **options: Any) -> str:
+    """Return what a rehearsal found, and write it to `folder`/rehearsal.json. Options and errors as of `rehearse`."""
+    result = rehearse(path, overrides, folder=folder, **options)
+    target = folder / "rehearsal.json"
+    target.write_text(json.dumps(as_dict(result), indent=1) + "\n")
+    return f"{as_text(result)}\n{target}"
 
 
 def as_dict(result: Rehearsal) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""The numbers of tensors on a device without memory that are known all the same, because the host gave them.
+
+They are an attribute of the tensor, with the values on the host. What is written over by something unknown is known no
+more, and neither are its views: they share a storage, which is marked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+MOST_KNOWN = 1 << 23
+"""Elements of the largest tensor that is known."""
+
+
+class Unknown(Exception):
+    """A number that depends on weights is asked for."""
+
+
+def known(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's values, on the host, or None where they are unknown."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    value = getattr(tensor, "known", None)
+    return None if value is None or getattr(value.untyped_storage(), "is_forgotten", False) else value
+
+
+def forget(tensor: Tensor) -> None:
+    """Note that a tensor was overwritten by what is unknown, and so were all views of it."""
+    value = getattr(tensor, "known", None)
+    if value is not None:
+        value.untyped_storage().is_forgotten = True
+        tensor.known = None
+
+
+def value_of(leaf: Any) -> Any:
+    """Return a tensor's values, and anything else as it is; Unknown where they are unknown."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    value = known(leaf)
+    if value is None:
+        raise Unknown
+    return value
+
+
+def is_large(tensor: Tensor) -> bool:
+    """Return True for a tensor that is not worth to be known."""
+    return tensor.numel() > MOST_KNOWN
