@@ -38,7 +38,7 @@ def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
     with contextlib.ExitStack() as run.at_end:
         run._start()
         ledger.enter("step")
-        batch = made_batch(config, run.groups.data.size)
+        batch = made_batch(config, run.groups.data.size, run.engine.arch.vocab)
         batch = run.add_reward_model_scores(batch)
         with run.timers("advantages"):
             run.compute_advantages(batch)
@@ -50,7 +50,7 @@ def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
         run.update_critic(batch, 0)
 
 
-def made_batch(config: TrainConfig, replicas: int, *, microbatches: int = 2) -> TrajectoryBatch:
+def made_batch(config: TrainConfig, replicas: int, vocab: int, *, microbatches: int = 2) -> TrajectoryBatch:
     """Draw a step's trajectories by the config's limits: enough for `microbatches` of each replica and update."""
     prompt, reply = config.data.max_prompt_tokens or 512, config.generation.max_new_tokens
     samples = config.generation.n_samples
@@ -66,7 +66,10 @@ def made_batch(config: TrainConfig, replicas: int, *, microbatches: int = 2) -> 
     position = torch.arange(count) - torch.repeat_interleave(cu[:-1], sizes)
     is_reply = position >= prompt
     group = torch.arange(len(lengths)) // samples
-    ids = torch.where(is_reply, position % 1000 + 10, position % 1000 + torch.repeat_interleave(group, sizes) % 7)
+    sample = torch.arange(len(lengths)) % samples
+    # A group's prompt is one, and its replies differ from their first token on.
+    of_sequence = torch.where(is_reply, *(torch.repeat_interleave(number, sizes) for number in (sample, group)))
+    ids = (position + of_sequence) % vocab
     tokens: dict[str, Tensor] = {
         "input_ids": ids,
         "loss_mask": is_reply,
@@ -76,6 +79,6 @@ def made_batch(config: TrainConfig, replicas: int, *, microbatches: int = 2) -> 
     sequences = {
         "rewards": torch.rand(len(lengths), generator=generator),
         "group": group,
-        "sample": torch.arange(len(lengths)) % samples,
+        "sample": sample,
     }
     return TrajectoryBatch(tokens, sequences, cu)
