@@ -245,7 +245,7 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
 
     Of a distributed optimizer the shards are returned too: whoever loads them calls `take_over` at the end.
     """
-    _start_adam(engine.optimizer)
+    start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups)
     parts, shards = engine.optimizer.chained_optimizers, []
     if engine.config.optimizer.distributed:
@@ -282,7 +282,7 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
     return {axis: getattr(groups, axis).size for axis in axes} | {"world_size": groups.world_size}
 
 
-def _start_adam(optimizer: Any) -> None:
+def start_adam(optimizer: Any) -> None:
     """Give Adam the state that it makes at its first step only; state that is there stays."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer

@@ -16,6 +16,8 @@ from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import LAYERS
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ALONE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn_whole_queries")
 CASES = [(family, "1") for family in ALONE]

@@ -21,6 +21,8 @@ from megatron_rl.parallel import cut_by_upstream
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, layers_of_stages, parameters, parameters_of_stage
 
+pytestmark = pytest.mark.slow
+
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"

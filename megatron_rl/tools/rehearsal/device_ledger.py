@@ -6,6 +6,7 @@ in a backward pass of torch's own it is the one that called backward.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -72,6 +73,10 @@ class Ledger:
         self.collectives: list[Collective] = []
         self.groups: list[tuple[str, list[int]]] = []
         """Of each group that was used or made: what it is for, and its ranks."""
+        self.buckets: list[int] = []
+        """Bytes of each bucket of the publication, which is one request to every server."""
+        self.page_locked: list[range] = []
+        """Addresses of host memory that the code has pinned by itself."""
         self.made_groups: Counter[str] = Counter()
         """By backend."""
         self.peers: dict[str, set[int]] = defaultdict(set)
@@ -125,7 +130,9 @@ class Ledger:
             return
         phase = self.phases[self.phase]
         phase.kernels += 1
-        if count := flop_registry.get(func._overloadpacket):
+        if func._schema.name.startswith("torch_attn::"):
+            phase.flops["attention"] += _attention_flops(func, args)
+        elif count := flop_registry.get(func._overloadpacket):
             # Of products the counter knows matrices alone, and not the options of newer overloads.
             is_product = func._schema.name.endswith("mm")
             given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
@@ -185,7 +192,11 @@ class Ledger:
         self._pinned.add(tensor.untyped_storage())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage() in self._pinned
+        """Return True for a host tensor in pinned memory."""
+        if isinstance(tensor, FakeTensor):
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage() in self._pinned or any(address in span for span in self.page_locked)
 
     def note_assumed(self, what: str) -> None:
         """Count a number that the rehearsal made up."""
@@ -254,7 +265,6 @@ class Ledger:
 
 _ROLES = {
     "allgather": {"out": "output_tensors", "in": "input_tensors"},
-    "_allgather_base": {"out": "output_tensor", "in": "input_tensor"},
     "allgather_base": {"out": "output_tensor", "in": "input_tensor"},
     "allgather_into_tensor_coalesced": {"out": "outputs", "in": "inputs"},
     "reduce_scatter": {"out": "output_tensors", "in": "input_tensors"},
@@ -273,6 +283,17 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
         out.known = whole
     else:
         out.copy_(whole)
+
+
+def _attention_flops(func, args) -> int:
+    """Count the products of torch's attention over packed rows, of which masks spare nothing: the counter's rule."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
+    if queries is None or keys is None:
+        return 0
+    pairs = int((queries.diff().long() * keys.diff()).sum())
+    products = 5 if "backward" in func._schema.name else 2
+    return 2 * products * pairs * math.prod(given["query"].shape[1:])
 
 
 def shown(filename: str, line: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 ANY_SIZE = ("alltoall_base", "alltoall", "gather", "scatter")
 """Calls in which ranks may bring different amounts."""
-MESSAGES = ("send", "recv_")
 NAMED = 3
 """Faults of a pair of ranks that are told."""
 

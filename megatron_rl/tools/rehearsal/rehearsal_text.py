@@ -112,6 +112,11 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
     peers = ", ".join(f"{count} over {backend}" for backend, count in found["peers"].items())
     groups = ", ".join(f"{count} of {backend}" for backend, count in found["made_groups"].items())
     lines.append(f"  groups  {groups} are made; peers of this rank: {peers}")
+    if found["buckets"]:
+        size = sum(found["buckets"])
+        lines.append(
+            f"  publication  {size / 1e9:.1f} GB in {len(found['buckets'])} buckets, each a request to every server"
+        )
     if found["assumed"]:
         lines.append("  assumed")
         lines += [f"    {count:>5}  {what}" for what, count in Counter(found["assumed"]).most_common(SHOWN)]

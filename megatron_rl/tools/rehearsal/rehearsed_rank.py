@@ -105,6 +105,7 @@ def as_dict(ledger: Ledger) -> dict[str, Any]:
         "phases": {name: vars(phase) for name, phase in ledger.phases.items()},
         "collectives": [asdict(call) for call in ledger.collectives],
         "groups": ledger.groups,
+        "buckets": ledger.buckets,
         "made_groups": ledger.made_groups,
         "peers": {backend: len(ranks) - 1 for backend, ranks in ledger.peers.items()},
         "assumed": ledger.assumed,

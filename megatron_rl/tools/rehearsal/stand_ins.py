@@ -50,6 +50,21 @@ class _Stream:
         return 0.0
 
 
+class _Runtime:
+    """CUDA's runtime, of which memory is pinned."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.ledger.page_locked.append(range(address, address + nbytes))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.ledger.page_locked = [span for span in self.ledger.page_locked if span.start != address]
+        return 0
+
+
 def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     """Replace what of torch.cuda asks a driver. The device is that of LOCAL_RANK, which may be told later."""
     cuda = torch.cuda
@@ -65,7 +80,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         return lambda *_, **__: None
 
     _Stream.synchronize = waits("a stream waited for")  # type: ignore[attr-defined]
-    stream = _Stream()
+    stream, runtime = _Stream(), _Runtime(ledger)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -79,6 +94,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         "memory_allocated": lambda *_: ledger.live_bytes,
         "max_memory_allocated": lambda *_: ledger.peak_bytes,
         "memory_reserved": lambda *_: ledger.live_bytes,
+        "cudart": lambda: runtime,
         "is_current_stream_capturing": lambda: False,
         "synchronize": waits("the device waited for"),
         "default_generators": collections.defaultdict(lambda: torch.default_generator),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.engine import offload
+from megatron_rl.engine.checkpoint import start_adam, training_state
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.stand_ins import NoWeights
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 from megatron_rl.weights import mapping
+from megatron_rl.weights.publish import WeightPublisher, fill_buckets, plan_buckets
 
 
 class RehearsedRun(RLRun):
@@ -24,6 +28,8 @@ class RehearsedRun(RLRun):
         self._join()
         self.devices = DeviceSharing(self.config, self.groups, self.timers, None, None)
         self._start_engines()
+        for engine in self.trained.values():
+            start_adam(engine.optimizer)  # the step is one of many: the first would meet an optimizer without moments
 
     def say(self, text: str) -> None:
         """Keep it: nobody reads what one of a thousand ranks says."""
@@ -32,6 +38,8 @@ class RehearsedRun(RLRun):
 def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
     """Run one step of this rank and tell the ledger of it."""
     mapping.HFFolder = mapping.RandomWeights = NoWeights
+    # A storage without memory says that it is on torch's device for such.
+    offload._bytes_of = lambda storage: torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
     config = replace(config, batch=replace(config.batch, updates_per_step=1))
     run = RehearsedRun(config)
     run.timers.on_change = ledger.enter
@@ -48,6 +56,39 @@ def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
         with run.timers("update"):
             run.actor.update(updates)
         run.update_critic(batch, 0)
+        with run.timers("publish"):
+            receiver = NoServers() if run.groups.is_main else None
+            run.engine.publisher = BucketsAlone(receiver, ledger, bucket_bytes=run.engine.config.bucket_bytes)
+            run.engine.update_weights(receiver, 1)
+        with run.timers("checkpoint"):
+            training_state(run.engine)
+        if run.devices.engines is not None:
+            with run.timers("offload"):
+                run.engine.offload()
+                run.engine.onload()
+
+
+class NoServers:
+    """Rollout servers of which nobody asks anything."""
+
+    server_ranks: ClassVar[dict[str, int]] = {}
+
+    def checksum_forms(self) -> dict[str, Any]:
+        return {}
+
+
+class BucketsAlone(WeightPublisher):
+    """Gathers and fills buckets as for servers over a process group, and keeps the two that would be under way."""
+
+    def __init__(self, receiver: Any, ledger: Ledger, *, bucket_bytes: int) -> None:
+        super().__init__(receiver)
+        self.ledger, self.bucket_bytes = ledger, bucket_bytes
+
+    def _deliver(self, specs: Any, tensors: Any, version: int, checksums: Any) -> None:
+        in_flight: list[Tensor] = []
+        for bucket, pieces in fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors):
+            in_flight = [*in_flight[-1:], *pieces]
+            self.ledger.buckets.append(sum(spec.nbytes for spec in bucket))
 
 
 def made_batch(config: TrainConfig, replicas: int, vocab: int, *, microbatches: int = 2) -> TrajectoryBatch:

@@ -1,20 +1,38 @@
 """A program that rehearses ranks of a tiny job, each case with faults planted in the engine's code.
 
-python rehearse_cases.py FOLDER    # reads FOLDER/cases.json: {case: {"faults": [...], "orders": [...]}}
+python rehearse_cases.py FOLDER    # reads FOLDER/cases.json: {case: {"faults": [...], "orders": [...], "hears": case}}
 
-The first case is done first: others hear what its last rank said. A case's ranks are done one after the other.
-
-The shim comes before torch, so that this needs an interpreter of its own; ranks and cases are forked from it.
+A case's ranks are done one after the other, and hear what those before them said; so they do of another case that is
+done first. The shim comes before torch, so this needs an interpreter of its own; ranks and cases are forked from it.
 """
 
 import ctypes
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron_rl"
+
+
+def rehearsed(folder, cases):
+    """Run the program; return by case and rank what was found, or the text of the fault that ended it."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-P", __file__, folder], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {
+        case: {order["rank"]: result(folder / case / str(order["rank"])) for order in said["orders"]}
+        for case, said in cases.items()
+    }
+
+
+def result(folder):
+    if (folder / "found.json").exists():
+        return json.loads((folder / "found.json").read_text())
+    return (folder / "fault.txt").read_text()
 
 
 def main(folder: Path) -> None:
@@ -25,12 +43,10 @@ def main(folder: Path) -> None:
     ledger = prepare(80 << 30)
     from tests.unit.tools.planted_faults import FAULTS
 
-    said = folder / next(iter(cases)) / "7" / "said.pickle"
-
     def rehearse_case(case: str) -> None:
-        if case != said.parts[-3]:
-            (folder / case / "7").mkdir(parents=True)
-            shutil.copy(said, folder / case / "7")
+        for said in (folder / cases[case].get("hears", "-")).glob("*/said.pickle"):
+            (folder / case / f"heard-{said.parts[-2]}").mkdir(parents=True)
+            shutil.copy(said, folder / case / f"heard-{said.parts[-2]}")
         for order in cases[case]["orders"]:
             if os.fork() == 0:
                 for name in cases[case]["faults"]:
@@ -38,12 +54,12 @@ def main(folder: Path) -> None:
                 leave(lambda order=order: rehearse_rank(folder / case / str(order["rank"]), order, ledger))
             os.wait()
 
-    under_way = 0
-    for number, case in enumerate(cases):
+    under_way, heard = 0, {case["hears"] for case in cases.values() if "hears" in case}
+    for case in sorted(cases, key=lambda case: case not in heard):
         if os.fork() == 0:
             leave(lambda case=case: rehearse_case(case))
         under_way += 1
-        if number == 0 or under_way == (os.cpu_count() or 1):
+        if case in heard or under_way == (os.cpu_count() or 1):
             os.wait()
             under_way -= 1
     while under_way:

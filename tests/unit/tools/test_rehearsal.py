@@ -1,9 +1,6 @@
 """`megatron-rl rehearse` on a tiny model: what it finds by itself, and the faults that it names."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from megatron_rl import cli
 from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, check
+from tests.unit.tools.rehearse_cases import rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -63,9 +61,12 @@ APART = {
     "a_microbatch_more_on_one_stage": "nothing",
 }
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +84,14 @@ def cases(model, tmp_path_factory):
     order["overrides"] = [f"model.path={model}", *SMALL, *STAGES]
     faults = {"sound": [], "waits": list(WAITS), "memory": list(MEMORY)} | {name: [name] for name in [*FAILS, *APART]}
     ranks = {name: [7, 4, 0] if name == "sound" else [4, 0] if name in APART else [7] for name in faults}
-    orders = {
-        case: {"faults": names, "orders": [order | {"rank": rank} for rank in ranks[case]]}
-        for case, names in faults.items()
-    }
-    (folder / "cases.json").write_text(json.dumps(orders))
-    program = Path(__file__).with_name("rehearse_cases.py")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-P", program, folder], check=True, env=environment, capture_output=True)
-    return {case: {rank: result(folder / case / str(rank)) for rank in chosen} for case, chosen in ranks.items()}
-
-
-def result(folder):
-    if (folder / "found.json").exists():
-        return json.loads((folder / "found.json").read_text())
-    return (folder / "fault.txt").read_text()
+    return rehearsed(
+        folder,
+        {
+            case: {"faults": names, "orders": [order | {"rank": rank} for rank in ranks[case]]}
+            | ({} if case == "sound" else {"hears": "sound"})
+            for case, names in faults.items()
+        },
+    )
 
 
 def syncs(found):
