@@ -3,9 +3,9 @@
     python benchmarks/rehearse_configs.py
 
 Memory is that of the fuller of the two ranks, beside what the plan says. `own` and `upstream` are host syncs of one
-update of two microbatches at lines of this package and of megatron.core; the norm of the gradients is left out, as
-Transformer Engine's is one kernel. `copies` are those between host and device. GB are what rank 0 sends in an update,
-`apart` between nodes.
+update of two microbatches, or one for each stage, at lines of this package and of megatron.core. The norm of the
+gradients is left out, as Transformer Engine's is one kernel. `copies` are those between host and device. GB are what
+rank 0 sends in an update, `apart` between nodes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     overrides: list[str] = []
     if args.quick:
         paths, overrides = [frame.ROOT / "configs" / "count_grpo.yaml"], [f"model.path={frame.TINY}"]
-    print(f"{frame.Machine()}; H100 SXM 80 GB, one update of two microbatches, torch's operators")
+    print(f"{frame.Machine()}; H100 SXM 80 GB, one update, torch's operators")
     print(f"{'':<30} ranks      GiB  planned   kernels   TFLOP   own  upstream  copies  GB apart      GB       s")
     for path in paths:
         if args.only in path.stem:

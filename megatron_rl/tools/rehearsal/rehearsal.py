@@ -24,8 +24,6 @@ from megatron_rl.tools.rehearsal.matching import differences
 PROGRAM = Path(__file__).with_name("start_ranks.py")
 SHIM = Path(__file__).resolve().parents[2] / "_C_rehearsal.so"
 KINDS = ("first", "last", "stage-boundaries", "all-distinct")
-MICROBATCHES = 2
-"""Of each replica: enough to see what each further one costs."""
 
 
 class RehearsalError(ValueError):

@@ -74,8 +74,8 @@ def as_text(result: Rehearsal) -> str:
     world = result.world
     lines = [
         f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "
-        f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches; operators of torch, without "
-        f"Transformer Engine."
+        f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches, or one for each stage; "
+        f"operators of torch, without Transformer Engine."
     ]
     for rank, found in sorted(result.by_rank.items()):
         lines += ["", f"rank {rank}", *_of_rank(found, world)]

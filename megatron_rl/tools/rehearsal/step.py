@@ -91,12 +91,13 @@ class BucketsAlone(WeightPublisher):
             self.ledger.buckets.append(sum(spec.nbytes for spec in bucket))
 
 
-def made_batch(config: TrainConfig, replicas: int, vocab: int, *, microbatches: int = 2) -> TrajectoryBatch:
-    """Draw a step's trajectories by the config's limits: enough for `microbatches` of each replica and update."""
+def made_batch(config: TrainConfig, replicas: int, vocab: int) -> TrajectoryBatch:
+    """Draw a step's trajectories by the config's limits: enough for two microbatches of each replica, and for as many
+    as are under way at one time in a pipeline."""
     prompt, reply = config.data.max_prompt_tokens or 512, config.generation.max_new_tokens
     samples = config.generation.n_samples
     generator = torch.Generator().manual_seed(1)
-    wanted = config.batch.tokens_per_microbatch * microbatches * replicas
+    wanted = config.batch.tokens_per_microbatch * max(2, config.parallel.pipeline) * replicas
     lengths: list[int] = []
     shared = prompt * (samples - 1) if config.batch.share_prompts else 0  # rows of a group that are computed once
     while sum(lengths) - shared * (len(lengths) // samples) < wanted * 0.9:
