@@ -46,7 +46,7 @@ HF_FILES = "hf"
 COMMON = "common.pt"
 """File of what every rank has alike, up to megatron.core 0.18."""
 RECIPE = "_extra_state"
-"""What upstream's layers and Transformer Engine's call the state of a recipe for quantisation."""
+"""The name of the state of a recipe for quantisation in upstream's layers and in Transformer Engine's."""
 WRITER_NICENESS = 10
 """Training comes first where writers share its cores."""
 SCHEDULE_KEYS = {

@@ -112,7 +112,7 @@ class ServerInfo:
     """Tokens of a prompt and its reply that it can hold, by its context and its cache."""
     gives_text: bool
     quantization: str | None
-    """How its weights are quantized, as it or its model's config.json says."""
+    """The kind of quantization of its weights, as it or its model's config.json says."""
 
     @property
     def has_sessions(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a rehearsed rank did to its device and to other ranks: memory, kernels, copies, syncs, FLOPs, collectives.
+"""The account of a rehearsed rank: memory, kernels, copies, syncs and FLOPs of its device, and its collectives.
 
 Each entry has the phase of the step and the line of code. A line is the innermost of this package or of megatron.core;
 in a backward pass of torch's own it is the one that called backward.
@@ -89,8 +89,6 @@ class Ledger:
         self.live_by_line: Counter[str] = Counter()
         self.peak_by_line: Counter[str] = Counter()
         self.peak_line = ""
-        self.curve: list[tuple[str, int]] = []
-        """(phase, bytes) at each of its ends."""
         self._is_new_peak = False
         self._storages: dict[int, tuple[weakref.ref, int, str]] = {}
         self._pinned: weakref.WeakSet = weakref.WeakSet()
@@ -101,7 +99,6 @@ class Ledger:
 
     def enter(self, phase: str) -> None:
         """Count from here on as `phase`; PhaseTimers call it, with '' between two phases."""
-        self.curve.append((self.phase, self.live_bytes))
         self.phase = phase or "between phases"
 
     def line(self) -> str:
@@ -212,7 +209,7 @@ class Ledger:
             self.groups.append((group.group_desc, list(ranks)))
         return self._group_numbers[name]
 
-    def note_group(self, group: dist.ProcessGroup, backend: str, size: int) -> None:
+    def note_group(self, group: dist.ProcessGroup, backend: str) -> None:
         """Count a group that the code makes; this rank may not be in it."""
         self.made_groups[backend] += 1
         if isinstance(group, dist.ProcessGroup):

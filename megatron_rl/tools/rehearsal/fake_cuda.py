@@ -54,7 +54,6 @@ class FakeCuda(TorchDispatchMode):
             aten._local_scalar_dense.default: self._read_number,
             aten._to_copy.default: self._copy_to,
             aten.copy_.default: self._copy_into,
-            aten.nonzero.default: self._nonzero,
             aten.index.Tensor: self._index,
             aten.masked_select.default: self._masked_select,
             aten.index_put_.default: self._index,
@@ -207,9 +206,6 @@ class FakeCuda(TorchDispatchMode):
                 target.zero_()
         else:
             target.copy_(value)
-
-    def _nonzero(self, func, mask: Tensor) -> Any:
-        return self.run(func, (mask,), {})
 
     def _index(self, func, source: Tensor, indices: list, *rest, **kwargs) -> Any:
         """Index by a mask as CUDA does: its true places are looked up first, and the host waits for their number."""

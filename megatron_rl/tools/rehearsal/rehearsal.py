@@ -27,7 +27,7 @@ KINDS = ("first", "last", "stage-boundaries", "all-distinct")
 
 
 class RehearsalError(ValueError):
-    """What the job would meet on its cluster."""
+    """A fault that the job would meet on its cluster."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class World:
 
 @dataclass
 class Rehearsal:
-    """What was found: by rank, as Ledger has it."""
+    """The findings of a rehearsal: by rank, as Ledger has them."""
 
     config: TrainConfig
     world: World

@@ -45,9 +45,9 @@ def leave(work: Callable[[], None]) -> NoReturn:
     try:
         work()
         code = 0
-    except Exception:
-        traceback.print_exc()
     finally:
+        if code:
+            traceback.print_exc()  # of the error under way, which ends here
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -113,5 +113,4 @@ def as_dict(ledger: Ledger) -> dict[str, Any]:
         "peak_phase": ledger.peak_phase,
         "peak_line": ledger.peak_line,
         "peak_by_line": ledger.peak_by_line,
-        "curve": ledger.curve,
     }

@@ -1,4 +1,4 @@
-"""What torch.cuda, the process groups and the model's files are during a rehearsal.
+"""Stand-ins for torch.cuda, the process groups and a model's files during a rehearsal.
 
 Installed once in a process, which is used for nothing else.
 """
@@ -168,7 +168,7 @@ def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank
 
     def noted_group(ranks: Any = None, *args: Any, backend: Any = None, **kwargs: Any) -> Any:
         group = new_group(ranks, *args, backend="fake", **kwargs)
-        ledger.note_group(group, str(backend or "nccl"), world_size if ranks is None else len(ranks))
+        ledger.note_group(group, str(backend or "nccl"))
         return group
 
     def noted_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
