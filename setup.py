@@ -33,6 +33,7 @@ EXTRAS_REQUIRE = {
     "dev": [
         "hypothesis>=6",
         "mypy>=1.15",
+        "nvidia-cuda-nvdisasm>=13; sys_platform == 'linux'",
         "prometheus-client>=0.20",
         "pytest>=8",
         "pytest-timeout>=2.3",

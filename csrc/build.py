@@ -14,9 +14,11 @@ import importlib.util
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,14 +59,19 @@ class Unit:
             run([*self.compiler, "-c", str(self.source)], self.object)
 
 
+def sources(*suffixes: str) -> list[Path]:
+    """What the operators are made from. csrc/emulation is a tool of the tests, and no operator depends on it."""
+    paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+    return [path for path in paths if path.parent.name != "emulation"]
+
+
 def headers_hash() -> str:
-    texts = [path.read_bytes() for suffix in ("h", "cuh") for path in sorted(SOURCES.rglob(f"*.{suffix}"))]
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources(".h", ".cuh"))).hexdigest()
 
 
 def sources_hash() -> str:
     """Of everything a library is made from; the loader compares it with the one a library was built from."""
-    paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu", ".py"))
+    paths = sources(".h", ".cuh", ".cpp", ".cu", ".py")
     parts = [part for path in paths for part in (str(path.relative_to(SOURCES)).encode(), path.read_bytes())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -95,8 +102,14 @@ def cxx() -> str:
 
 
 def nvcc() -> str | None:
+    """The machine's nvcc, or that of pip's nvidia-cuda-nvcc."""
     home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None) or shutil.which("nvcc")
+    from_pip = ":".join(str(path) for path in Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin"))
+    return (
+        shutil.which("nvcc", path=f"{home}/bin" if home else None)
+        or shutil.which("nvcc")
+        or shutil.which("nvcc", path=from_pip)
+    )
 
 
 def cuda_home() -> Path:
@@ -151,13 +164,6 @@ def kernel_units(architectures: tuple[str, ...]) -> list[Unit]:
 def binding_units(*flags: str) -> list[Unit]:
     compiler = (cxx(), *CPU_FLAGS, *torch_flags(), *flags)
     return [Unit(path, compiler) for path in sorted((SOURCES / "cuda").glob("*.cpp"))]
-
-
-def emulated_units() -> list[Unit]:
-    """The kernels' own source for the host, with csrc/emulation in place of the CUDA runtime."""
-    compiler = (cxx(), *CPU_FLAGS, "-O1", "-xc++", f"-I{SOURCES / 'emulation'}", "-DEMULATED", "-Wno-unknown-pragmas")
-    kernels = [Unit(path, compiler) for path in sorted((SOURCES / "kernels").glob("*.cu"))]
-    return kernels + binding_units(f"-I{SOURCES / 'emulation'}", "-DEMULATED")
 
 
 def link(units: list[Unit], library: Path, *flags: str) -> None:
@@ -216,13 +222,6 @@ def build_cuda(architectures: tuple[str, ...]) -> bool:
     return write_if_stale(library, built_for, compile_and_link)
 
 
-def build_emulated() -> Path:
-    """The kernels as a CPU library under `torch.ops.megatron_rl_emulated`, for tests of their index logic."""
-    library = OBJECTS / "emulated.so"
-    write_if_stale(library, {"emulated": True}, lambda: link(emulated_units(), library))
-    return library
-
-
 def architectures_built() -> tuple[str, ...]:
     """What _C_cuda.so was built for: a build that names no architectures, such as the tests', keeps them."""
     record = PACKAGE / "_C_cuda.json"
@@ -241,22 +240,29 @@ def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> l
 
 def resources() -> dict[str, dict[str, int]]:
     """Registers of every kernel on every architecture, as ptxas reports them; a spill raises."""
-    found: dict[str, dict[str, int]] = {f"sm_{architecture}": {} for architecture in ARCHITECTURES}
-    sources = sorted((SOURCES / "kernels").glob("*.cu"))
-    jobs = [(architecture, source) for architecture in ARCHITECTURES for source in sources]
+    jobs = [(name, unit) for name, units in cubin_units().items() for unit in units]
+    found: dict[str, dict[str, int]] = {name: {} for name, _ in jobs}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (architecture, _), report in zip(jobs, pool.map(lambda job: ptxas_report(*job), jobs), strict=True):
-            found[f"sm_{architecture}"] |= registers_in(report)
+        for (name, _), said in zip(jobs, pool.map(lambda job: ptxas_report(job[1]), jobs), strict=True):
+            found[name] |= registers_in(said)
     return found
 
 
-def ptxas_report(architecture: str, source: Path) -> str:
+def cubin_units() -> dict[str, list[Unit]]:
+    """The kernels' machine code: one file for each source and architecture."""
+    units: dict[str, list[Unit]] = {}
+    for architecture in ARCHITECTURES:
+        flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v", "-cubin")
+        sources = sorted((SOURCES / "kernels").glob("*.cu"))
+        units[f"sm_{architecture}"] = [Unit(source, (str(nvcc()), *flags)) for source in sources]
+    return units
+
+
+def ptxas_report(unit: Unit) -> str:
     """What ptxas says of one source; said once and kept, like an object."""
-    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    unit = Unit(source, (str(nvcc()), *CUDA_FLAGS, target, "-Xptxas=-v", "-cubin"))
     kept = unit.object.with_suffix(".txt")
     if not kept.exists():
-        kept.write_text(run([*unit.compiler, str(source)], unit.object.with_suffix(".cubin")))
+        kept.write_text(run([*unit.compiler, str(unit.source)], unit.object.with_suffix(".cubin")))
     return kept.read_text()
 
 
@@ -273,18 +279,59 @@ def registers_in(report: str) -> dict[str, int]:
     return found
 
 
+def nvcc_version() -> str:
+    said = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
+    return said.partition(", V")[2].split()[0]
+
+
+def nvdisasm() -> str | None:
+    """On PATH, beside nvcc, or where the pip package nvidia-cuda-nvdisasm puts it."""
+    package = importlib.util.find_spec("nvidia")
+    packaged = [
+        str(place)
+        for root in (package.submodule_search_locations or [] if package else [])
+        for place in Path(root).glob("*/bin")
+    ]
+    places = [os.environ.get("PATH", ""), *([str(cuda_home() / "bin")] if nvcc() else []), *packaged]
+    return shutil.which("nvdisasm", path=os.pathsep.join(places))
+
+
+def report() -> dict:
+    """Registers, instructions and predictions of every kernel (csrc/sass_report.py): what resources.json holds."""
+    if nvcc() is None or nvdisasm() is None:
+        missing = "nvcc" if nvcc() is None else "nvdisasm"
+        raise BuildError(
+            f"{missing} is not found: the report reads machine code. pip install nvidia-cuda-nvdisasm has nvdisasm"
+        )
+    registers = resources()
+    cubins = {name: [unit.object.with_suffix(".cubin") for unit in units] for name, units in cubin_units().items()}
+    return sass_report()["report"](nvcc_version(), str(nvdisasm()), cubins, registers)
+
+
+def sass_report() -> dict:
+    return runpy.run_path(str(SOURCES / "sass_report.py"))
+
+
+def write_report() -> None:
+    found, readme = report(), SOURCES / "README.md"
+    RESOURCES.write_text(json.dumps(found, indent=1) + "\n")
+    before, mark, _ = readme.read_text().partition("<!-- build.py --report writes what follows -->\n")
+    readme.write_text(before + mark + "\n" + sass_report()["tables"](found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--cuda", choices=("auto", "yes", "no"), default="auto", help="auto: where nvcc is, for a torch with CUDA"
     )
     parser.add_argument("--architectures", help="compute capabilities, e.g. 90a; else those of the build before")
-    parser.add_argument("--record-resources", action="store_true", help="write csrc/resources.json with nvcc and stop")
+    parser.add_argument(
+        "--report", action="store_true", help="write resources.json and its tables in README.md and stop"
+    )
     arguments = parser.parse_args()
-    if arguments.record_resources:
-        RESOURCES.write_text(json.dumps(resources(), indent=1, sort_keys=True) + "\n")
-        return
     try:
+        if arguments.report:
+            return write_report()
         built = build(arguments.cuda, tuple(arguments.architectures.split(",")) if arguments.architectures else None)
     except BuildError as error:
         sys.exit(f"csrc/build.py: {error}")

@@ -11,7 +11,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
     int64_t columns, int64_t vocab_size, bool inplace_backward);
 Tensor logprob_grad(
     Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
-    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns);
+    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns,
+    std::optional<ScalarType> dtype);
 void logprob_grad_(
     Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
     OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns);

@@ -85,6 +85,22 @@ void with_stored_type(const Tensor& tensor, const char* name, Body body) {
   refuse(name, " has dtype ", int(tensor.scalar_type()), " (torch's number): it must be one of ", names);
 }
 
+// Call body with the stored types of logits and of their gradient: the same, or 16 bits for the gradient of float32.
+template <class... Types, class Body>
+void with_gradient_types(const Tensor& logits, const Tensor& gradient, Body body) {
+  with_stored_type<Types...>(logits, "logits", [&]<class X>(X zero) {
+    if (gradient.scalar_type() == logits.scalar_type()) {
+      body(zero, zero);
+    } else if constexpr (std::is_same_v<X, float>) {
+      with_stored_type<BF16, F16>(gradient, "the gradient of float32 logits", [&]<class Y>(Y other) { body(zero, other); });
+    } else {
+      refuse(
+          "dtype is ", int(gradient.scalar_type()), " (torch's number) for ", TypeOf<X>::name,
+          " logits: their gradient has their dtype, only that of float32 logits may have 16 bits");
+    }
+  });
+}
+
 // Bounds of sequences on the host: they rise from 0 to the number of tokens.
 inline const int64_t* checked_bounds(const Tensor& cu_seqlens, int64_t tokens) {
   const int64_t sequences = cu_seqlens.numel() - 1;

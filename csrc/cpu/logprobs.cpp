@@ -49,7 +49,7 @@ Partial<double> folded(const Partial<A>* parts, int64_t count, int64_t rows, int
   return total;
 }
 
-template <class X>
+template <class X, class Y>  // X is read, Y is written
 void gradient_of(
     const Tensor& logits, const Tensor& out, const int64_t* labels, const Tensor& peak, const Tensor& log_sum,
     const Tensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
@@ -63,16 +63,16 @@ void gradient_of(
   const A* of_logprobs = elements_or_null<A>(grad_logprobs, "grad_logprobs", rows_count);
   const A* of_entropy = elements_or_null<A>(grad_entropy, "grad_entropy", rows_count);
   const X* x = static_cast<const X*>(logits.data_ptr());
-  X* dx = static_cast<X*>(out.data_ptr());
+  Y* dx = static_cast<Y*>(out.data_ptr());
   const int64_t tile = TILE_BYTES / sizeof(X), tiles = tiles_of(from.width, sizeof(X));
   torch::stable::parallel_for(0, rows_count * tiles, grain_of(from.width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       int64_t row = i / tiles, first = i % tiles * tile;
       int64_t width = std::min(tile, from.width - first), count = std::min(width, std::max<int64_t>(columns - first, 0));
-      X* result = dx + row * to.stride + first;
+      Y* result = dx + row * to.stride + first;
       double by_logprob = of_logprobs ? of_logprobs[row] : 0.0, by_entropy = of_entropy ? of_entropy[row] : 0.0;
       if (labels[row] < 0 || (by_logprob == 0 && by_entropy == 0)) {
-        memset(result, 0, width * sizeof(X));  // the logits are not read
+        memset(result, 0, width * sizeof(Y));  // the logits are not read
         continue;
       }
       auto gradient = row_gradient<double>(
@@ -81,18 +81,18 @@ void gradient_of(
       int64_t label = labels[row] - start - first;
       bool chosen = label >= 0 && label < count;
       double x_label = chosen ? value_of(at[label]) : 0.0;  // before it is overwritten
-      rows().gradient[STORED_AS<X>](at, result, count, gradient);
+      rows().gradient[STORED_AS<X>][STORED_AS<Y>](at, result, count, gradient);
       if (chosen) {  // g (1 - p) is formed before rounding: where p is near 1 its digits would cancel
         double log_p = (x_label - gradient.peak) * gradient.inverse_temperature - gradient.log_sum;
         double rest = by_entropy == 0 ? 0.0 : std::exp(log_p) * gradient.slope * (log_p + double(entropies[row]));
         double dx_label = -gradient.chosen * std::expm1(log_p) + (log_p == NEGATIVE_INFINITY<double> ? 0.0 : rest);
-        if constexpr (__is_same(X, double)) {
+        if constexpr (__is_same(Y, double)) {
           result[label] = dx_label;
         } else {
-          result[label] = stored<X>(float(dx_label));
+          result[label] = stored<Y>(float(dx_label));
         }
       }
-      memset(result + count, 0, (width - count) * sizeof(X));
+      memset(result + count, 0, (width - count) * sizeof(Y));
     }
   });
 }
@@ -166,8 +166,8 @@ void logprob_grad_into(
   Logits shape(logits, columns);
   Temperature heat(temperature, temperatures, shape.rows);
   const int64_t* label = elements<int64_t>(labels, "labels", shape.rows);
-  with_stored_type<float, double, BF16, F16>(logits, "logits", [&]<class X>(X) {
-    gradient_of<X>(
+  with_gradient_types<float, double, BF16, F16>(logits, out, [&]<class X, class Y>(X, Y) {
+    gradient_of<X, Y>(
         logits, out, label, peak, log_sum, entropy, grad_logprobs, grad_entropy, heat, vocab_start, columns);
   });
 }
@@ -175,8 +175,8 @@ void logprob_grad_into(
 Tensor logprob_grad(
     Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
     OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
-  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());
+    int64_t columns, std::optional<ScalarType> dtype) {
+  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, dtype.value_or(logits.scalar_type()));
   logprob_grad_into(
       logits, out, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, vocab_start,
       columns);

@@ -83,8 +83,8 @@ Partial<double> partial(const void* columns, int64_t count, double inverse_tempe
   return total;
 }
 
-template <class X, bool WITH_SLOPE>
-INLINE void gradient_loop(const X* x, X* out, int64_t count, const RowGradient<double>& row) {
+template <bool WITH_SLOPE, class X, class Y>
+INLINE void gradient_loop(const X* x, Y* out, int64_t count, const RowGradient<double>& row) {
   using A = Acc<X>;
   using V = typename LanesOf<A>::type;
   const A peak = A(row.peak), scale = A(row.inverse_temperature), log_sum = A(row.log_sum);
@@ -99,18 +99,19 @@ INLINE void gradient_loop(const X* x, X* out, int64_t count, const RowGradient<d
   for (; i + WIDTH<A> <= count; i += WIDTH<A>) narrow(out + i, of(widen(x + i)));
   if (i < count) {
     X buffer[WIDTH<A>] = {};
+    Y result[WIDTH<A>];
     memcpy(buffer, x + i, (count - i) * sizeof(X));
-    narrow(buffer, of(widen(buffer)));
-    memcpy(out + i, buffer, (count - i) * sizeof(X));
+    narrow(result, of(widen(buffer)));
+    memcpy(out + i, result, (count - i) * sizeof(Y));
   }
 }
 
-template <class X>
+template <class X, class Y>
 void gradient(const void* columns, void* out, int64_t count, const RowGradient<double>& row) {
   if (row.slope == 0) {
-    gradient_loop<X, false>(static_cast<const X*>(columns), static_cast<X*>(out), count, row);
+    gradient_loop<false>(static_cast<const X*>(columns), static_cast<Y*>(out), count, row);
   } else {
-    gradient_loop<X, true>(static_cast<const X*>(columns), static_cast<X*>(out), count, row);
+    gradient_loop<true>(static_cast<const X*>(columns), static_cast<Y*>(out), count, row);
   }
 }
 
@@ -127,5 +128,8 @@ constexpr const char* INSTRUCTION_SET = "baseline";
 extern const RowLoops ROWS = {
     INSTRUCTION_SET,
     {partial<float>, partial<double>, partial<BF16>, partial<F16>},
-    {gradient<float>, gradient<double>, gradient<BF16>, gradient<F16>},
+    {{gradient<float, float>, nullptr, gradient<float, BF16>, gradient<float, F16>},
+     {nullptr, gradient<double, double>},
+     {nullptr, nullptr, gradient<BF16, BF16>},
+     {nullptr, nullptr, nullptr, gradient<F16, F16>}},
 };

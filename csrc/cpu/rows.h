@@ -9,8 +9,9 @@ struct RowLoops {
   const char* instruction_set;
   // Statistics of `count` adjacent columns; `chosen` is left at -inf.
   Partial<double> (*partial[STORED_TYPES])(const void* x, int64_t count, double inverse_temperature);
-  // out = p (constant + slope log p) for `count` adjacent columns; out may be x.
-  void (*gradient[STORED_TYPES])(const void* x, void* out, int64_t count, const RowGradient<double>& row);
+  // By what is read and what is written: out = p (constant + slope log p) for `count` adjacent columns; out may be x
+  // where both are the same.
+  void (*gradient[STORED_TYPES][STORED_TYPES])(const void* x, void* out, int64_t count, const RowGradient<double>& row);
 };
 
 extern const RowLoops rows_baseline;

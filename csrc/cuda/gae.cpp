@@ -7,7 +7,8 @@
 std::tuple<Tensor, Tensor> packed_gae(
     Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
     double trace_decay) {
-  OnDeviceOf device(values);
+  OnDeviceOf device(
+      {"values", values}, {{"rewards", rewards}, {"mask", mask}, {"cu_seqlens", cu_seqlens}, {"bootstrap", bootstrap}});
   const int64_t tokens = rewards.numel(), sequences = cu_seqlens.numel() - 1;
   GaeTokens given = {
       elements<float>(rewards, "rewards", tokens),

@@ -5,7 +5,7 @@
 #include "stream.h"
 
 std::tuple<Tensor, Tensor, Tensor> packed_labels(Tensor input_ids, Tensor cu_seqlens, OptionalTensor loss_mask) {
-  OnDeviceOf device(input_ids);
+  OnDeviceOf device({"input_ids", input_ids}, {{"cu_seqlens", cu_seqlens}, {"loss_mask", loss_mask}});
   const int64_t tokens = input_ids.numel();
   PackedTokens packed = {
       tokens,

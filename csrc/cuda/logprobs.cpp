@@ -30,7 +30,10 @@ void gradient_into(
     const Tensor& logits, const Tensor& out, const Tensor& labels, const Tensor& peak, const Tensor& log_sum,
     const Tensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, double temperature,
     const OptionalTensor& temperatures, int64_t vocab_start, int64_t columns) {
-  OnDeviceOf device(logits);
+  OnDeviceOf device(
+      {"logits", logits},
+      {{"labels", labels}, {"peak", peak}, {"log_sum", log_sum}, {"entropy", entropy}, {"grad_logprobs", grad_logprobs},
+       {"grad_entropy", grad_entropy}, {"temperatures", temperatures}});
   LogitRows rows = rows_of(logits, labels, temperature, temperatures, vocab_start, columns);
   LogitGradient gradient = {
       elements<float>(peak, "peak", rows.rows),
@@ -40,9 +43,9 @@ void gradient_into(
       elements_or_null<float>(grad_entropy, "grad_entropy", rows.rows),
       Logits(out, columns).stride,
   };
-  with_stored_type<float, BF16, F16>(logits, "logits", [&]<class X>(X) {
+  with_gradient_types<float, BF16, F16>(logits, out, [&]<class X, class Y>(X, Y) {
     launch_gradient(
-        static_cast<const X*>(logits.data_ptr()), static_cast<X*>(out.data_ptr()), rows, gradient, device.stream);
+        static_cast<const X*>(logits.data_ptr()), static_cast<Y*>(out.data_ptr()), rows, gradient, device.stream);
   });
 }
 
@@ -51,7 +54,7 @@ void gradient_into(
 Tensor logprob_partials(
     Tensor logits, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start,
     int64_t columns) {
-  OnDeviceOf device(logits);
+  OnDeviceOf device({"logits", logits}, {{"labels", labels}, {"temperatures", temperatures}});
   LogitRows rows = rows_of(logits, labels, temperature, temperatures, vocab_start, columns);
   Tensor out;
   with_stored_type<float, BF16, F16>(logits, "logits", [&]<class X>(X) {
@@ -64,7 +67,7 @@ Tensor logprob_partials(
 }
 
 Tensor logprob_fold(Tensor partials, Tensor labels, double temperature, OptionalTensor temperatures) {
-  OnDeviceOf device(partials);
+  OnDeviceOf device({"partials", partials}, {{"labels", labels}, {"temperatures", temperatures}});
   const int64_t parts = partials.size(0), count = partials.size(1);
   LogitRows rows = rows_of(labels, count, temperature, temperatures);
   Tensor out = new_tensor(partials, {1, count, 4}, ScalarType::Float);
@@ -75,7 +78,7 @@ Tensor logprob_fold(Tensor partials, Tensor labels, double temperature, Optional
 std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
     Tensor, Tensor partials, Tensor labels, double temperature, OptionalTensor temperatures, int64_t, int64_t,
     int64_t vocab_size, bool) {
-  OnDeviceOf device(partials);
+  OnDeviceOf device({"partials", partials}, {{"labels", labels}, {"temperatures", temperatures}});
   const int64_t parts = partials.size(0), count = partials.size(1);
   LogitRows rows = rows_of(labels, count, temperature, temperatures);
   auto column = [&] { return new_tensor(partials, {count}, ScalarType::Float); };
@@ -90,8 +93,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
 Tensor logprob_grad(
     Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
     OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
-  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());
+    int64_t columns, std::optional<ScalarType> dtype) {
+  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, dtype.value_or(logits.scalar_type()));
   gradient_into(
       logits, out, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, vocab_start,
       columns);

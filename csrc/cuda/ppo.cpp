@@ -9,7 +9,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     Tensor logprobs, OptionalTensor proximal, OptionalTensor behavior, Tensor advantages, Tensor mask,
     OptionalTensor ref, OptionalTensor entropy, OptionalTensor row_weights, OptionalTensor cu_seqlens,
     std::vector<double> options) {
-  OnDeviceOf device(logprobs);
+  OnDeviceOf device(
+      {"logprobs", logprobs},
+      {{"proximal_logprobs", proximal}, {"behavior_logprobs", behavior}, {"advantages", advantages}, {"mask", mask},
+       {"ref_logprobs", ref}, {"entropy", entropy}, {"row_weights", row_weights}, {"cu_seqlens", cu_seqlens}});
   PpoResults results(logprobs);
   PpoTokens<float> tokens = ppo_tokens<float>(
       logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options, results);

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "../math/numbers.h"
 
@@ -17,67 +18,95 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
   if (blocks == 0) return;
   if (blocks > 0x7fffffffll) throw std::runtime_error("a launch of " + std::to_string(blocks) + " blocks: 2^31 - 1 are allowed");
-#ifdef EMULATED
-  (void)stream;
-  emulate(kernel, unsigned(blocks), unsigned(threads), Parameters(arguments)...);
-#else
   kernel<<<unsigned(blocks), threads, 0, stream>>>(arguments...);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) throw std::runtime_error(std::string("kernel launch: ") + cudaGetErrorString(error));
-#endif
 }
 
 // 2^x to 2 ulp, 0 for results below 2^-126.
 __device__ __forceinline__ float fast_exp2(float x) {
-#ifdef EMULATED
-  return exp2f(x);
-#else
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
-#endif
 }
 
-// 16 bytes of a row, as they are loaded and stored.
+// Two 16-bit numbers in a word, the first in its low half.
 template <class X>
+__device__ __forceinline__ uint32_t stored_pair(float low, float high) {
+  if constexpr (std::is_same_v<X, BF16>) return bits_as<uint32_t>(__floats2bfloat162_rn(low, high));
+  else return bits_as<uint32_t>(__floats2half2_rn(low, high));
+}
+
+template <class X>
+__device__ __forceinline__ float2 values_of_pair(uint32_t pair) {
+  return make_float2(value_of(X{uint16_t(pair)}), value_of(X{uint16_t(pair >> 16)}));
+}
+
+// The larger, or smaller, of each half. A NaN gives way to a number, as in fmaxf.
+template <class X, bool LARGER>
+__device__ __forceinline__ uint32_t extreme_pair(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<X, BF16>, __nv_bfloat162, __half2>;
+  const Pair x = bits_as<Pair>(a), y = bits_as<Pair>(b);
+  return bits_as<uint32_t>(LARGER ? __hmax2(x, y) : __hmin2(x, y));
+}
+
+// Adjacent elements of a row in registers: 16 bytes as they are loaded, as many elements where they are stored.
+template <class X, int N = 16 / sizeof(X)>
 struct Piece {
-  static constexpr int WIDTH = 16 / sizeof(X);
-  uint4 raw;
+  static constexpr int WIDTH = N, WORDS = N * sizeof(X) / 4;
+  using Vector = std::conditional_t<WORDS == 4, uint4, uint2>;
+  static_assert(sizeof(Vector) == N * sizeof(X));
+  uint32_t words[WORDS];  // indices are constants after unrolling: no local memory
 
   __device__ __forceinline__ X element(int i) const {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};  // i is a constant after unrolling: no local memory
     if constexpr (sizeof(X) == 4) return bits_as<X>(words[i]);
     else return {uint16_t(words[i / 2] >> (i % 2 * 16))};
   }
 
-  __device__ __forceinline__ static Piece of(const X (&x)[WIDTH]) {
-    uint32_t words[4] = {};
+  __device__ __forceinline__ static Piece of(const X (&x)[N]) {
+    Piece piece = {};
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-      if constexpr (sizeof(X) == 4) words[i] = bits_as<uint32_t>(x[i]);
-      else words[i / 2] |= uint32_t(x[i].bits) << (i % 2 * 16);
+    for (int i = 0; i < N; i++) {
+      if constexpr (sizeof(X) == 4) piece.words[i] = bits_as<uint32_t>(x[i]);
+      else piece.words[i / 2] |= uint32_t(x[i].bits) << (i % 2 * 16);
     }
-    return {make_uint4(words[0], words[1], words[2], words[3])};
+    return piece;
+  }
+
+  // To nearest, two at a time: one instruction for both.
+  __device__ __forceinline__ static Piece rounded(const float (&x)[N]) {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      if constexpr (sizeof(X) == 4) piece.words[i] = bits_as<uint32_t>(x[i]);
+      else piece.words[i] = stored_pair<X>(x[2 * i], x[2 * i + 1]);
+    }
+    return piece;
   }
 
   // Elements at and after `count` become `fill`. ALIGNED says that `from` is a multiple of 16 bytes.
   template <bool ALIGNED>
   __device__ __forceinline__ static Piece load(const X* from, int count, X fill) {
-    if (ALIGNED && count >= WIDTH) return {*reinterpret_cast<const uint4*>(from)};
-    X x[WIDTH];
+    if (ALIGNED && count >= N) return bits_as<Piece>(*reinterpret_cast<const Vector*>(from));
+    X x[N];
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) x[i] = i < count ? from[i] : fill;
+    for (int i = 0; i < N; i++) x[i] = fill;
+    if (count <= 0) return of(x);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      if (i < count) x[i] = from[i];
+    }
     return of(x);
   }
 
   template <bool ALIGNED>
   __device__ __forceinline__ void store(X* to, int count) const {
-    if (ALIGNED && count >= WIDTH) {
-      *reinterpret_cast<uint4*>(to) = raw;
+    if (ALIGNED && count >= N) {
+      *reinterpret_cast<Vector*>(to) = bits_as<Vector>(*this);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
+    for (int i = 0; i < N; i++) {
       if (i < count) to[i] = element(i);
     }
   }

@@ -1,4 +1,4 @@
-// One launch. A block owns one piece of 1024 tokens, or one sequence where something is by sequence; it reads each token
+// One launch. A block owns one piece of 256 tokens, or one sequence where something is by sequence; it reads each token
 // once (twice by sequence), writes its gradients, and leaves its sums in fp32. The block that finishes last adds the
 // pieces' sums in fp64, in an order that does not depend on which it is: results repeat bit for bit.
 #include "device.cuh"
@@ -39,10 +39,15 @@ unsigned ticket_of(cudaStream_t stream) {
   return used++;
 }
 
-// Sum over the block, for every thread; `scratch` has a place for each warp.
-__device__ __forceinline__ float sum_over_block(float x, float* scratch) {
+__device__ __forceinline__ float sum_over_warp(float x) {
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(ALL_LANES, x, mask);
+  return x;
+}
+
+// Sum over the block, for every thread; `scratch` has a place for each warp.
+__device__ __forceinline__ float sum_over_block(float x, float* scratch) {
+  x = sum_over_warp(x);
   __syncthreads();  // scratch may still be read
   if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
   __syncthreads();
@@ -99,14 +104,23 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
     tokens.grad_logprobs[i] =
         trained ? ppo_token<float>(tokens.options, tokens.token<float>(i), log_ratio, behavior, sums) : 0.0f;
   }
+  __shared__ float of_warps[WARPS][PPO_SUMS];
 #pragma unroll
   for (int k = 0; k < PPO_SUMS; k++) {
-    const float sum = sum_over_block(sums[k], scratch);
-    if (threadIdx.x == 0 && piece < pieces) partials[piece * PPO_SUMS + k] = sum;
+    const float sum = sum_over_warp(sums[k]);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP][k] = sum;
   }
-  if (threadIdx.x == 0) {
-    __threadfence();  // the sums are there before the ticket says so
-    is_last = atomicAdd(&tickets[ticket], 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (threadIdx.x < WARP) {
+    if (threadIdx.x < PPO_SUMS && piece < pieces) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) sum += of_warps[i][threadIdx.x];
+      partials[piece * PPO_SUMS + threadIdx.x] = sum;
+      __threadfence();  // the sums are there before the ticket says so
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) is_last = atomicAdd(&tickets[ticket], 1u) == gridDim.x - 1;
   }
   __syncthreads();
   if (!is_last) return;

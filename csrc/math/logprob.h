@@ -13,7 +13,7 @@ constexpr int64_t tiles_of(int64_t columns, int64_t element_size) {
 }
 
 template <class T>
-struct Partial {
+struct alignas(16) Partial {
   T peak;    // largest x; NaN is not counted here, it shows in `sum`
   T sum;     // of exp(z - z_peak)
   T moment;  // of (z - z_peak) exp(z - z_peak): centred, or large logits would cancel the entropy's digits

@@ -179,6 +179,6 @@ struct PpoTokens {
 };
 
 // Without sequences, tokens are cut into pieces of this length for the sums.
-constexpr int64_t PPO_PIECE = 1024;
+constexpr int64_t PPO_PIECE = 256;
 
 constexpr int64_t ppo_pieces(int64_t tokens) { return (tokens + PPO_PIECE - 1) / PPO_PIECE; }

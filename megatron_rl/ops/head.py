@@ -1,6 +1,7 @@
 """The output layer and what follows it, a chunk of rows at a time, so that `[T, V]` logits are never held.
 
-Shapes: T labels, R rows of hidden, V_local this rank's columns, H hidden size.
+Shapes: T labels, R rows of hidden, V_local this rank's columns, which may be padded behind the vocabulary's, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -18,24 +19,70 @@ from megatron_rl.ops.taken_rows import TakenRows
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """(rows, their log-probs, their entropy) -> (`[K]` float64 sums, the loss first, and its slopes by both)."""
 
+CHUNK_BYTES = 1 << 30
+"""Of a chunk's logits in float32, which have half of it again once they are a 16-bit gradient. The fewer chunks there
+are, the less often the weight's gradient is read and written."""
+MOST_ROWS = 4096
 
-def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`hidden @ weight.T`; on CUDA float32 also for 16-bit operands, whose products are summed in float32 anyway."""
+
+def rows_of_chunk(columns: int) -> int:
+    """Return the rows of which `[rows, V_local]` float32 logits are held at a time; columns: V_local, padding too."""
+    return min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
+
+
+def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """`hidden @ weight.T`; on CUDA float32 also for 16-bit operands, whose products are summed in float32 anyway.
+
+    out: a chunk's logits that nobody needs any more, of at least as many rows.
+    """
+    out = None if out is None else out[: len(hidden)]
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return torch.mm(hidden, weight.T)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+    return torch.mm(hidden, weight.T, out=out)
 
 
-def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Total + grad_logits.T @ hidden in the accumulating dtype: sums over chunks would drift in bfloat16."""
-    if grad_logits.is_cuda and grad_logits.dtype != torch.float32:
-        if total is not None:  # added inside the product: a sum of its own would move the weight's size three times
-            return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
-        return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
-    if total is not None and total.dtype == grad_logits.dtype:
-        return total.addmm_(grad_logits.T, hidden)
-    product = torch.mm(grad_logits.T, hidden).to(accumulator(hidden.dtype))
-    return product if total is None else total.add_(product)
+class WeightGradient:
+    """The sum over chunks of `grad_logits.T @ hidden`, in the accumulating dtype: sums in bfloat16 would drift.
+
+    main_grad: takes the sum in place of autograd, as layers of Megatron add their gradients to it.
+    """
+
+    def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
+        self.main_grad = main_grad
+        is_exact = main_grad is not None and main_grad.dtype == accumulator(weight.dtype)
+        self.sum = main_grad if is_exact else None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add a chunk's part, of rows in the weight's dtype."""
+        if grad_logits.is_cuda and grad_logits.dtype != torch.float32:
+            if self.sum is None:
+                self.sum = torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
+            else:  # added inside the product: a sum of its own would move the weight's size three times
+                torch.addmm(self.sum, grad_logits.T, hidden, out_dtype=torch.float32, out=self.sum)
+        elif self.sum is not None and self.sum.dtype == grad_logits.dtype:
+            self.sum.addmm_(grad_logits.T, hidden)
+        else:
+            product = torch.mm(grad_logits.T, hidden).to(accumulator(hidden.dtype))
+            self.sum = product if self.sum is None else self.sum.add_(product)
+
+    def for_autograd(self) -> Tensor | None:
+        """Return the sum, or None where it has gone to main_grad."""
+        if self.main_grad is None:
+            return self.sum
+        if self.sum is not self.main_grad:
+            self.main_grad.add_(self.sum)
+        return None
+
+
+def placeholder(weight: Tensor) -> Tensor:
+    """What autograd gets of a gradient that is in main_grad: Megatron's hooks wait for one, and do not read it."""
+    return torch.empty_like(weight)
+
+
+def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product, in the gradient's own memory where it has the dtype: no tensor of its size is made twice."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, by.to(gradient.dtype), out=out)
 
 
 def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
@@ -52,6 +99,14 @@ def logits_results(logits: Tensor, labels: Tensor, shard: VocabShard, rest: tupl
     return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
 
 
+def logits_gradient(logits: Tensor, dtype: torch.dtype, *rest) -> Tensor:
+    """Gradient of logits that nobody uses again: in their own memory, or in that of a narrower dtype."""
+    if logits.dtype != dtype:  # the products run on 16-bit operands where the weight has them
+        return ops.logprob_grad(logits, *rest, dtype=dtype)
+    overwrite_with_gradient(logits, *rest)
+    return logits
+
+
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of `hidden @ weight.T` rows, all of which have a label.
 
@@ -59,15 +114,19 @@ class HeadLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, chunk: int):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
+        temperature: float, chunk: int,
+    ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
+        logits = None
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # without rows one empty chunk
-            logits = head_logits(h, weight)  # [c, V_local]
+            logits = head_logits(h, weight, logits)  # [c, V_local]
             parts.append(logits_results(logits, y, shard, rest))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no more memory than the chunk that had to be there anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
-        ctx.rest, ctx.chunk = rest, chunk
+        ctx.rest, ctx.chunk, ctx.main_grad = rest, chunk, main_grad
         ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
         return logprobs, entropy
 
@@ -77,18 +136,24 @@ class HeadLogprobs(torch.autograd.Function):
         rows = [hidden, labels, *saved[:3]]
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = None
+        total = WeightGradient(weight, ctx.main_grad) if needs_weight or ctx.main_grad is not None else None
+        logits = None
         for i, (h, *row) in enumerate(zip(*(tensor.split(ctx.chunk) for tensor in rows), strict=True)):
             part = slice(i * ctx.chunk, (i + 1) * ctx.chunk)
             slopes = (None if g is None else g[part].contiguous() for g in (grad_logprobs, grad_entropy))
-            grad = saved[3] if len(saved) > 3 else head_logits(h, weight)
-            overwrite_with_gradient(grad, *row, *slopes, *ctx.rest)
-            grad = grad.to(weight.dtype)  # the products run on 16-bit operands where the weight has them
+            logits = saved[3] if len(saved) > 3 else head_logits(h, weight, logits)
+            grad = logits_gradient(logits[: len(h)], weight.dtype, *row, *slopes, *ctx.rest)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-            if needs_weight:
-                grad_weight = add_weight_gradient(grad_weight, grad, h)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+            if total is not None:
+                total.add(grad, h)
+            del grad  # before the next chunk's is made
+        by_weight = None
+        if total is not None and (found := total.for_autograd()) is not None:
+            by_weight = found.to(weight.dtype)
+        elif needs_weight:
+            by_weight = placeholder(weight)
+        return grad_hidden, by_weight, *(None,) * 5
 
 
 class HeadLoss(torch.autograd.Function):
@@ -99,33 +164,37 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Slopes, shard: VocabShard, temperature: float,
-        chunk: int,
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
+        shard: VocabShard, temperature: float, chunk: int,
     ):  # fmt: skip
         rest = columns_of(weight, shard, temperature)
-        grad_hidden, grad_weight, totals = torch.empty_like(hidden), None, []
+        grad_hidden, totals, logits = torch.empty_like(hidden), [], None
+        total = WeightGradient(weight, main_grad)
         # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
         for start in range(0, max(len(hidden), 1), chunk):  # without rows too the loss says which statistics it has
             rows = slice(start, start + chunk)
-            logits, y = head_logits(hidden[rows], weight), labels[rows]
+            logits, y = head_logits(hidden[rows], weight, logits), labels[rows]
             logprobs, entropy, peak, log_sum = logits_results(logits, y, shard, rest)
             sums, by_logprob, by_entropy = slopes(rows, logprobs, entropy)
             totals.append(sums)
-            ops.logprob_grad_(logits, y, peak, log_sum, entropy, by_logprob, by_entropy, *rest)
-            grad = logits.to(weight.dtype)
+            grad = logits_gradient(logits, weight.dtype, y, peak, log_sum, entropy, by_logprob, by_entropy, *rest)
             torch.mm(grad, weight, out=grad_hidden[rows])
-            grad_weight = add_weight_gradient(grad_weight, grad, hidden[rows])
+            total.add(grad, hidden[rows])
+            del grad  # before the next chunk's is made
         sums = torch.stack(totals).sum(0)  # [K] float64
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(grad_hidden, weight, total.for_autograd())
         ctx.mark_non_differentiable(sums)
         return sums[0].to(accumulator(hidden.dtype)), sums
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor, _: Tensor):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        by_weight = (grad_weight * grad_loss.to(grad_weight.dtype)).to(ctx.weight_dtype)
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), by_weight, *(None,) * 5
+        grad_hidden, weight, grad_weight = ctx.saved_tensors
+        if grad_weight is not None:
+            by_weight = scaled(grad_weight, grad_loss, weight.dtype)
+        else:  # it was added before anybody could scale it
+            torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
+            by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 6
 
 
 def lm_head_loss(
@@ -138,14 +207,16 @@ def lm_head_loss(
     rows: Tensor | TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
-    rows_per_chunk: int = 2048,
+    main_grad: Tensor | None = None,
+    rows_per_chunk: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss that is a sum over rows, and its statistics, without holding more than one chunk of logits.
 
     loss(logprobs, entropy, places) -> (loss_sum, sums): the loss of the labels at `places` (`[c]` int64) from their
     log-probabilities and entropy, `[c]` float32; `sums` are 0-dim, and both are added over the chunks (the statistics
     as float64). The other arguments are `lm_head_logprobs`'. The gradient is formed together with the loss, also where
-    none is asked for, and may be used once or scaled by what follows; the weight's is summed in float32.
+    none is asked for, and may be used once or scaled by what follows; the weight's is summed in float32. Where it goes
+    to main_grad, it is added before this returns, so that nothing may scale the loss: RuntimeError in backward.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -161,10 +232,9 @@ def lm_head_loss(
         by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
         return column, by_logprob, dense(by_entropy)
 
-    picked = pick(hidden, rows, kept, weight.dtype)
-    total, sums = HeadLoss.apply(
-        picked, weight, labels.index_select(0, kept), slopes, shard, temperature, rows_per_chunk
-    )
+    picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
+    chunk = rows_per_chunk or rows_of_chunk(len(weight))
+    total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, shard, temperature, chunk)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
 
@@ -184,7 +254,7 @@ def lm_head_ppo_loss(
     ref_logprobs: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | None = None,
-    rows_per_chunk: int = 2048,
+    rows_per_chunk: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`ppo_loss` of the log-probabilities of `hidden @ weight.T`, without ever holding more than one chunk of logits.
 
@@ -223,7 +293,8 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    loss, sums = HeadLoss.apply(picked, weight, targets, slopes, shard, temperature, rows_per_chunk)
+    chunk = rows_per_chunk or rows_of_chunk(len(weight))
+    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, chunk)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
@@ -236,7 +307,8 @@ def lm_head_logprobs(
     rows: Tensor | TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
-    rows_per_chunk: int = 1024,
+    main_grad: Tensor | None = None,
+    rows_per_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]`.
 
@@ -245,13 +317,15 @@ def lm_head_logprobs(
     all with labels of 0 or more; where absent, those of all such labels, which waits for the device. Other places give
     0. rows as TakenRows are those of the kept labels: then the gradient of a row that several share is the same bits
     every time. Rows go through the head in chunks; the backward forms the logits of each again, unless there is one
-    chunk only. The weight's gradient is summed over the chunks in float32.
+    chunk only. The weight's gradient is summed over the chunks in float32, in main_grad where that is given: a tensor
+    like the weight, to which it is added. Autograd then gets a gradient without meaning, if the weight asks for one.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
-    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, shard, temperature, rows_per_chunk)
+    chunk = rows_per_chunk or rows_of_chunk(len(weight))
+    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, main_grad, shard, temperature, chunk)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)
 
@@ -263,6 +337,8 @@ def places_of(labels: Tensor) -> Tensor:
 
 def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
     # Only rows with a label go through the output layer: a prompt's have none.
+    if rows is None:  # each once
+        rows = TakenRows(kept, [(kept, torch.arange(len(kept), device=kept.device))])
     if isinstance(rows, TakenRows):
         return rows.of_values(hidden).to(dtype)
-    return hidden.index_select(0, kept if rows is None else rows.index_select(0, kept)).to(dtype)
+    return hidden.index_select(0, rows.index_select(0, kept)).to(dtype)

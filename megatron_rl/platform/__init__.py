@@ -77,17 +77,25 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 
 
 def use_flash_attention(kernel: str) -> None:
-    """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had."""
+    """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had.
+
+    Transformer Engine's is none of torch's: it is looked for, without importing it.
+    """
     if kernel == "torch":
         return
-    fault = "there is no CUDA device"
-    if has_cuda():
+    fault, package = "there is no CUDA device", "flash_attn_interface (FlashAttention's folder `hopper`)"
+    if kernel == "TE":
+        package = "transformer_engine[pytorch]"
+        if has_cuda() and importlib.util.find_spec("transformer_engine") is not None:
+            return
+        fault = "No module named 'transformer_engine'" if has_cuda() else fault
+    elif has_cuda():
         try:
             torch.nn.attention.activate_flash_attention_impl(kernel)
             return
         except (ImportError, RuntimeError, ValueError) as error:
             fault = str(error)
     raise ValueError(
-        f"model.flash_attention = {kernel!r}: {fault}; install flash_attn_interface (FlashAttention's folder `hopper`) "
-        f"on a machine with CUDA, or set model.flash_attention=torch."
+        f"model.flash_attention = {kernel!r}: {fault}; install {package} on a machine with CUDA, or set "
+        f"model.flash_attention=torch."
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.platform.plain_checkpoints import read_as_data
@@ -95,6 +96,29 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
     module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
+def embedding_without_a_mask_as_index(module: ModuleType) -> None:
+    """0.16.1 to 0.19.2: cut over the tensor axis, the embedding indexes by a mask.
+
+    The host then waits for a GPU in each microbatch: twice in the forward pass, once in the backward.
+    """
+
+    def forward(self, input_: Tensor) -> Tensor:
+        ids, is_elsewhere = input_, None
+        if self.tp_group.size() > 1:
+            is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            ids = (input_ - self.vocab_start_index).masked_fill(is_elsewhere, 0)
+        rows = self.weight[ids] if self.deterministic_mode else F.embedding(ids, self.weight)  # [1, R, H]
+        if is_elsewhere is not None:
+            rows = rows.masked_fill(is_elsewhere[..., None], 0.0)
+        if self.reduce_scatter_embeddings:
+            return module.reduce_scatter_to_sequence_parallel_region(
+                rows.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return module.reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+
+    module.VocabParallelEmbedding.forward = forward
+
+
 class _ResultsFile:
     """A queue from forked writers to their parent: a nameless file that only grows, and that nobody else can open."""
 
@@ -130,6 +154,7 @@ FIXES = {
     "megatron.core.jit": no_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
     "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
+    "megatron.core.tensor_parallel.layers": embedding_without_a_mask_as_index,
     "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
     "megatron.core.dist_checkpointing.strategies.torch": read_as_data,

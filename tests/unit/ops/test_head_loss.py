@@ -1,7 +1,6 @@
 """lm_head_ppo_loss and packed_labels against their plain definitions."""
 
-import runpy
-from pathlib import Path
+import weakref
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, reference
 from megatron_rl.ops.library import ops as library
 
-build = runpy.run_path(str(Path(__file__).parents[3] / "csrc" / "build.py"))
 SHARD = ops.VocabShard(0, 33, 33)
 
 
@@ -99,6 +97,73 @@ def test_memory_does_not_grow_with_the_rows():
     assert largest == 20 * 1000 * 4
 
 
+def test_one_chunk_of_logits_is_alive_at_a_time():
+    """Tensors of a chunk's size that are alive together, forward and backward, in the two sweeps of a head."""
+    chunk, alive, most = 20 * 1000 * 4, {}, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            result = func(*args, **(kwargs or {}))
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() == chunk:
+                    storage = tensor.untyped_storage()
+                    alive[storage._cdata] = weakref.ref(storage, lambda _, key=storage._cdata: alive.pop(key, None))
+            most = max(most, len(alive))
+            return result
+
+    hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    labels, shard = torch.arange(400), ops.VocabShard(0, 1000, 1000)
+    given = {"shard": shard, "rows_per_chunk": 20}
+    with Watch():
+        ops.lm_head_ppo_loss(hidden, weight, labels, None, None, torch.ones(400), PpoOptions(), **given)[0].backward()
+        ops.lm_head_logprobs(hidden, weight, labels, **given)[0].sum().backward()
+    assert most == 1
+
+
+# exact: the sum itself; rounded: main gradients of 16 bits, to which the float32 sum over chunks is added once
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize("by_loss", [True, False], ids=["loss", "logprobs"])
+def test_the_gradient_of_the_weight_is_added_to_main_grad(by_loss, dtypes):
+    dtype, main_dtype = (getattr(torch, name) for name in dtypes)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype) for n in (11, 40))  # 7 columns of padding
+    labels = torch.randint(0, 33, (11,), generator=generator)
+    before = torch.randn(40, 8, generator=generator).to(main_dtype)
+
+    def gradients(main_grad, is_tied=False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        given = (h, w.detach() if is_tied else w, labels)
+        more = {"shard": SHARD, "rows_per_chunk": 4, "main_grad": main_grad}
+        if by_loss:
+            loss, _ = ops.lm_head_loss(*given, lambda logprobs, entropy, _: ((logprobs**2 + entropy).sum(), {}), **more)
+        else:
+            logprobs, entropy = ops.lm_head_logprobs(*given, **more)
+            loss = (logprobs**2 + entropy).sum()
+        loss.backward()
+        return h.grad, w.grad
+
+    of_hidden, of_weight = gradients(None)
+    for is_tied in (False, True):
+        main_grad = before.clone()
+        found, placeholder = gradients(main_grad, is_tied)
+        assert (placeholder is None) == is_tied
+        assert torch.equal(found, of_hidden)
+        tolerance = 1e-5 if dtypes == ("float32", "float32") else 0.03
+        torch.testing.assert_close(
+            main_grad.float(), before.float() + of_weight.float(), rtol=tolerance, atol=tolerance
+        )
+        assert torch.equal(main_grad[33:], before[33:])
+
+
+def test_a_loss_whose_gradient_is_in_main_grad_cannot_be_scaled_any_more():
+    hidden, weight = torch.randn(3, 8).requires_grad_(), torch.randn(33, 8)
+    of_all = {"shard": SHARD, "main_grad": torch.zeros(33, 8)}
+    loss, _ = ops.lm_head_loss(hidden, weight, torch.arange(3), lambda logprobs, *_: (logprobs.sum(), {}), **of_all)
+    with pytest.raises(RuntimeError, match="main_grad"):
+        (2 * loss).backward()
+
+
 @pytest.mark.parametrize("options", [PpoOptions(), PpoOptions(sequence_ratio=True)], ids=["by token", "by sequence"])
 def test_compiles_without_a_break(options):
     hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(33, 8).requires_grad_()
@@ -126,7 +191,7 @@ def test_no_trained_row_gives_zero_loss_and_gradient():
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
-# none, an empty sequence between others, one of one token, more than a block of the kernel
+# none, an empty sequence between others, one of one token, a long one
 @pytest.mark.parametrize("lengths", [(), (3, 0, 1, 4), (300, 1, 20)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_labels_are_shifted_inside_each_sequence(lengths, masked):
@@ -134,11 +199,9 @@ def test_labels_are_shifted_inside_each_sequence(lengths, masked):
     total, cu_seqlens = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.randint(0, 99, (total,), generator=generator)
     mask = torch.rand(total, generator=generator) < 0.5 if masked else None
-    torch.ops.load_library(build["build_emulated"]())
     expected = reference.packed_labels(ids, cu_seqlens, mask)
-    for function in (ops.packed_labels, torch.ops.megatron_rl_emulated.packed_labels):
-        for mine, right in zip(function(ids, cu_seqlens, mask), expected, strict=True):
-            assert torch.equal(mine, right)
+    for mine, right in zip(ops.packed_labels(ids, cu_seqlens, mask), expected, strict=True):
+        assert torch.equal(mine, right)
 
 
 def test_labels_obey_torchs_rules():

@@ -154,6 +154,18 @@ def test_gradient_in_place_replaces_the_logits_once():
         logprobs.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_in_16_bits_is_the_float32_gradient_rounded(dtype):
+    logits, labels = rows(width=20001, count=4)
+    logits, labels[3] = torch.nn.functional.pad(logits, (0, 3)), -100
+    partials = ops.logprob_partials(logits, labels, 0.7, None, 0, 20001)
+    _, entropy, peak, log_sum = ops.logprob_finish(logits, partials, labels, 0.7, None, 0, 20001, 20001, False)
+    rest = (labels, peak, log_sum, entropy, torch.tensor([1.0, -2.0, 0.3, 1.0]), torch.ones(4), 0.7, None, 0, 20001)
+    assert torch.equal(ops.logprob_grad(logits, *rest, dtype=dtype), ops.logprob_grad(logits, *rest).to(dtype))
+    with pytest.raises(RuntimeError, match="for bfloat16 logits: their gradient has their dtype"):
+        ops.logprob_grad(logits.bfloat16(), *rest, dtype=torch.float16)
+
+
 def test_operators_obey_torchs_rules_and_compile_without_a_break():
     logits, labels = rows(width=20)
     x = logits.requires_grad_()
@@ -164,6 +176,7 @@ def test_operators_obey_torchs_rules_and_compile_without_a_break():
     _, entropy, peak, log_sum = ops.logprob_finish(logits.detach(), partials, labels, 0.7, None, 0, 20, 20, False)
     rest = (labels, peak, log_sum, entropy, torch.ones(6), None, 0.7, None, 0, 20)
     opcheck(ops.logprob_grad.default, (logits.detach(), *rest))
+    opcheck(ops.logprob_grad.default, (logits.detach(), *rest), {"dtype": torch.bfloat16})
     opcheck(ops.logprob_grad_.default, (logits.detach().clone(), *rest))
 
     def loss(x):

@@ -1,8 +1,5 @@
 """ppo_loss against autograd of the plain definition in float64; and as the CUDA kernel's source on the CPU."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -11,7 +8,6 @@ from megatron_rl.ops import PPO_SUMS, PpoOptions, ppo_loss, reference
 from megatron_rl.ops import library as loader
 from megatron_rl.ops.library import ops as library
 
-build = runpy.run_path(str(Path(__file__).parents[3] / "csrc" / "build.py"))
 LENGTHS = (700, 0, 1, 1300, 47)
 CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)
 
@@ -61,29 +57,6 @@ def test_loss_and_gradient_equal_autograd(options, trained, weighted):
         results.append((loss.detach(), gradients[0].masked_fill(~mask, 0.0), gradients[1]))
     for mine, right in zip(*results, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_kernel_equals_the_operator(options):
-    torch.ops.load_library(build["build_emulated"]())
-    logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(torch.float32)
-    behavior[5] = float("-inf")
-    bounds = CU_SEQLENS if options.by_sequence else None
-    arguments = (logprobs, proximal, behavior, advantages, mask, ref, entropy, weights, bounds, options.packed(0.5))
-    kernel = torch.ops.megatron_rl_emulated.ppo_loss
-    found, again = kernel(*arguments), kernel(*arguments)
-    for mine, twice, right in zip(found, again, library.ppo_loss(*arguments), strict=True):
-        torch.testing.assert_close(mine, right, rtol=2e-5, atol=1e-5)
-        assert torch.equal(mine, twice)  # the count of finished blocks began anew
-
-
-def test_kernel_without_tokens_gives_zeros():
-    torch.ops.load_library(build["build_emulated"]())
-    nothing = torch.empty(0)
-    for bounds, options in ((None, OPTIONS["ppo"]), (torch.tensor([0]), OPTIONS["gspo"])):
-        arguments = (nothing, None, None, nothing, nothing.bool(), None, None, None, bounds, options.packed(1.0))
-        loss, sums, *_ = torch.ops.megatron_rl_emulated.ppo_loss(*arguments)
-        assert loss == 0 and torch.equal(sums, torch.zeros(len(PPO_SUMS), dtype=torch.float64))
 
 
 def test_statistics_by_hand():
@@ -163,30 +136,6 @@ def wild_case(dtype):
     behavior, entropy = proximal - logs[:, 1], torch.full_like(own, 0.5)
     bounds = torch.arange(len(logs) + 1)  # sequences of one token: what is by sequence is bounded there
     return logs, own, proximal, behavior, ref, entropy, bounds
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_kernel_bounds_the_same_tokens(options):
-    torch.ops.load_library(build["build_emulated"]())
-    *rows, bounds = wild_case(torch.float32)
-    logs, own, proximal, behavior, ref, entropy = (row[::29].contiguous() for row in rows)  # each sequence is a block
-    bounds = bounds[: len(own) + 1] if options.by_sequence else None
-    columns = (
-        own,
-        proximal,
-        behavior,
-        logs[:, 3].contiguous(),
-        torch.ones(len(own)).bool(),
-        ref,
-        entropy,
-        None,
-        bounds,
-    )
-    kernel = torch.ops.megatron_rl_emulated.ppo_loss(*columns, options.packed(1.0))
-    both = kernel, library.ppo_loss(*columns, options.packed(1.0))
-    sums, right = (dict(zip(PPO_SUMS, found[1], strict=True)) for found in both)
-    assert sums["bounded_tokens"] == right["bounded_tokens"] > 0 and sums["not_finite"] == right["not_finite"] == 0
-    assert all(tensor.isfinite().all() for tensor in kernel)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -1,0 +1,397 @@
+"""Predict a kernel's share of the copy bandwidth from the machine code that ptxas made. Needs no GPU, and asks none.
+
+The path: among all ways through a kernel that load a given number of 16-byte pieces and take an exponential of each of
+their numbers, the one of fewest instructions. Kernels without such loads have no prediction.
+
+The model is a closed queue for one multiprocessor. Its customers are the resident blocks, as many as registers and
+warps allow. Each goes round three stations. Memory: the block's bytes at the bandwidth of a copy. Issue: the busiest of
+the schedulers (a warp instruction a clock in each quarter, of which 92 % are usable) and of the pipes in RATES. A
+delay: the latency of one warp alone by LATENCY, on the shortest path that also stores a result (a block is gone when
+its last warp is), which other resident blocks hide as far as there are enough of them (Little's law). Services are
+constant, so a block that finds another being served waits half of its time on average (mean value analysis with that
+correction). A launch pays the delay and the issue of one block once more, where it fills and drains.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+WARP, QUARTERS, WARPS_RESIDENT, REGISTERS = 32, 4, 64, 65536
+THREADS, PIECES = 256, 8
+TILE_BYTES = THREADS * PIECES * 16
+"""Of a block of the log-probability kernels (csrc/kernels/logprobs.cu)."""
+
+USABLE_SLOTS = 0.92
+BLOCK_START_CLOCKS = 200
+FINISH_SECONDS = 2.0e-6
+"""What finish_kernel adds behind partials_kernel, with the gap between two kernels of one stream."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a GPU. The bandwidth is the one that a copy reaches, not the data sheet's."""
+
+    architecture: str
+    multiprocessors: int
+    clock: float
+    copy_bandwidth: float
+
+    @property
+    def bytes_per_clock(self) -> float:
+        return self.copy_bandwidth / self.clock / self.multiprocessors
+
+
+DEVICES = {
+    "A100": Device("sm_80", 108, 1.41e9, 1.75e12),
+    "H100": Device("sm_90a", 132, 1.755e9, 3.0e12),
+    "H200": Device("sm_90a", 132, 1.755e9, 4.3e12),
+    "B200": Device("sm_100", 148, 1.85e9, 7.0e12),
+}
+
+PIPES = {
+    "fma": "FADD FMUL FFMA FADD2 FMUL2 FFMA2 HADD2 HMUL2 HFMA2",
+    "imad": "IMAD",
+    "alu": "FMNMX FMNMX3 FSEL FSETP FSET ISETP LOP3 SHF IADD3 VIADD VIADDMNMX LEA PRMT SEL MOV F2FP HMNMX2 VHMNMX "
+    "HSETP2 PLOP3 VIMNMX VIMNMX3 IABS POPC FLO P2R R2P CS2R I2FP VOTE",
+    "fp64": "DADD DMUL DFMA DSETP",
+    "mufu": "MUFU",
+    "conversion": "F2F F2I I2F FCHK",
+    "lsu": "LDG STG LD ST LDS STS SHFL ATOM ATOMG RED",
+    "uniform": "R2UR S2R S2UR LDC UMOV ULDC LDCU UIADD3 UIMAD ULEA USHF ULOP3 USEL UISETP UPLOP3 UFSETP UFSEL UFMUL "
+    "UFADD",
+    "control": "BRA BSSY BSYNC EXIT NOP BAR CALL RET MEMBAR ERRBAR CCTL CGAERRBAR YIELD WARPSYNC LEPC",
+}
+PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
+
+RATES = {"fma": 128, "imad": 64, "alu": 64, "fp64": 64, "mufu": 16, "lsu": 32}
+"""Threads a clock on one multiprocessor. Conversions share the pipe of mufu; the other pipes cost issue slots only."""
+RATES_OF = {"sm_80": RATES | {"fma": 64, "fp64": 32}, "sm_90a": RATES, "sm_100": RATES}
+
+LATENCY = {
+    "fma": 5, "imad": 5, "alu": 5, "fp64": 9, "mufu": 20, "conversion": 20, "lsu": 30, "uniform": 12, "control": 1,
+}  # fmt: skip
+DRAM_CLOCKS, CACHE_CLOCKS, BARRIER_CLOCKS = 650, 280, 30
+"""A 16-byte load comes from memory. A narrower one is a number of the row, which its other blocks have fetched."""
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P[\dT]))?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
+LABEL = re.compile(r"(\.L_x_\d+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str  # with its suffixes
+    guard: str | None
+    operands: str
+
+    @property
+    def name(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def pipe(self) -> str:
+        if self.name not in PIPE_OF:
+            raise ValueError(f"{self.name}: its pipe is not known; add it to PIPES in csrc/sass_report.py")
+        return PIPE_OF[self.name]
+
+    @property
+    def loads_piece(self) -> bool:
+        return self.name == "LDG" and ".128" in self.opcode
+
+    @property
+    def is_exponential(self) -> bool:
+        return self.opcode == "MUFU.EX2"
+
+    @property
+    def is_conditional(self) -> bool:
+        return self.guard is not None or (self.name == "BRA" and "," in self.operands)
+
+    @property
+    def turns(self) -> int:
+        """In its pipe: the load-store unit moves four bytes of a thread at a time."""
+        return 4 if self.pipe == "lsu" and ".128" in self.opcode else 1
+
+    @property
+    def latency(self) -> int:
+        if self.name in ("LDG", "LD", "ATOMG", "ATOM"):
+            return DRAM_CLOCKS if self.loads_piece else CACHE_CLOCKS
+        return BARRIER_CLOCKS if self.name == "BAR" else LATENCY[self.pipe]
+
+    @cached_property
+    def registers(self) -> tuple[list[str], list[str]]:
+        """(written, read), predicates among them."""
+        parts = [part.strip() for part in self.operands.split(",")]
+        predicate = len(parts) > 1 and any(re.fullmatch(r"U?P[\dT]", part) for part in parts[:2])
+        targets = 2 if predicate else 1  # as in `IADD3 R5, P0, R6, R7` and `SHFL.BFLY PT, R5, R6, 0x1`
+        if self.pipe == "control" or self.name in ("STG", "ST", "STS", "RED"):
+            targets = 0
+        is_pair = ".64" in self.opcode or ".WIDE" in self.opcode or self.pipe == "fp64"
+        written = [r for part in parts[:targets] for r in adjacent(part, 4 if ".128" in self.opcode else 1 + is_pair)]
+        read = [r for part in parts[targets:] for r in adjacent(part, 1 + (".64" in part))]
+        return written, read + ([self.guard] if self.guard else [])
+
+
+def adjacent(operand: str, width: int) -> Iterator[str]:
+    for kind, number in re.findall(r"\b(U?[RP])(\d+)", operand):
+        yield from (f"{kind}{int(number) + i}" for i in range(width if kind in ("R", "UR") else 1))
+
+
+@dataclass
+class Block:
+    """Instructions that run one after another, and the numbers of the blocks that may follow."""
+
+    instructions: list[Instruction]
+    following: list[int]
+
+
+def kernels_in(disassembly: str) -> dict[str, list[Block]]:
+    """Read what `nvdisasm -c` prints: `{readable name: blocks}`."""
+    sections = re.split(r"\.section\s+\.text\.", disassembly)[1:]
+    mangled = "\n".join(section.partition(",")[0] for section in sections)
+    readable = subprocess.run(
+        ["c++filt"], input=mangled, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    names = [name.partition("::")[2].partition("(")[0] for name in readable]
+    return {name: blocks_of(section) for name, section in zip(names, sections, strict=True)}
+
+
+def blocks_of(section: str) -> list[Block]:
+    blocks, numbers = [Block([], [])], {}
+    for line in section.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            blocks.append(Block([], []))
+            numbers[label[1]] = len(blocks) - 1
+        elif found := INSTRUCTION.search(line):
+            blocks[-1].instructions.append(Instruction(found[2], found[1], found[3]))
+            if blocks[-1].instructions[-1].name in ("BRA", "EXIT", "RET"):
+                blocks.append(Block([], []))
+    for number, block in enumerate(blocks):
+        last = block.instructions[-1] if block.instructions else None
+        if last is not None and last.name == "BRA" and (label := LABEL.search(last.operands)):
+            block.following.append(numbers[label[1]])
+        ends = last is not None and last.name in ("BRA", "EXIT", "RET") and not last.is_conditional
+        if not ends and number + 1 < len(blocks):
+            block.following.append(number + 1)
+    return blocks
+
+
+def in_order(blocks: list[Block]) -> tuple[list[int], set[tuple[int, int]]]:
+    """Blocks so that each comes before those that follow it, and the edges that close a loop, which are left out."""
+    order: list[int] = []
+    closing: set[tuple[int, int]] = set()
+    state: dict[int, str] = {0: "open"}
+    stack = [(0, iter(blocks[0].following))]
+    while stack:
+        number, rest = stack[-1]
+        for after in rest:
+            if state.get(after) == "open":
+                closing.add((number, after))
+            elif after not in state:
+                state[after] = "open"
+                stack.append((after, iter(blocks[after].following)))
+                break
+        else:
+            state[number] = "done"
+            order.append(number)
+            stack.pop()
+    return order[::-1], closing
+
+
+Done = tuple[int, int, bool]
+"""On a way so far: 16-byte loads, exponentials, whether something was stored in global memory."""
+Way = tuple[int, int, Done]
+"""Instructions so far, the block before and what was done on entering it."""
+
+
+def paths(blocks: list[Block], exponentials: int, must_store: bool) -> dict[int, list[Instruction]]:
+    """The shortest way for each number of 16-byte loads, with `exponentials` for each of them or more."""
+    most = PIECES * exponentials
+    order, closing = in_order(blocks)
+    ways: dict[int, dict[Done, Way]] = {number: {} for number in order}
+    ways[0][0, 0, False] = (0, -1, (0, 0, False))
+    ends: dict[int, Way] = {}
+    for number in order:
+        block = blocks[number]
+        loads = sum(i.loads_piece for i in block.instructions)
+        powers = sum(i.is_exponential for i in block.instructions)
+        stores = any(i.name == "STG" for i in block.instructions)
+        may_end = bool(block.instructions) and block.instructions[-1].name == "EXIT"
+        for key, (length, _, _) in ways[number].items():
+            done = (key[0] + loads, min(most, key[1] + powers), key[2] or stores)
+            way = (length + len(block.instructions), number, key)
+            for following in block.following:
+                if (number, following) not in closing and done[0] <= PIECES:
+                    ways[following][done] = min(ways[following].get(done, way), way)
+            if may_end and done[1] >= done[0] * exponentials and done[2] >= must_store:
+                ends[done[0]] = min(ends.get(done[0], way), way)
+    found = {}
+    for loads, (_, number, key) in ends.items():
+        parts = []
+        while number >= 0:
+            parts.append(blocks[number].instructions)
+            _, number, key = ways[number][key]
+        found[loads] = [i for part in reversed(parts) for i in part]
+    return found
+
+
+def clocks_alone(path: list[Instruction]) -> int:
+    """Of one warp, which issues in order and waits for what an instruction reads."""
+    ready: Counter[str] = Counter()
+    clock = 0
+    for instruction in path:
+        written, read = instruction.registers
+        clock = max([clock + 1, *(ready[register] for register in read)])
+        ready.update({register: clock + instruction.latency - ready[register] for register in written})
+        if instruction.name == "BAR":
+            clock += BARRIER_CLOCKS
+    return clock
+
+
+def pipes_used(path: list[Instruction]) -> dict[str, int]:
+    counts = Counter(instruction.pipe for instruction in path)
+    return {pipe: counts[pipe] for pipe in PIPES if counts[pipe]}
+
+
+def issue_clocks(path: list[Instruction], architecture: str) -> float:
+    """Of one block, whose warps share the quarters evenly."""
+    warps = THREADS / WARP
+    turns: Counter[str] = Counter()
+    for instruction in path:
+        turns["mufu" if instruction.pipe == "conversion" else instruction.pipe] += instruction.turns
+    of_pipes = [turns[pipe] * warps * WARP / rate for pipe, rate in RATES_OF[architecture].items()]
+    return max(len(path) * warps / QUARTERS / USABLE_SLOTS, *of_pipes)
+
+
+def blocks_resident(registers: int) -> int:
+    """Of 256 threads on one multiprocessor; registers are given to a warp of a quarter in units of 256."""
+    of_warp = -(-registers * WARP // 256) * 256
+    return min(REGISTERS // QUARTERS // of_warp * QUARTERS, WARPS_RESIDENT) // (THREADS // WARP)
+
+
+def blocks_per_clock(resident: int, services: tuple[float, float], delay: float) -> float:
+    """Mean value analysis of the closed queue, one customer more at a time."""
+    waiting, busy, rate = [0.0, 0.0], [0.0, 0.0], 0.0
+    for customers in range(1, resident + 1):
+        times = [s * (1 + w - b / 2) for s, w, b in zip(services, waiting, busy, strict=True)]
+        rate = min(customers / (delay + sum(times)), 1 / max(services))
+        waiting, busy = [rate * t for t in times], [rate * s for s in services]
+    return rate
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A streaming kernel: blocks of 256 threads that each take a tile of a row, 16 bytes at a time."""
+
+    registers: int
+    paths: dict[int, list[Instruction]]  # by 16-byte loads: of most warps
+    storing: dict[int, list[Instruction]]  # of the last warp of a block
+    moves: (
+        float  # bytes that go through memory for a byte of the tile: 1 read, 2 read and written, 1.5 written as 16 bits
+    )
+
+    def tile(self, share: float, device: Device) -> tuple[float, float, float]:
+        """Clocks of (memory, issue, delay) for a tile of which this share is filled."""
+        loads = min(used for used in self.paths if used >= share * PIECES)
+        memory = share * TILE_BYTES * self.moves / device.bytes_per_clock
+        issue = issue_clocks(self.paths[loads], device.architecture)
+        last = self.storing[loads]
+        return memory, issue, clocks_alone(last) - len(last) + BLOCK_START_CLOCKS
+
+    def seconds(self, rows: int, row_bytes: int, device: Device) -> float:
+        full, rest = divmod(row_bytes / TILE_BYTES, 1)
+        tiles = [self.tile(1.0, device)] * int(full) + ([self.tile(rest, device)] if rest else [])
+        memory, issue, delay = (sum(column) / len(tiles) for column in zip(*tiles, strict=True))
+        rate = blocks_per_clock(blocks_resident(self.registers), (memory, issue), delay)
+        return (rows * len(tiles) / device.multiprocessors / rate + delay + issue) / device.clock
+
+    def described(self, architecture: str) -> dict[str, object]:
+        path, resident = self.paths[PIECES], blocks_resident(self.registers)
+        return {
+            "registers": self.registers,
+            "blocks resident": resident,
+            "bytes in flight": resident * TILE_BYTES,
+            "instructions of a warp": dict(pipes_used(path)),
+            "bytes a clock by issue": round(TILE_BYTES * self.moves / issue_clocks(path, architecture), 1),
+            "clocks of a warp alone": clocks_alone(self.storing[PIECES]),
+        }
+
+
+STORED = {"bf16": ("BF16", 2), "fp16": ("F16", 2), "fp32": ("float", 4)}
+CASES = [(rows, columns) for rows in (4096, 16384) for columns in (32000, 128256, 151936, 18992, 4000)]
+"""(T, V): three vocabularies, and what one of 8 ranks holds of the largest and of the smallest."""
+
+
+def predictions(kernels: dict[str, Kernel], device: Device) -> dict[str, float]:
+    """`{case: per cent of the copy bandwidth}` of the aligned kernels, the gradient without the entropy's."""
+    found = {}
+    for dtype, (name, size) in STORED.items():
+        forward, backward = (
+            kernels[f"partials_kernel<{name}, true>"],
+            kernels[f"gradient_kernel<{name}, {name}, true, false>"],
+        )
+        for rows, columns in CASES:
+            seconds = forward.seconds(rows, columns * size, device) + FINISH_SECONDS
+            both = seconds + backward.seconds(rows, columns * size, device)
+            read = rows * columns * size / device.copy_bandwidth
+            case = f"{dtype} T={rows} V={columns}"
+            found[f"forward {case}"] = round(100 * read / seconds, 1)
+            found[f"forward and backward {case}"] = round(100 * 3 * read / both, 1)
+    return found
+
+
+def disassemble(nvdisasm: str, cubin: Path) -> dict[str, list[Block]]:
+    done = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True)
+    return kernels_in(done.stdout)
+
+
+def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
+    exponentials = 4 if "<float" in name else 8  # numbers in 16 bytes
+    common, storing = (paths(blocks, exponentials, must_store) for must_store in (False, True))
+    moves = 1 if name.startswith("partials") else 1.5 if re.search("<float, B?F16", name) else 2
+    return Kernel(registers, common, storing, moves)
+
+
+def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: dict[str, dict[str, int]]) -> dict:
+    """What csrc/resources.json holds; cubins and registers by architecture, sm_90a for one."""
+    described: dict[str, dict] = {}
+    predicted: dict[str, dict[str, float]] = {}
+    for architecture, of_kernels in registers.items():
+        described[architecture] = {name: {"registers": count} for name, count in of_kernels.items()}
+        code = {name: blocks for cubin in cubins[architecture] for name, blocks in disassemble(nvdisasm, cubin).items()}
+        kernels = {
+            name: streaming(name, code[name], of_kernels[name])
+            for name in of_kernels
+            if re.match(r"(partials|gradient)_kernel<(\w+, )?\w+, true", name)
+        }
+        described[architecture] |= {name: kernel.described(architecture) for name, kernel in kernels.items()}
+        for name, device in DEVICES.items():
+            if device.architecture == architecture:
+                predicted[name] = predictions(kernels, device)
+    return {"nvcc": nvcc, "kernels": described, "predicted per cent of the copy bandwidth": predicted}
+
+
+def tables(report: dict) -> str:
+    """Markdown for csrc/README.md."""
+    predicted = report["predicted per cent of the copy bandwidth"]
+    columns = [f"{what}, {device}" for what in ("forward", "both") for device in DEVICES]
+    lines = ["| prediction, % of copy | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for case in [f"{dtype} T={rows} V={width}" for dtype in ("bf16", "fp32") for rows, width in CASES]:
+        found = [predicted[d][f"{what} {case}"] for what in ("forward", "forward and backward") for d in DEVICES]
+        lines.append(f"| {case} | " + " | ".join(f"{percent:.0f}" for percent in found) + " |")
+    lines += [
+        "",
+        "| sm_90a, rows aligned | registers | blocks resident | instructions of a warp | B a clock by issue |",
+    ]
+    lines.append("|---|---|---|---|---|")
+    for name, kernel in report["kernels"]["sm_90a"].items():
+        if "instructions of a warp" in kernel:
+            pipes = kernel["instructions of a warp"]
+            counts = ", ".join(f"{pipe} {count}" for pipe, count in pipes.items())
+            cells = [f"`{name}`", kernel["registers"], kernel["blocks resident"], f"{sum(pipes.values())}: {counts}"]
+            lines.append("| " + " | ".join(map(str, [*cells, kernel["bytes a clock by issue"]])) + " |")
+    return "\n".join(lines) + "\n"

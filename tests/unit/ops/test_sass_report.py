@@ -1,0 +1,110 @@
+"""What csrc/sass_report.py predicts of the kernels: the recorded predictions hold, and its counts are right by hand."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[3] / "csrc"
+build = runpy.run_path(str(CSRC / "build.py"))
+sass = build["sass_report"]()
+RECORDED = json.loads((CSRC / "resources.json").read_text())
+PREDICTED = "predicted per cent of the copy bandwidth"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(build["nvcc"]() is None, reason="needs nvcc")
+def test_no_kernel_spills_or_takes_more_registers_or_is_predicted_slower_than_recorded():
+    registers = build["resources"]()  # a spill is an error here, whatever the compiler
+    if build["nvcc_version"]() != RECORDED["nvcc"]:
+        pytest.skip(f"no kernel spills; resources.json is of nvcc {RECORDED['nvcc']}, not {build['nvcc_version']()}")
+    recorded = RECORDED["kernels"]
+    grown = {
+        f"{architecture} {kernel}": (count, recorded[architecture].get(kernel))
+        for architecture, kernels in registers.items()
+        for kernel, count in kernels.items()
+        if count > recorded[architecture].get(kernel, {"registers": 0})["registers"]
+    }
+    assert not grown, "registers found and recorded; python csrc/build.py --report records them anew"
+    if build["nvdisasm"]() is None:
+        pytest.skip("registers are as recorded; predictions need nvdisasm: pip install nvidia-cuda-nvdisasm")
+    found = build["report"]()[PREDICTED]
+    fallen = {
+        f"{device}, {case}": (found[device].get(case), percent)
+        for device, cases in RECORDED[PREDICTED].items()
+        for case, percent in cases.items()
+        if not found[device].get(case, 0.0) >= percent - 1.0
+    }
+    assert not fallen, "per cent predicted and recorded; python csrc/build.py --report records them anew"
+
+
+def test_the_readme_shows_the_recorded_predictions():
+    assert (CSRC / "README.md").read_text().endswith("\n" + sass["tables"](RECORDED))
+
+
+# A block that returns early, one that loads a piece or fills it slowly, and one warp that stores the result.
+LISTING = """
+	.section	.text._ZN12_GLOBAL__N_16kernelEv,"ax",@progbits
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   ISETP.NE.AND P0, PT, R0, RZ, PT ;
+        /*0020*/               @P1 EXIT ;
+        /*0030*/               @P2 BRA `(.L_x_0) ;
+        /*0040*/                   LDG.E.U16 R4, desc[UR4][R2.64] ;
+        /*0050*/                   LDG.E.U16 R5, desc[UR4][R2.64+0x2] ;
+        /*0060*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0070*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0080*/                   FADD R8, R4, R7 ;
+        /*0090*/                   MUFU.EX2 R9, R8 ;
+        /*00a0*/               @P0 EXIT ;
+        /*00b0*/                   STG.E desc[UR4][R2.64], R9 ;
+        /*00c0*/                   EXIT ;
+.L_x_2:
+        /*00d0*/                   BRA `(.L_x_2);
+"""
+
+
+def test_the_path_is_the_shortest_that_loads_a_piece_and_takes_its_exponentials():
+    ((name, blocks),) = sass["kernels_in"](LISTING).items()
+    assert name == "kernel"
+    common = sass["paths"](blocks, 1, False)
+    opcodes = [instruction.opcode for instruction in common[1]]
+    assert opcodes == ["S2R", "ISETP.NE.AND", "EXIT", "BRA", "LDG.E.128", "FADD", "MUFU.EX2", "EXIT"]
+    assert len(common[0]) == 3  # the early return
+    assert [instruction.name for instruction in sass["paths"](blocks, 1, True)[1]][-2:] == ["STG", "EXIT"]
+    assert sass["paths"](blocks, 2, False).keys() == {0}  # nowhere are there two exponentials
+    assert sass["pipes_used"](common[1]) == {"alu": 1, "fma": 1, "mufu": 1, "lsu": 1, "uniform": 1, "control": 3}
+
+
+def test_a_warp_alone_waits_for_what_it_reads():
+    ((_, blocks),) = sass["kernels_in"](LISTING).items()
+    path = sass["paths"](blocks, 1, True)[1]
+    # S2R at 1, ISETP after its 12 clocks, two branches, the load at 16, its last register 650 later, then the sum's 5
+    # and the exponential's 20 clocks
+    clocks = [sass["clocks_alone"](path[:length]) for length in range(1, len(path) + 1)]
+    assert clocks == [1, 13, 14, 15, 16, 666, 671, 672, 691, 692]
+
+
+# Registers are given in units of 8 a thread: by hand 65536 / 4 / (32 x 80) = 6 warps in each quarter
+@pytest.mark.parametrize(
+    ("registers", "blocks"), [(80, 3), (64, 4), (63, 4), (56, 4), (48, 5), (40, 6), (32, 8), (16, 8)]
+)
+def test_blocks_resident_by_registers(registers, blocks):
+    assert sass["blocks_resident"](registers) == blocks
+
+
+def test_the_queue_is_bound_by_its_latency_with_one_block_and_by_its_slowest_station_with_many():
+    rate = sass["blocks_per_clock"]
+    assert rate(1, (1000.0, 500.0), 500.0) == pytest.approx(1 / 2000)
+    # the second finds the first in memory half of the time, half done, and at issue a quarter of it, half done
+    assert rate(2, (1000.0, 500.0), 500.0) == pytest.approx(2 / (500 + 1000 * 1.25 + 500 * 1.125))
+    assert rate(32, (1000.0, 500.0), 500.0) == pytest.approx(1 / 1000)
+
+
+def test_issue_is_that_of_the_busiest_pipe():
+    load, exponential = (sass["Instruction"](opcode, None, "R0, R1") for opcode in ("FADD", "MUFU.EX2"))
+    assert sass["issue_clocks"]([load] * 100, "sm_90a") == pytest.approx(100 * 8 / 4 / 0.92)
+    assert sass["issue_clocks"]([load] * 100, "sm_80") == pytest.approx(100 * 8 * 32 / 64)  # half as many FP32 lanes
+    assert sass["issue_clocks"]([exponential] * 100, "sm_90a") == pytest.approx(100 * 8 * 32 / 16)
