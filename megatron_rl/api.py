@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -226,8 +226,11 @@ class WeightReceiver(Protocol):
     ) -> dict[str, Future[None]]:
         """Ask the servers to receive a bucket from rank 0: in one broadcast of all bytes, or one for each tensor."""
 
-    def shared_memory_forms(self) -> dict[str, str | None]:
-        """Return how each server takes a bucket in shared memory, `handle` or `pickle`; None for one elsewhere."""
+    def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
+        """Return how each server takes a bucket in shared memory, `handle` or `pickle`; None for one on another host.
+
+        at_hand: URLs of servers that are known to have a source of buckets on their own host.
+        """
 
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int

@@ -163,6 +163,22 @@ def start(
     )
 
 
+def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:
+    """Return the axis of the first rank of each node, on these ranks, and None on others. All ranks call it.
+
+    Its group takes tensors of the device, and objects by way of the host.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
+    if groups.any(here != groups.least(here)):
+        raise ValueError(
+            f"rollout.colocated = true: this node has {here} ranks, and others have other numbers of them; start as "
+            f"many on each, one for each of its GPUs."
+        )
+    ranks, backend = range(0, groups.world_size, here), "cpu:gloo,cuda:nccl" if platform.has_cuda() else "gloo"
+    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
+    return _axis(group) if groups.rank in ranks else None
+
+
 Cut = tuple[tuple[range, ...], ...]
 """The layers, counted over the whole model, of each model chunk of each pipeline stage."""
 

@@ -76,11 +76,18 @@ def pack_alike(
 ) -> list[MicroBatch]:
     """Pack this rank's share into as many microbatches as the rank that needs most, a multiple of `multiple_of`."""
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
-    rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
-    least = packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
+    least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
     count = torch.tensor([least])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)  # passes hold collectives: as many on every rank
     return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count), **options)
+
+
+def least_alone(
+    batch: TrajectoryBatch, tokens_per_microbatch: int, multiple_of: int, *, allow_longer: bool, **options: bool
+) -> int:
+    """Return the fewest microbatches that a rank's share takes, whatever others have; options: as of packing.units."""
+    rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
+    return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 
 
 UNITS_PER_RANK = 16

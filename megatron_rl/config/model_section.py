@@ -20,9 +20,10 @@ class ModelConfig(Section, name="model"):
     """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
     transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
     """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
-    flash_attention: str = one_of("torch", "FA3", default="torch")
-    """Attention's kernel in bfloat16 on CUDA: torch's own FlashAttention 2, or FA3 of a flash_attn_interface that is
-    installed, which is faster on Hopper and computes on no other GPU."""
+    flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
+    """Attention's kernel in bfloat16 on CUDA: torch's own FlashAttention 2, FA3 of a flash_attn_interface that is
+    installed, which is faster on Hopper and computes on no other GPU, or TE, which is what Transformer Engine chooses
+    of cuDNN's and FlashAttention's kernels."""
 
 
 PIPELINE_CUTS = (

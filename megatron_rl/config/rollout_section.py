@@ -144,11 +144,15 @@ class RolloutConfig(Section, name="rollout"):
     devices: list[str] = field(default_factory=list)
     """GPUs of this host for the started servers, as CUDA_VISIBLE_DEVICES names them: as many for each as its --tp.
 
-    Empty: `megatron-rl launch` chooses them, and otherwise a server sees what the trainer's first rank sees.
+    Empty: `megatron-rl launch` chooses them. Otherwise servers that are `colocated` take the first of their node, and
+    others see what the trainer's first rank sees.
     """
     colocated: bool = False
     """Started servers and trainer take turns on the same devices: servers have no weights and no cache while the
-    trainer works, and its models wait in host memory while they generate. Synchronous runs."""
+    trainer works, and its models wait in host memory while they generate. Synchronous runs.
+
+    On several nodes each has the same number of the `server_count` servers, and none is on two.
+    """
     max_concurrent_episodes: int = at_least(1, default=256)
     max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
     """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
@@ -183,9 +187,10 @@ class RolloutConfig(Section, name="rollout"):
     """For a server to start, and for what loads or compares its weights, or a part of them. Weights of more bytes than
     can be read by then at 0.2 GB a second have as much more time."""
     publication: str = one_of("group", "ipc", "delta", "disk", default="group")
-    """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers on the
-    host of the first rank share with it (CUDA IPC, or /dev/shm); `delta`, what changed since the last time, over HTTP,
-    for slow links to embedded servers; or `disk`, a folder under run.folder.
+    """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers share
+    with a rank on their host (CUDA IPC, or /dev/shm): the first one, or where `colocated` that of each node; `delta`,
+    what changed since the last time, over HTTP, for slow links to embedded servers; or `disk`, a folder under
+    run.folder.
 
     Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
     of the first rank.
@@ -247,6 +252,19 @@ class RolloutConfig(Section, name="rollout"):
                 "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "
                 "the trainer's; set rollout.publication=ipc."
             )
+
+    def check_share(self, nodes: int, gpus: int) -> None:
+        """Raise ValueError where several nodes, each of `gpus` GPUs, cannot have as many servers that share them."""
+        each, rest = divmod(self.server_count, nodes)
+        if nodes > 1 and (rest or (gpus and each * self.gpus_per_server > gpus)):
+            raise ValueError(
+                f"rollout.server_count = {self.server_count}: with rollout.colocated = true each of {nodes} nodes of "
+                f"{gpus} GPUs starts as many, of --tp({self.gpus_per_server}) GPUs. The node's first rank hands them "
+                f"their weights and starts them again, so none is on several; correct it, or give servers nodes of "
+                f"their own."
+            )
+        if nodes > 1 and self.devices:
+            self.refuse("devices", f"must be left out with {nodes} nodes: servers share the first GPUs of each")
 
     def check_servers(self) -> None:
         """Raise ValueError for server_args with which servers cannot be sent new weights."""

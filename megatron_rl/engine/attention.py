@@ -1,7 +1,8 @@
-"""Causal attention over packed rows for Megatron's core-attention slot, without Transformer Engine.
+"""Causal attention over packed rows for Megatron's core-attention slot.
 
-CUDA uses torch's variable-length attention kernel. Elsewhere pieces of one shape are attended together with SDPA, so
-that a batch costs as many calls as it has different shapes. No padding, and nothing crosses a segment.
+CUDA uses a kernel of variable lengths, torch's or Transformer Engine's. Elsewhere pieces of one shape are attended
+together with SDPA, so that a batch costs as many calls as it has different shapes. No padding, and nothing crosses a
+segment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_rl.engine.context import gather_rows
+from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import Alike, PackedRows, has_varlen_kernel
 from megatron_rl.engine.rope import Rope, rotate
 
@@ -28,8 +29,12 @@ class PackedAttention(nn.Module):
     """
 
     rope: Rope | None = None
+    expand: Callable[[Tensor, PackedRows], tuple[Tensor, Tensor]] | None = None
+    """Makes the keys and values of all pieces of what latent attention hands over as keys."""
     window: int | None = None
     """Most keys that a query sees, itself included; None is all."""
+    uses_transformer_engine = False
+    """Is the kernel what Transformer Engine chooses, of cuDNN's and FlashAttention's?"""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
@@ -39,20 +44,43 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params: PackedRows, **_
     ) -> Tensor:
         packed = packed_seq_params
-        if self.rope is not None:
-            rotation = packed.rotation(self.rope)
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        if packed.keys is not None:
-            both = torch.cat([key, value], dim=-1)  # one gather and one copy, not two of each
-            if packed.context.size > 1:
-                both = gather_rows(both, packed.context)
-            key, value = packed.keys.of_values(both).split([key.shape[-1], value.shape[-1]], dim=-1)
+        if self.expand is not None:
+            key, value = self.expand(key, packed)
+        elif packed.keys is None:
+            query, key = self._rotated(query, packed), self._rotated(key, packed)
+        else:
+            # One gather and one copy, not two of each; queries are rotated while keys are on their way.
+            gathering = Gathering(torch.cat([self._rotated(key, packed), value], dim=-1), packed.context)
+            query = self._rotated(query, packed)
+            key, value = packed.keys.of_values(gathering.rows()).split([key.shape[-1], value.shape[-1]], dim=-1)
         if has_varlen_kernel(query.device, query.dtype):
-            out = self._varlen_kernel(query, key, value, packed)
+            attend = self._transformer_engine if self.uses_transformer_engine else self._varlen_kernel
+            out = attend(query, key, value, packed)
         else:
             parts = [self._attend(query, key, value, alike) for alike in packed.alike]
             out = parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
         return out.flatten(1)
+
+    def _rotated(self, x: Tensor, packed: PackedRows) -> Tensor:
+        return x if self.rope is None else rotate(x, packed.rotation(self.rope))
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """Keys that a query sees before and behind the one in its own place; -1 is all."""
+        return -1 if self.window is None else self.window - 1, 0
+
+    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        attend = transformer_engine_attention(query.shape[1], key.shape[1], key.shape[2], value.shape[2], self.scale)
+        return attend(
+            query,
+            key,
+            value,
+            cu_seqlens_q=packed.query_cu,
+            cu_seqlens_kv=packed.key_cu,
+            max_seqlen_q=packed.longest_query,
+            max_seqlen_kv=packed.longest_key,
+            window_size=self._bounds,
+        )
 
     def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -63,7 +91,9 @@ class PackedAttention(nn.Module):
         elif repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         width = value.shape[-1]  # narrower than the queries in latent attention; the kernel wants one width
-        value = F.pad(value, (0, query.shape[-1] - width))
+        is_narrow = width < query.shape[-1]
+        if is_narrow:  # even a pad of nothing is a copy, and so is the gradient of a slice that is all of it
+            value = F.pad(value, (0, query.shape[-1] - width))
         out = varlen_attn(
             query,
             key,
@@ -72,11 +102,11 @@ class PackedAttention(nn.Module):
             packed.key_cu,
             packed.longest_query,
             packed.longest_key,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
+            window_size=self._bounds,
             scale=self.scale,
             **options,
         )
-        return out[..., :width]
+        return out[..., :width] if is_narrow else out
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, alike: Alike) -> Tensor:
         if alike.queries is not None:
@@ -96,6 +126,22 @@ class PackedAttention(nn.Module):
             q, k, v, mask, is_causal=is_square, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_width: int, scale: float) -> nn.Module:
+    """Return Transformer Engine's attention over packed rows; layers share it, as it has no parameters."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        heads,
+        (width, value_width),  # unequal in latent attention, for which some of its kernels need no padding
+        num_gqa_groups=kv_heads,
+        qkv_format="thd",
+        attn_mask_type="padding_causal_bottom_right",  # the queries of a piece are the last of its keys
+        attention_type="cross",
+        softmax_scale=scale,
+    )
 
 
 @functools.cache

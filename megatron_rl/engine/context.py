@@ -9,28 +9,57 @@ from torch import Tensor
 from megatron_rl.parallel import Axis
 
 
-class _GatherRows(torch.autograd.Function):
+class Gathering:
+    """Rows `[R, ...]` of every rank on their way to all: work between the start and `rows` hides the way.
+
+    The backward pass hides it likewise: the sum of what all ranks have computed from a rank's rows is on its way while
+    the gradients of that work are computed.
+
+        gathering = Gathering(keys, context)
+        queries = project(hidden)
+        keys = gathering.rows()  # [size * R, ...] in rank order
+    """
+
+    def __init__(self, own: Tensor, axis: Axis) -> None:
+        self.axis = axis
+        self.under_way: dist.Work | None = None
+        self.gradient: Tensor | None = None
+        self._gathered: Tensor | None = own if axis.size == 1 else _Start.apply(own, self)
+
+    def rows(self) -> Tensor:
+        """Wait for the rows; called once."""
+        gathered, self._gathered = self._gathered, None  # whose graph has this object: no circle
+        return gathered if self.axis.size == 1 else _Arrive.apply(gathered, self)
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        gathered = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=axis.group)
+    def forward(ctx, own: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering, axis = gathering, gathering.axis
+        gathered = own.new_empty((axis.size * own.shape[0], *own.shape[1:]))
+        gathering.under_way = dist.all_gather_into_tensor(gathered, own.contiguous(), group=axis.group, async_op=True)
         return gathered
+
+    @staticmethod
+    def backward(ctx, _: Tensor):
+        ctx.gathering.under_way.wait()
+        return ctx.gathering.gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gathered: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering = gathering
+        gathering.under_way.wait()
+        return gathered.view_as(gathered)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         # Every rank's queries have seen these rows, and each knows its own part of their gradient.
-        own = grad.new_empty((grad.shape[0] // ctx.axis.size, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.axis.group)
-        return own, None
-
-
-def gather_rows(rows: Tensor, axis: Axis) -> Tensor:
-    """`[R, ...]` of every rank -> `[size * R, ...]` in rank order, for a computation that differs between the ranks.
-
-    The backward adds up what all ranks have computed from this rank's rows.
-    """
-    return _GatherRows.apply(rows, axis)
+        axis, grad = ctx.gathering.axis, grad.contiguous()
+        own = ctx.gathering.gradient = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
+        ctx.gathering.under_way = dist.reduce_scatter_tensor(own, grad, group=axis.group, async_op=True)
+        return grad, None  # which is kept until the sum has arrived
 
 
 class _SumForAll(torch.autograd.Function):

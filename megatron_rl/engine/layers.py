@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.engine.rope import Rope, rotate, rows_of
 from megatron_rl.weights.architecture import Architecture
 
 LATENT_NORM_EPS = 1e-6
@@ -103,34 +104,51 @@ class LatentAttention(MLASelfAttention):
         position_ids=None,
         packed_seq_params: PackedRows | None = None,
         **_,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`[R, 1, H]` (this tensor rank's rows) -> query, key, value `[R, heads, ...]` (all rows), and what they are
-        projected from."""
-        config, heads = self.config, self.num_attention_heads_per_partition
+    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+        """`[R / tensor, 1, H]` -> query `[R, heads, ...]`, what `expand` takes, and what both are projected from.
+
+        Under context parallelism the ranks gather what `expand` takes: a fraction of the bytes of all heads' keys.
+        """
+        config, packed = self.config, packed_seq_params
+        rotation = packed.rotation(self.rope)
+        down = self.linear_kv_down_proj(hidden_states)
+        kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        kv_source = self.kv_layernorm(kv_source)
+        first = self.pg_collection.tp.rank() * len(down) if config.sequence_parallel else 0
+        rotated_key = rotate(_halves(rotated_key), rows_of(rotation, first, first + len(down)))
+        gathering = Gathering(torch.cat([kv_source, rotated_key], dim=-1), packed.context)
+
         if config.q_lora_rank is None:
-            query_source = hidden_states  # [R / tensor, 1, H] under sequence parallelism
+            query_source = hidden_states
             query, _ = self.linear_q_proj(query_source)
         else:
             query_source = self.q_layernorm(self.linear_q_down_proj(hidden_states))
             query, _ = self.linear_q_up_proj(query_source)
-        down = self.linear_kv_down_proj(hidden_states)
-        kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        kv_source = self.kv_layernorm(kv_source)
+        query = query.squeeze(1).unflatten(-1, (self.num_attention_heads_per_partition, -1))  # [R, heads, ...]
+        plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat([plain_query, rotate(_halves(rotated_query), rotation)], dim=-1)
+        return query, gathering.rows(), None, query_source, kv_source  # upstream pads values, but none that are None
+
+    def expand(self, latent: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
+        """Compressed rows `[rows / tensor, 1, ...]`, with the rotated key of all heads -> key, value `[K, heads, ...]`.
+
+        The core attention calls it, which forms keys and values again where it is recomputed.
+        """
+        config, heads = self.config, self.num_attention_heads_per_partition
+        kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        key_value, _ = self.linear_kv_up_proj(kv_source.contiguous())
         if config.sequence_parallel:  # linear_kv_up_proj gathers its input itself; this part does not pass through it
             rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
-        key_value, _ = self.linear_kv_up_proj(kv_source)
-
-        query, key_value = (x.squeeze(1).unflatten(-1, (heads, -1)) for x in (query, key_value))  # [R, heads, ...]
-        plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        key_value = key_value.squeeze(1).unflatten(-1, (heads, -1))
+        if packed.keys is not None:
+            key_value, rotated_key = (packed.keys.of_values(rows) for rows in (key_value, rotated_key))
         plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        rotation = packed_seq_params.rotation(self.rope)
-        # HF's pairs are neighbours, `rotate` pairs the halves; queries and keys may be reordered alike.
-        rotated_query, rotated_key = (
-            rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), rotation) for x in (rotated_query, rotated_key)
-        )
-        query = torch.cat([plain_query, rotated_query], dim=-1)
-        key = torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1)  # one rotated key for all heads
-        return query, key, value, query_source, kv_source
+        return torch.cat([plain_key, rotated_key.expand(-1, heads, -1)], dim=-1), value
+
+
+def _halves(rotated: Tensor) -> Tensor:
+    """HF's pairs are neighbours, `rotate` pairs the halves; queries and keys may be reordered alike."""
+    return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
 def config_class(arch: Architecture) -> type[TransformerConfig]:
@@ -265,8 +283,20 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
     for layer in layers:
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window
-        rotating = attention.core_attention if arch.latent is None else attention  # latent keys rotate before it
+        rotating = attention.core_attention
+        if arch.latent is not None:
+            rotating.expand, rotating = attention.expand, attention  # latent keys rotate before it
         rotating.rope = rope if window is None else windowed_rope
+
+
+def add_gradients_in_products(model: nn.Module) -> None:
+    """Let Transformer Engine's products add a matrix' gradient to DDP's buffer: no tensor and no sum in between.
+
+    Upstream's option says so for all layers at once, of which its own output layer would ask for apex.
+    """
+    for module in model.modules():
+        if "fuse_wgrad_accumulation" in vars(module):
+            module.fuse_wgrad_accumulation = True
 
 
 def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:

@@ -25,6 +25,7 @@ from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
 from megatron_rl.engine.host_memory import left_out_of_forks
+from megatron_rl.engine.layers import add_gradients_in_products
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
@@ -89,7 +90,7 @@ class MegatronEngine(ModelEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         with self.device:  # where parameters are made whose layers have no word in it
-            self.chunks = build_chunks(self.arch, self.tf_config, self.groups)
+            self.chunks = build_chunks(self.arch, self.tf_config, self.groups, config.model.flash_attention)
         self.wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
@@ -110,6 +111,9 @@ class MegatronEngine(ModelEngine):
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
+        if self.tf_config.transformer_impl == "transformer_engine":
+            for chunk in self.chunks:
+                add_gradients_in_products(chunk)
         self.tf_config.finalize_model_grads_func = schedule.divide_by_weight(self.groups)
         if options.overlap:  # gradients are complete, and may be reduced, in the last microbatch only
             no_sync = [chunk.no_sync for chunk in self.wrapped]
@@ -299,7 +303,7 @@ class MegatronEngine(ModelEngine):
         weight = self.chunks[-1].output_weight()
         if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
             self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight[: self.shard.stop - self.shard.start]  # without the padding of the vocabulary
+        return weight
 
     def _gather_weights(self) -> None:
         """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""
@@ -335,7 +339,9 @@ class MegatronEngine(ModelEngine):
             mine.copy_(theirs)
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        self.publish(receiver, self.export().specs, self.hf_tensors(), version)
+        export = self.export()
+        self._gather_weights()
+        self.publish(receiver, export.specs, export.stream_in_step(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()

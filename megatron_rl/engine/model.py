@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_rl import platform
 from megatron_rl.config import PIPELINE_CUTS, EngineConfig
 from megatron_rl.engine import optimizer
+from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.layers import (
     block_spec,
     config_class,
@@ -145,7 +146,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         moe_grouped_gemm=uses_transformer_engine and arch.mixture is not None,
         moe_permute_fusion=uses_transformer_engine and arch.mixture is not None and is_te_min_version("2.1.0"),
         calculate_per_token_loss=True,  # the one division, by the global weight: finalize_model_grads
-        bias_activation_fusion=False,
+        bias_activation_fusion=uses_transformer_engine,  # compiled: one kernel, which keeps its input alone
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
@@ -161,11 +162,17 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     return cls(**options | passed_through)
 
 
-def build_chunks(arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups) -> list[PolicyModel]:
+def build_chunks(
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, flash_attention: str = "torch"
+) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialised weights: one, or several of an interleaved pipeline."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # upstream knows a plain pipeline by None
-    return [_build(arch, tf_config, groups, vp_stage=stage, count=count) for stage in stages]
+    chunks = [_build(arch, tf_config, groups, vp_stage=stage, count=count) for stage in stages]
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, PackedAttention):
+            module.uses_transformer_engine = flash_attention == "TE"
+    return chunks
 
 
 def _build(

@@ -21,20 +21,20 @@ from megatron_rl.parallel import Axis
 
 
 class Head:
-    """weight: gives the output layer's current `[V_local, H]` rows of the real vocabulary, which are `shard` of it."""
+    """weight: gives the output layer's current weight, whose first rows are `shard`'s, the others padding."""
 
     def __init__(self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis) -> None:
         self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
 
     def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """Return `[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
-        weight = self.weight()
+        weight = self.weight()[: self.shard.stop - self.shard.start]
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
 
     def logprobs(self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log p(label) and entropy, both `[T]` float32."""
-        parts = lm_head_logprobs(hidden, self.weight(), labels, **self._rows(packed, temperature))
+        parts = lm_head_logprobs(hidden, labels=labels, **self._weight(), **self._rows(packed, temperature))
         # A row is computed on one context rank and 0 on the others.
         logprobs, entropy = sum_for_all(torch.stack(parts), self.context)
         return logprobs, entropy
@@ -56,8 +56,8 @@ class Head:
             chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
             return loss.fn(logprobs, entropy, chosen)
 
-        options = self._rows(packed, loss.temperature)
-        loss_sum, sums = lm_head_loss(hidden, self.weight(), labels, of_some, **options)
+        options = self._weight() | self._rows(packed, loss.temperature)
+        loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, **options)
         if self.context.size == 1:
             return loss_sum, sums, found
         parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.context)
@@ -67,6 +67,17 @@ class Head:
     def values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
         """Return `[T]` float32 values, 0 in rows that are not trained."""
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
+
+    def _weight(self) -> dict[str, Tensor]:
+        """Return the weight and, while training, the buffer of megatron.core that its gradient is added to."""
+        weight = self.weight()
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return {"weight": weight}
+        if self.stage.pre_process and self.stage.share_embeddings_and_output_weights:
+            # Autograd has a gradient of the same weight for upstream's hook to add, which is the embedding's alone.
+            return {"weight": weight.detach(), "main_grad": weight.main_grad}
+        weight.grad_added_to_main_grad = True  # upstream's hook leaves autograd's gradient alone until the next step
+        return {"weight": weight, "main_grad": weight.main_grad}
 
     def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
         return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}

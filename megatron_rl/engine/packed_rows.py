@@ -102,10 +102,12 @@ def own_rows(
     multiple_of: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    parts: int = 1,
 ) -> tuple[Tensor, PackedRows]:
     """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
 
-    Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys.
+    Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys. parts: tensor
+    ranks of which each gathers its share of the rows over the context axis, before they gather these from each other.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -121,7 +123,7 @@ def own_rows(
     taken = None
     if not is_plain:  # plain rows are their own keys in order, which spares a copy of keys and values
         row_of_key = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
-        taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context)[row_of_key])
+        taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context, parts)[row_of_key])
     padded = torch.nn.functional.pad
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
@@ -163,7 +165,7 @@ def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
     return [(c * chunk, (c + 1) * chunk) for c in (context.rank, 2 * context.size - 1 - context.rank)]
 
 
-def _gathered(total: int, context: Axis) -> Tensor:
+def _gathered(total: int, context: Axis, parts: int) -> Tensor:
     # After gathering, rank r's two chunks, r and 2 x size - 1 - r, are the chunks 2 r and 2 r + 1.
     chunk = total // (2 * context.size)
     places = []
@@ -171,7 +173,8 @@ def _gathered(total: int, context: Axis) -> Tensor:
         is_second = number >= context.size
         rank = 2 * context.size - 1 - number if is_second else number
         places.append((2 * rank + is_second) * chunk + torch.arange(chunk))
-    return torch.cat(places)
+    # A rank's rows are `parts` equal ones, and all ranks' first ones come first.
+    return torch.arange(total).view(parts, context.size, -1).transpose(0, 1).flatten()[torch.cat(places)]
 
 
 def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:

@@ -49,6 +49,14 @@ class Rope:
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
+def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:
+    """Return what rotates the rows from `start` on, up to `stop`."""
+    if isinstance(rotation, Tensor):
+        return rotation[start:stop]
+    cos, sin = rotation
+    return cos[start:stop], sin[start:stop]
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate `[R, heads, D]`: the pair (i, i + D/2) by the row's angle i (RoFormer, arXiv 2104.09864)."""
     if isinstance(rotation, Tensor):

@@ -95,7 +95,12 @@ def run(
         number, microbatch = next(iterator)
         if number not in prepared:  # the chunks of an interleaved pipeline share it
             prepared[number] = own_rows(
-                microbatch, groups.context, multiple_of=multiple, device=device, dtype=config.params_dtype
+                microbatch,
+                groups.context,
+                multiple_of=multiple,
+                device=device,
+                dtype=config.params_dtype,
+                parts=split if config.multi_latent_attention else 1,
             )
         ids, packed = prepared.pop(number) if model is chunks[-1] else prepared[number]
         hidden = model(

@@ -1,4 +1,4 @@
-"""Ports for processes that listen on them only later."""
+"""Ports for processes that listen on them only later, and the address that other hosts know this one by."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def first_of_connections() -> int:
     """The first port that connections are given; some above LOWEST where that is below, and the risk is taken."""
     first = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     return first if first >= LOWEST + CHOICES else 65_536
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address as `host` reaches it: that of the interface towards it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 80))  # a datagram socket sends nothing by connecting
+        return str(probe.getsockname()[0])

@@ -199,15 +199,17 @@ class Job:
         if self.config.run.checkpoint_every_steps:
             # Always: Slurm may have queued this job again after a lost node, without a word to it.
             train += ["--resume", "auto"]
-        if not (self.config.rollout.servers or self.config.learns_from_data):
+        rollout = self.config.rollout
+        if not (rollout.servers or rollout.colocated or self.config.learns_from_data):
             # Without servers of its own the job waits for those of others.
-            count = len(self.servers) or self.config.rollout.server_count
+            count = len(self.servers) or rollout.server_count
             train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
         self.rank_logs.mkdir(parents=True, exist_ok=True)
         first = self.rank_logs / "rank-0.log"
         self._shown = first.stat().st_size if first.exists() else 0
         step = srun(self.training, ranks, cpus_per_task=self.training.cpus // max(ranks.values()))
         step += [f"--wait={LAST_RANK_S}"]
+        step += ["--cpu-bind=none"] * rollout.colocated  # a node's servers begin in its first rank, and need its cores
         meeting = {"MASTER_ADDR": address(next(iter(ranks))), "MASTER_PORT": str(port_of(self.number))}
         if len(set(ranks.values())) > 1:
             hosts = self.rank_logs / "hosts"
@@ -353,19 +355,20 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """Return the job that the command line asks for, in the job of this environment. ValueError if it cannot be."""
     overrides = [*args.overrides, *overrides_of_task(environment, args)]
     config = load_config(args.config, overrides)
-    if config.rollout.colocated:
-        raise ValueError(
-            "rollout.colocated = true: servers of a Slurm job have devices of their own; leave it out, or have the job "
-            "run `megatron-rl launch CONFIG`, where servers and ranks take turns on one node."
-        )
     config.rollout.check_servers()
-    count = args.servers
+    count, colocated = args.servers, config.rollout.colocated
+    if count and colocated:
+        raise ValueError(
+            f"--servers {count}: with rollout.colocated = true the first rank of each node starts that node's servers, "
+            f"rollout.server_count together; leave it out."
+        )
     if count and config.learns_from_data:
         raise ValueError(f"--servers {count}: {config.chosen_data} trains on data alone and needs none; leave it out.")
     nodes = nodes_of_job(environment)
     serving, training = nodes[0], nodes[-1]
     if count is None:
-        count = 0 if config.rollout.servers or config.learns_from_data else config.rollout.server_count
+        is_elsewhere = colocated or config.rollout.servers or config.learns_from_data
+        count = 0 if is_elsewhere else config.rollout.server_count
     gpus = config.rollout.gpus_per_server if serving.gpus else 0
     for option in ("--node-rank", "--dist-init-addr"):
         if given := config.rollout.server_option(option):
@@ -376,6 +379,10 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     )
     if placement.ranks:
         config.check_world_size(sum(placement.ranks.values()))
+    if colocated:
+        config.rollout.check_share(len(placement.ranks), training.gpus)
+        if training.gpus:
+            config.rollout.check_for_gpus()
     mounts = [folder for folder in args.container_mounts.split(",") if folder]
     container = Container(image=args.container, runtime=args.container_runtime, mounts=mounts)
     return Job(

@@ -129,15 +129,6 @@ class RolloutService(ServerWeights):
         """
         return await self._fleet.set_memory(parts, starts)
 
-    @property
-    def wants_folder(self) -> bool:
-        """True where a server that may come back soon could have the weights just published from a folder alone."""
-        return self._fleet.wants_folder
-
-    async def offer_folder(self, path: str, version: int) -> None:
-        """The weights of `version` lie at `path`, which servers can read, until the next publication."""
-        self._fleet.offer_folder(path, str(version))
-
     # --
 
     def _new_executor(self) -> RolloutExecutor:

@@ -7,11 +7,13 @@ the loop can forget to ask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.engine.offload import SharedDevice
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.process import RolloutProcess
 from megatron_rl.servers.server_memory import ALL_MEMORY
 from megatron_rl.servers.supervisor import Supervisor
@@ -39,8 +41,15 @@ class DeviceSharing:
         timers: PhaseTimers,
         supervisor: Supervisor | None,
         process: RolloutProcess | None,
+        nodes: Axis | None = None,
+        dropped: dict[str, str] | None = None,
     ) -> None:
+        """nodes, dropped: RolloutProcesses's. Each of the nodes' first ranks has a supervisor, and the main rank's
+        process commands all servers."""
         self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
+        self.nodes, self.dropped = nodes, {} if dropped is None else dropped
+        self._starts: dict[str, int] = {}
+        """Of this node's servers, when they last had their memory set."""
         self.are_shared = config.rollout.colocated
         self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
         """The parts of their memory that the servers have; all of it, as they start."""
@@ -96,11 +105,29 @@ class DeviceSharing:
             self._set_memory(parts)
 
     def _set_memory(self, parts: frozenset[str]) -> list[str]:
-        """Return the URLs of servers that failed, on the rank that started them."""
+        """Return the URLs of servers that failed, on the ranks that started some."""
         dist.barrier(self.groups.control)  # every engine is out
         dead: list[str] = []
-        if self.supervisor is not None and self.process is not None:
-            dead = self.process.set_memory(parts, self.supervisor.starts)
+        if self.supervisor is not None and self.nodes is not None:
+            dead = self._command_servers(parts, self.supervisor, self.nodes)
         dist.barrier(self.groups.control)  # the servers are
         self.held = parts
+        return dead
+
+    def _command_servers(self, parts: frozenset[str], supervisor: Supervisor, nodes: Axis) -> list[str]:
+        own, starts = supervisor.starts, [{}] * nodes.size
+        dist.all_gather_object(starts, own, group=nodes.group)
+        told: list[Any] = [None, None]
+        if nodes.rank == 0 and self.process is not None:
+            told[0] = self.process.set_memory(
+                parts, {url: start for of_node in starts for url, start in of_node.items()}
+            )
+            told[1] = {url: self.dropped.pop(url) for url in list(self.dropped)}
+        dist.broadcast_object_list(told, group_src=0, group=nodes.group)
+        dead, dropped = told
+        for url in own.keys() & dropped.keys():
+            # One that died of its fault may have been started again since, and that start is not to be killed for it.
+            if url in dead or self._starts.get(url) == own[url]:
+                supervisor.replace(url, dropped[url])
+        self._starts = own
         return dead

@@ -98,8 +98,9 @@ class RLRun(Run):
         self.resume_state = PromptResumeState(config, self.prompts, self.groups, self.resumed)
         together = [prompt for prompts in held_out.values() for prompt in prompts]
         self.processes.start(self.tokenizer, self.prompts, together, self.resume_state)
-        supervisor, process = self.processes.supervisor, self.processes.process
-        self.devices = DeviceSharing(config, self.groups, self.timers, supervisor, process)
+        processes, process = self.processes, self.processes.process
+        of_servers = processes.supervisor, process, processes.nodes, processes.dropped
+        self.devices = DeviceSharing(config, self.groups, self.timers, *of_servers)
         self.devices.give_to_trainer()  # no engine may find the memory taken
         self._start_engines()
         parts = config, self.groups, self.processes, self.devices, self.engine

@@ -1,17 +1,19 @@
 """The rollout side of a run: the processes beside the trainer, and the traffic between them and the trainer.
 
 `RolloutProcesses` starts and stops the servers and this rank's rollout process, before there is an engine. `Rollouts`
-publishes the engine's weights to them and asks them for replies.
+publishes the engine's weights to them and asks them for replies. Servers that share the trainer's devices are on all of
+its nodes: the first rank of each node starts those of the node, and hands them their weights.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,19 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl import parallel
 from megatron_rl.algo.reward_shaping import take_out_greedy
-from megatron_rl.api import NoServerLeft, TrainEngine
+from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch.cores import free_cores
+from megatron_rl.launch.local import gpus_of_host
+from megatron_rl.launch.ports import address_towards
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.launch.server_registry import wait_for_servers
 from megatron_rl.launch.signs_of_life import Silence
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.groups import mean_reward
 from megatron_rl.rollout.process import Beginning, RolloutProcess
 from megatron_rl.run.device_sharing import DeviceSharing
@@ -37,7 +42,7 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
-from megatron_rl.weights.hf_files import write_hf_folder
+from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,8 @@ PUBLICATION_ATTEMPTS = 3
 
 
 class RolloutProcesses:
-    """The processes beside this rank: on rank 0 the servers that the run starts, on rollout ranks the rollout process.
+    """The processes beside this rank: on rank 0, or on the first rank of each node, the servers that the run starts; on
+    rollout ranks the rollout process.
 
         processes = RolloutProcesses(config, groups, on_death=process_exit.stop, say=print)
         processes.start(tokenizer, prompts, held_out, resume_state)
@@ -73,6 +79,12 @@ class RolloutProcesses:
         self._on_death, self._say = on_death, say
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
+        self.nodes: Axis | None = None
+        """Where servers share the trainer's devices, on the first ranks of the nodes."""
+        self.urls: list[list[str]] = []
+        """Of all servers, by the node that the run has started them on."""
+        self.dropped: dict[str, str] = {}
+        """On the main rank: servers of other nodes that are to be started again, and why."""
 
     def start(
         self,
@@ -84,15 +96,18 @@ class RolloutProcesses:
         """Start the servers, or take those of the config or the registry, and connect every rollout rank to all."""
         if self.groups.is_rollout_rank:  # first, so that it makes itself ready while the servers do
             self._start_process(tokenizer, prompts, held_out, resume_state)
-        urls: list[Any] = [list(self.config.rollout.servers)]
-        if self.groups.is_main and self.config.rollout.registry:
-            urls = [self._registered_servers()]
-        elif self.groups.is_main and not urls[0]:
-            urls = [self._start_servers()]
+        urls: list[Any] = [[list(self.config.rollout.servers)]]
+        if self.config.rollout.colocated:
+            urls = [self._start_on_nodes()]
+        elif self.groups.is_main and self.config.rollout.registry:
+            urls = [[self._registered_servers()]]
+        elif self.groups.is_main and not self.config.rollout.servers:
+            urls = [[self._start_servers(servers_of(self.config), self.folder / "servers")]]
         # The others wait here for as long as servers take to start; the hang watch begins with the first phase.
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
+        self.urls = urls[0]
         if self.process is not None:
-            self.process.connect(urls[0])
+            self.process.connect([url for of_node in self.urls for url in of_node])
 
     def _start_process(
         self,
@@ -119,20 +134,37 @@ class RolloutProcesses:
             )
         )
 
-    def _start_servers(self) -> list[str]:
+    def _start_on_nodes(self) -> list[list[str]]:
+        """Start this node's share of the servers, on its first rank; there, return all by node."""
+        config, options = self.config, servers_of(self.config)
+        self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
+        options.check_share(self.groups.world_size // here, len(gpus_of_host()))  # on all ranks, or some would wait
+        if nodes is None:
+            return []
+        if nodes.size == 1:
+            return [self._start_servers(options, self.folder / "servers")]
+        options = replace(options, server_count=options.server_count // nodes.size)
+        host, urls = address_towards(os.environ["MASTER_ADDR"]), [[""]] * nodes.size
+        own = self._start_servers(options, self.folder / "servers" / f"node-{nodes.rank}", host=host)
+        dist.all_gather_object(urls, own, group=nodes.group)
+        return urls
+
+    def _start_servers(self, options: RolloutConfig, folder: Path, **where: str) -> list[str]:
         config = self.config
         self.supervisor = Supervisor(
-            servers_of(config),
+            options,
             config.model.path,
-            self.folder / "servers",
+            folder,
+            **where,
             dtype=config.model.dtype,
             context_length=read_architecture(config.model.path).max_positions,
             dummy_weights=True,  # version 0 is published before the first request
             threads_per_server=config.run.threads_per_rank or free_cores(),
-            devices=devices_by_server(config.rollout),
+            devices=devices_by_server(options),
             on_death=self._on_death,
         )
-        self._say(f"starting {config.rollout.server_count} {self.supervisor.backend} rollout server(s)")
+        self._say(f"starting {options.server_count} {self.supervisor.backend} rollout server(s)")
         return self.supervisor.start()
 
     def _registered_servers(self) -> list[str]:
@@ -150,6 +182,8 @@ class RolloutProcesses:
     def _on_drop(self, url: str, reason: str) -> None:
         if self.supervisor is not None:  # servers of others are for others to start again
             self.supervisor.replace(url, reason)
+        if any(url in urls for urls in self.urls[1:]):
+            self.dropped[url] = reason
 
     def leave_step(self, why: str) -> None:
         """Let the rollout of the step that is under way fail. From any thread."""
@@ -186,6 +220,10 @@ class Rollouts:
         self.config, self.groups, self.devices = config, groups, devices
         self.engine, self.is_ending = engine, is_ending
         self.supervisor, self.process = processes.supervisor, processes.process
+        if processes.nodes is not None and processes.nodes.size > 1 and config.rollout.publication == "ipc":
+            nodes = NodesOfServers(processes.nodes, processes.urls, engine.device)
+            receiver = self.process if groups.is_main else None
+            engine.publisher = IPCPublisher(receiver, bucket_bytes=config.actor.bucket_bytes, nodes=nodes)
 
     def waits_for(self, phase: str) -> str:
         """Say what the rollout process has under way in a phase that waits for it. From any thread."""
@@ -228,8 +266,6 @@ class Rollouts:
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
         if self.process is not None and not groups.is_main:  # the main rank's process has published, and knows
             self.process.mark_published(served_by[0], version)
-        late = Path(self.config.run.folder) / "late_servers"
-        leave_weights(engine, self.process, groups, late, self.config.model.path)
 
     def _select_servers(self) -> bool:
         """Settle who takes part in the publication, at least one server.
@@ -303,39 +339,14 @@ class Rollouts:
         return reward[0]
 
 
-def leave_weights(
-    engine: TrainEngine, rollout: RolloutProcess | None, groups: ParallelGroups, folder: Path, model_folder: str
-) -> None:
-    """Write `folder`/version-N where a server is away that will need it, and tell the client; forget older ones.
-
-    All ranks call it right after a publication; the main rank gives the client that published. Where the folder cannot
-    be written, that server waits for the next publication.
-    """
-    is_wanted = groups.is_main and rollout is not None and rollout.wants_folder
-    if not groups.any(is_wanted):
-        return
-    version = engine.get_version()
-    # Absolute: a server of another process, perhaps on another host, is told this path.
-    target, tensors = folder.absolute() / f"version-{version}", iter(engine.hf_tensors())
-    if groups.is_main and rollout is not None:
-        try:
-            write_hf_folder(target, tensors, model_folder=model_folder, dtype=None)
-            rollout.offer_folder(str(target), version)
-        except OSError as error:
-            logger.warning("weights for servers that come late were not written: %s", error)
-        for other in folder.glob("version-*"):
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
-    for _ in tensors:  # the stream is a collective
-        pass
-
-
 def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
     """Return the GPUs that each started server sees, its own first; None where the config leaves that open.
 
     Those that share theirs with the trainer see the others' too: a publication over ipc comes from the first rank's.
     """
     each, gpus = options.gpus_per_server, options.devices
+    if options.colocated and not gpus and len(visible := gpus_of_host()) >= options.server_gpus:
+        gpus = visible[: options.server_gpus]  # no launcher has chosen them
     own = [gpus[first : first + each] for first in range(0, len(gpus), each)]
     if options.colocated:
         own = [[*mine, *(gpu for gpu in gpus if gpu not in mine)] for mine in own]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +48,6 @@ def source_for(server: ServerClient, serving: Sequence[ServerClient], current: C
     if form is not None and form.kind == "embedded" and peers:
         return min(peers, key=lambda peer: len(peer.calls))
     return current.folder
-
-
-def needs_folder(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> bool:
-    """True where a folder would let the server catch up, and nothing else does."""
-    folder = dataclasses.replace(current, folder="somewhere")
-    return source_for(server, serving, current) is None and source_for(server, serving, folder) is not None
 
 
 async def catch_up(server: ServerClient, source: ServerClient | str, current: Current, config: RolloutConfig) -> None:

@@ -61,8 +61,6 @@ class Member:
     """On the monotonic clock: since when it was found to generate nothing."""
     is_responding: bool = True
     """It has answered since it was lost, but with other weights."""
-    away_since: float = 0.0
-    """On the monotonic clock: when it was lost, or found where it is new."""
     dropped_in: int = -1
     """The publication that it failed."""
     trouble: str = ""
@@ -133,7 +131,7 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, is_responding=False, trouble="is new", away_since=time.monotonic())
+        member = Member(server, is_responding=False, trouble="is new")
         self._members[server] = member
         self._watch(member)
 
@@ -152,12 +150,6 @@ class Membership:
         """True where no server serves and one that could lacks the weights. From any thread."""
         # Copied in one go here and below: the loop's thread may add a server meanwhile.
         return not self.serving and any(member.is_responding for member in list(self._members.values()))
-
-    def away_for(self, at_most_s: float) -> list[ServerClient]:
-        """The servers that have not served for so long at most. From any thread."""
-        since = time.monotonic() - at_most_s
-        members = list(self._members.values())
-        return [m.server for m in members if m.server not in self.serving and m.away_since >= since]
 
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
@@ -210,7 +202,7 @@ class Membership:
         self.serving.remove(server)
         self.changed.set()
         member.failures += 1
-        member.is_responding, member.away_since = False, time.monotonic()
+        member.is_responding = False
         self._watch(member)
         if not self.serving:
             self._some_serve.clear()

@@ -23,7 +23,7 @@ from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
-from megatron_rl.servers.catch_up import Current, catch_up, needs_folder, source_for
+from megatron_rl.servers.catch_up import Current, catch_up, source_for
 from megatron_rl.servers.client import BadReply, Busy, CommandRefused, ServerClient, ServerError, noting_connections
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
@@ -353,20 +353,6 @@ class Fleet:
             if form is not None and held is not None and held.version in (None, version):
                 checksums[form] = held.checksums
         return Current(version, checksums, self._folder)
-
-    @property
-    def wants_folder(self) -> bool:
-        """From any thread. A server that was restarted as often as it may be is not coming back."""
-        current, patience_s = self._current, self.config.start_timeout_s * (1 + self.config.server_restarts)
-        return current is not None and any(
-            server.info is not None and needs_folder(server, self.members.serving, current)
-            for server in self.members.away_for(patience_s)
-        )
-
-    def offer_folder(self, path: str, version: str) -> None:
-        """The weights of `version`, if that is still the current one, lie at `path`."""
-        if self._current is not None and self._current.version == version:
-            self._current = dataclasses.replace(self._current, folder=path)
 
     async def _catch_up(self, server: ServerClient) -> str | None:
         """Bring a server that does not serve to the current weights; None where there is no way to."""

@@ -6,7 +6,7 @@ import abc
 import asyncio
 import itertools
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from megatron_rl.api import ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.ports import address_towards
 from megatron_rl.servers.client import CommandRefused, ServerClient
 from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
@@ -58,10 +59,7 @@ class ServerWeights(abc.ABC):
 
     def trainer_address(self) -> str:
         """Return this host's address as the servers reach it: that of the interface towards the first server."""
-        parts = urlsplit(self._fleet.members.publishing[0].url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # a datagram socket sends nothing by connecting
-            return probe.getsockname()[0]
+        return address_towards(str(urlsplit(self._fleet.members.publishing[0].url).hostname))
 
     async def unreachable(self) -> dict[str, str]:
         members = self._fleet.members
@@ -128,11 +126,13 @@ class ServerWeights(abc.ABC):
         }
         return self._ask(self._command("/update_weights_from_distributed", body, timeout_s=self.config.start_timeout_s))
 
-    async def shared_memory_forms(self) -> dict[str, str | None]:
+    async def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
         servers = self._fleet.members.publishing
         form = {s.url: "handle" if s.info is not None and s.info.is_embedded else "pickle" for s in servers}
         # To resolve a host's name may take seconds, for which the loop has other work.
-        is_here = await in_own_thread(lambda: {url: is_on_this_host(url) for url in form}, name="addresses")
+        is_here = await in_own_thread(
+            lambda: {url: url in at_hand or is_on_this_host(url) for url in form}, name="addresses"
+        )
         return {url: form[url] if is_here[url] else None for url in form}
 
     def load_shared(

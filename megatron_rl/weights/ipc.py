@@ -1,26 +1,57 @@
-"""Publication to servers on the trainer's host: flat buckets in memory that both sides map, and nothing on a wire."""
+"""Publication to servers on the trainer's hosts: flat buckets in memory that both sides map.
+
+On several nodes a bucket goes once to the first rank of each, and the handles of its copies back to rank 0, which alone
+talks to the servers.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_rl.api import WeightReceiver
+from megatron_rl.parallel import Axis
 from megatron_rl.weights.checksums import ExpectedChecksums
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned, plan_buckets
 from megatron_rl.weights.shared_bucket import REMEDY, SharedBucket
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 
-class IPCPublisher(WeightPublisher):
-    """Fills a shared bucket while the servers read the one before. Each has memory of its own, given back once read."""
+@dataclass(frozen=True)
+class NodesOfServers:
+    """The servers of each node of a run that starts some on all of its nodes; for the first ranks of the nodes."""
 
-    def __init__(self, receiver: WeightReceiver | None, *, bucket_bytes: int, timeout_s: float = 120.0) -> None:
+    first_ranks: Axis
+    urls: Sequence[Sequence[str]]
+    """By node."""
+    device: torch.device
+    """The rank's, on which its buckets are."""
+
+
+class IPCPublisher(WeightPublisher):
+    """Fills a shared bucket while the servers read the one before. Each has memory of its own, given back once read.
+
+    With `nodes` their first ranks have one each: they publish a `stream_in_step`, which is at the same tensor on all.
+    """
+
+    def __init__(
+        self,
+        receiver: WeightReceiver | None,
+        *,
+        bucket_bytes: int,
+        timeout_s: float = 120.0,
+        nodes: NodesOfServers | None = None,
+    ) -> None:
         super().__init__(receiver, timeout_s=timeout_s)
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.nodes = bucket_bytes, nodes
+        self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
         """Files that servers which died had open. One that only hangs may still let go of its own."""
 
@@ -28,56 +59,96 @@ class IPCPublisher(WeightPublisher):
         while self._left:
             self._left.pop().unlink(missing_ok=True)
 
+    def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
+        if self.receiver is None and self.nodes is not None:
+            self._pass_on(specs, tensors, self.nodes)
+        else:
+            super().publish(specs, tensors, version)
+
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.close()
         buckets: list[SharedBucket] = []
         filled = self._filled(plan_buckets(specs, self.bucket_bytes), tensors, buckets)
         try:
-            forms = self.receiver.shared_memory_forms()
-            self._lose({server: f"is on another host. {REMEDY}" for server, form in forms.items() if form is None})
-            self._send_all(filled, lambda shipment: self._show(*shipment, forms), self._collect, checksums)
+            known = [url for urls in self.nodes.urls for url in urls] if self.nodes is not None else []
+            self._handle_forms = self.receiver.shared_memory_forms(known)
+            elsewhere = [server for server, form in self._handle_forms.items() if form is None]
+            self._lose({server: f"is on another host. {REMEDY}" for server in elsewhere})
+            self._send_all(filled, lambda shipment: self._show(*shipment), self._collect, checksums)
         finally:
             for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
+            if self.nodes is not None:
+                dist.broadcast_object_list([{}], group_src=0, group=self.nodes.first_ranks.group)  # all is read
             # Before the servers go on: a GPU that they share with the trainer has the memory back for their caches.
-            for bucket in buckets:
-                self._give_back(bucket)
+            self._give_back_all_but(0, buckets)
             self._resume()
 
-    def _give_back(self, bucket: SharedBucket) -> None:
-        if (file := bucket.close()) is not None:
-            self._left.append(file)
+    def _pass_on(self, specs: list[TensorSpec], tensors: Tensors, nodes: NodesOfServers) -> None:
+        """Have this node's servers read a copy of each bucket, on the first rank of a node that is not the first."""
+        self.close()
+        buckets: list[SharedBucket] = []
+        plan, stream, asked = plan_buckets(specs, self.bucket_bytes), iter(tensors), [{}]
+        group, own = nodes.first_ranks.group, nodes.urls[nodes.first_ranks.rank]
+        for planned in plan:
+            for _ in planned:
+                next(stream)
+            dist.broadcast_object_list(asked, group_src=0, group=group)
+            self._give_back_all_but(1, buckets)  # only here is it known that the one before is read, as in `_filled`
+            buckets.append(bucket := SharedBucket(max(map(_size, plan)), nodes.device))
+            dist.broadcast(bucket.flat[: _size(planned)], group_src=0, group=group)
+            handles = {server: _handles(bucket, planned, *asked[0][server]) for server in own if server in asked[0]}
+            dist.gather_object(handles, None, group_dst=0, group=group)
+        dist.broadcast_object_list(asked, group_src=0, group=group)
+        self._give_back_all_but(0, buckets)
+
+    def _give_back_all_but(self, count: int, buckets: list[SharedBucket]) -> None:
+        while len(buckets) > count:
+            if (file := buckets.pop(0).close()) is not None:
+                self._left.append(file)
 
     def _filled(
         self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]
-    ) -> Iterator[tuple[list[TensorSpec], SharedBucket]]:
-        """Yield each bucket of the plan; `buckets` are those that are not given back, two at most."""
-        size, stream = max(sum(spec.nbytes for spec in specs) for specs in plan), iter(tensors)
+    ) -> Iterator[tuple[list[TensorSpec], SharedBucket, dict[str, Any]]]:
+        """Yield each bucket of the plan, with the handles of its copies on other nodes, by server.
+
+        `buckets` are those that are not given back, two at most.
+        """
+        stream = iter(tensors)
         for specs in plan:
             first = _planned(stream, specs[0])
-            if len(buckets) == 2:  # all servers have answered for it: `_send_all` has one on its way at a time
-                # Given back, not filled again: a server answers when its copy is asked for, which its GPU may still be
-                # at. Whatever it maps stays as it is until it lets go, for which torch has it wait for its copies.
-                self._give_back(buckets.pop(0))
-            buckets.append(bucket := SharedBucket(size, first.device))
+            # All servers have answered for the one before the last: `_send_all` has one on its way at a time. Given
+            # back, not filled again: a server answers when its copy is asked for, which its GPU may still be at.
+            # Whatever it maps stays as it is until it lets go, for which torch has it wait for its copies.
+            self._give_back_all_but(1, buckets)
+            buckets.append(bucket := SharedBucket(max(map(_size, plan)), first.device))
             planned = itertools.chain([first], (_planned(stream, spec) for spec in specs[1:]))
-            parts = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
+            parts = unpack_bucket(bucket.flat[: _size(specs)], specs)
             for part, tensor in zip(parts, planned, strict=True):
                 part.copy_(tensor)
-            yield specs, bucket
+            yield specs, bucket, {} if self.nodes is None else self._copy_to(self.nodes, bucket, specs)
         for name, tensor in stream:
             raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
 
+    def _copy_to(self, nodes: NodesOfServers, bucket: SharedBucket, specs: list[TensorSpec]) -> dict[str, Any]:
+        """Send a bucket to the first ranks of the other nodes; return what their servers are to be told of it."""
+        group, by_node = nodes.first_ranks.group, [{}] * nodes.first_ranks.size
+        asked = {
+            server: (self._handle_forms.get(server), ranks) for server, ranks in self.receiver.server_ranks.items()
+        }
+        dist.broadcast_object_list([asked], group_src=0, group=group)
+        dist.broadcast(bucket.flat[: _size(specs)], group_src=0, group=group)
+        dist.gather_object({}, by_node, group_dst=0, group=group)
+        return {server: told for handles in by_node for server, told in handles.items()}
+
     def _show(
-        self, specs: list[TensorSpec], bucket: SharedBucket, forms: dict[str, str | None]
+        self, specs: list[TensorSpec], bucket: SharedBucket, elsewhere: dict[str, Any]
     ) -> dict[str, Future[None]]:
-        """Tell every server where a bucket is."""
-        told: dict[str, Any] = {}
-        for server, ranks in self.receiver.server_ranks.items():
-            # A handle for each reader, and made now, as it carries an event: on a GPU the reader's stream waits for
-            # the copies that were asked for before it.
-            is_pickled = forms[server] == "pickle"
-            told[server] = [bucket.pickled(specs) for _ in range(ranks)] if is_pickled else bucket.handle()
+        """Tell every server where its bucket is."""
+        told = {
+            server: elsewhere.get(server) or _handles(bucket, specs, self._handle_forms[server], ranks)
+            for server, ranks in self.receiver.server_ranks.items()
+        }
         return self.receiver.load_shared(
             names=[spec.name for spec in specs],
             dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
@@ -85,3 +156,13 @@ class IPCPublisher(WeightPublisher):
             buckets=told,
             version=self.last.version,
         )
+
+
+def _handles(bucket: SharedBucket, specs: list[TensorSpec], form: str | None, ranks: int) -> Any:
+    # A handle for each reader, and made now, as it carries an event: on a GPU the reader's stream waits for the copies
+    # that were asked for before it.
+    return [bucket.pickled(specs) for _ in range(ranks)] if form == "pickle" else bucket.handle()
+
+
+def _size(specs: list[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)

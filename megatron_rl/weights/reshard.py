@@ -42,14 +42,28 @@ def _all_rules(chunks: list[Any], arch: Architecture) -> Iterator[tuple[Tensor, 
 
 @torch.no_grad()
 def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, groups: ParallelGroups) -> None:
-    """Copy this rank's slices out of the source into its model chunks. Reads nothing that belongs to other ranks."""
-    for parameter, rule in _all_rules(chunks, arch):
-        axis = _split_axis(rule, groups)
-        names = rule.names(_first_expert(groups.expert.rank, arch, groups))
-        shard = rule.layout.load(source, names, tuple(parameter.shape), axis.rank, axis.size, arch)
-        if not isinstance(parameter, nn.Parameter):  # a router's bias stays in float32 whatever the model is in
-            parameter.data = parameter.float()
-        parameter.copy_(shard)
+    """Copy this rank's slices out of the source into its model chunks. All ranks call it.
+
+    Reads nothing that belongs to other ranks, nor what another replica of this shard reads: replicas take turns at the
+    parameters, each reads its own while the others read theirs, and sends it to them.
+    """
+
+    def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
+        return entry[1].expert is not None, -entry[0].numel()  # those who read at the same time read as much
+
+    for is_expert, kind in itertools.groupby(sorted(_all_rules(chunks, arch), key=order), key=lambda e: order(e)[0]):
+        replica = groups.expert_data if is_expert else groups.data_context
+        while turn := list(itertools.islice(kind, replica.size)):
+            for reader, (parameter, rule) in enumerate(turn):
+                if not isinstance(parameter, nn.Parameter):  # a router's bias stays in float32 whatever the model is in
+                    parameter.data = parameter.float()
+                if reader == replica.rank:
+                    axis = _split_axis(rule, groups)
+                    names = rule.names(_first_expert(groups.expert.rank, arch, groups))
+                    shape = tuple(parameter.shape)
+                    parameter.copy_(rule.layout.load(source, names, shape, axis.rank, axis.size, arch))
+            for reader, (parameter, _) in enumerate(turn if replica.size > 1 else ()):
+                dist.broadcast(parameter.data, group_src=reader, group=replica.group)
 
 
 class HFExport:
@@ -87,27 +101,29 @@ class HFExport:
                 for name in rule.names(_first_expert(rank, self.arch, self.groups)):
                     yield TensorSpec(name, parameter.dtype, shapes[name])
 
-    @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full HF tensor on global rank 0, as `specs` lists them; other ranks take part and yield nothing.
 
         A tensor is joined over the tensor axis (an expert's over the expert-tensor axis, then sent to its stage's
         head), sent from its pipeline stage's head to rank 0 and forgotten again. Replicas beyond the first do nothing.
         """
+        return ((name, tensor) for name, tensor in self.stream_in_step() if tensor is not None)
+
+    @torch.no_grad()
+    def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The same, where the other ranks yield None in a tensor's place once their part in it is done: what they do
+        together between two tensors, every rank does at the same place of the stream."""
         pipeline = self.groups.pipeline
-        for stage in range(pipeline.size):
-            if stage == pipeline.rank:
-                tensors = _joined(self._plan, self.arch, self.groups)
-                if stage == 0:
-                    yield from tensors
-                else:
-                    for _, tensor in tensors:
-                        dist.send(tensor, group_dst=0, group=pipeline.group)
-            elif pipeline.rank == 0 and _is_stage_head(self.groups):
-                for spec in self._stages[stage]:
+        for stage, specs in enumerate(self._stages):
+            own = _joined(self._plan, self.arch, self.groups) if stage == pipeline.rank else itertools.repeat(None)
+            for spec, tensor in zip(specs, own, strict=False):
+                if pipeline.rank > 0 and tensor is not None:
+                    dist.send(tensor, group_dst=0, group=pipeline.group)
+                    tensor = None
+                elif stage > 0 and pipeline.rank == 0 and _is_stage_head(self.groups):
                     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                     dist.recv(tensor, group_src=stage, group=pipeline.group)
-                    yield spec.name, tensor
+                yield spec.name, tensor
 
 
 def _split_axis(rule: Rule, groups: ParallelGroups) -> Axis:
@@ -125,25 +141,20 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
     return groups.tensor.rank == 0 and groups.data_context.rank == 0
 
 
-def _joined(
-    plan: list[tuple[Tensor, Rule]], arch: Architecture, groups: ParallelGroups
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards."""
+def _joined(plan: list[tuple[Tensor, Rule]], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
+    """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards.
+
+    Where a rank has no part in a tensor, or has given it, it yields None.
+    """
     for parameter, rule in plan:
         # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one kind
         # of parameter and not for the other, and skips each by itself.
         replica = groups.data_context if rule.expert is None else groups.expert_data
         axis = _split_axis(rule, groups)
-        if replica.rank != 0:
-            continue
-        shards = _gather_shards(parameter.detach(), axis)
-        if axis.rank != 0:
-            continue
-        tensors = [t.contiguous() for t in rule.layout.export(shards, arch)]
-        if rule.expert is None:
-            yield from zip(rule.names(), tensors, strict=True)
-        else:
-            yield from _experts_of_all_ranks(tensors, rule, arch, groups)
+        tensors: list[Tensor | None] = [None] * len(rule.hf)
+        if replica.rank == 0 and (shards := _gather_shards(parameter.detach(), axis)):
+            tensors = [t.contiguous() for t in rule.layout.export(shards, arch)]
+        yield from tensors if rule.expert is None else _experts_of_all_ranks(tensors, groups.expert)
 
 
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
@@ -155,18 +166,13 @@ def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     return shards or []
 
 
-def _experts_of_all_ranks(
-    tensors: list[Tensor], rule: Rule, arch: Architecture, groups: ParallelGroups
-) -> Iterator[tuple[str, Tensor]]:
+def _experts_of_all_ranks(tensors: list[Tensor | None], axis: Axis) -> Iterator[Tensor | None]:
     """Yield this expert and its counterparts on the other expert ranks, one rank's at a time, on the first of them."""
-    axis = groups.expert
-    if axis.rank != 0:
-        for tensor in tensors:
-            dist.send(tensor, group_dst=0, group=axis.group)
-        return
     for rank in range(axis.size):
-        if rank > 0:  # new ones: those before may still be on their way to a server
-            tensors = [torch.empty_like(tensor) for tensor in tensors]
-            for tensor in tensors:
-                dist.recv(tensor, group_src=rank, group=axis.group)
-        yield from zip(rule.names(_first_expert(rank, arch, groups)), tensors, strict=True)
+        for number, tensor in enumerate(tensors):
+            if tensor is not None and axis.rank == rank > 0:
+                dist.send(tensor, group_dst=0, group=axis.group)
+            if tensor is not None and rank > axis.rank == 0:  # a new one: those before may be on their way to a server
+                tensors[number] = torch.empty_like(tensor)
+                dist.recv(tensors[number], group_src=rank, group=axis.group)
+            yield tensors[number] if axis.rank == 0 else None

@@ -103,11 +103,14 @@ def experiment(overrides: tuple[str, ...]) -> None:
     train(load_config(COUNT, list(overrides)), resume="auto")
 
 
-def start_ranks(count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path) -> list[int]:
-    """Start `run(overrides)` on every rank of a world; return the pids."""
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+def start_ranks(
+    count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path, *, nodes: int = 1
+) -> list[int]:
+    """Start `run(overrides)` on every rank of a world, told that they are on so many nodes; return the pids."""
+    here = count // nodes
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here), "MASTER_ADDR": "127.0.0.1"}
     shared["MASTER_PORT"] = str(free_port("127.0.0.1"))
-    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % here)} for rank in range(count)]
 
     def rank(place: dict[str, str]) -> None:
         os.environ |= place

@@ -32,10 +32,10 @@ def experiment_of(overrides):
     train(load_config(COUNT, list(overrides)), resume="auto")
 
 
-def run(folder, *overrides, ranks=1, how=experiment_of):
+def run(folder, *overrides, ranks=1, how=experiment_of, nodes=1):
     folder.mkdir()
     output = folder / "output.txt"
-    codes = exit_codes(start_ranks(ranks, how, (f"run.folder={folder}", *SETTINGS, *overrides), output))
+    codes = exit_codes(start_ranks(ranks, how, (f"run.folder={folder}", *SETTINGS, *overrides), output, nodes=nodes))
     assert codes == [0] * ranks, output.read_text()
 
 
@@ -96,3 +96,39 @@ def test_two_ranks_hand_the_devices_over_together(apart, tmp_path):
     assert len(steps) == 4 and steps[0]["reward/mean"] == apart[0][0][1], (
         "the same replies, from two replicas as from one"
     )
+
+
+def on_a_node(overrides):
+    """A rank that is all of its node: it starts one of the servers, which on the second node is killed in a step."""
+    pids, proved = [], []
+
+    class Turned(rl_run.RLRun):
+        def compute_advantages(self, batch):
+            (pid,) = self.processes.supervisor.starts.values()
+            assert [len(urls) for urls in self.processes.urls] == [1, 1]
+            pids.append(pid)
+            if len(pids) == 2 and self.groups.rank == 1:
+                os.kill(pid, signal.SIGKILL)
+            super().compute_advantages(batch)
+
+    class Proved(Rollouts):
+        def publish(self):
+            super().publish()
+            if self.groups.is_main:
+                proved.append(self.engine.publisher.last.verified / len(self.engine.export().specs))
+
+    rl_run.RLRun, rl_run.Rollouts = Turned, Proved
+    experiment_of(overrides)
+    is_restarted = os.environ["RANK"] == "1"
+    assert (pids[0] == pids[1]) and (pids[2] == pids[3]) and (pids[1] != pids[2]) == is_restarted, pids
+    # The server that died is left out of one publication, as everywhere.
+    assert not proved or (proved.count(1.0), {*proved}, proved[-1]) == (1, {1.0, 2.0}, 2.0), proved
+
+
+def test_each_node_has_servers_of_its_own_which_a_rank_there_feeds_and_starts_again(apart, tmp_path):
+    overrides = (*BY_TURNS, "rollout.publication=ipc", "rollout.server_count=2")
+    run(tmp_path / "run", *overrides, ranks=2, nodes=2, how=on_a_node)
+    steps, folder = steps_of(tmp_path / "run"), tmp_path / "run" / "servers"
+    assert len(steps) == 4 and steps[0]["reward/mean"] == apart[0][0][1]
+    logs = [(folder / f"node-{number}" / "server-0.log").read_text() for number in (0, 1)]
+    assert [log.count("embedded_server.server") for log in logs] == [1, 2], "one start, and two"

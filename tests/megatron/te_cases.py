@@ -7,23 +7,40 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import te_stand_in
+import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients
 from megatron.core.tensor_parallel import layers
 from ranks import run_each
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, share_of
+from tiny import LAYOUTS, make_batch, make_engine, make_groups, share_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import platform
+from megatron_rl.engine import attention, packed_rows
 from megatron_rl.engine.layers import RMSNorm
+from megatron_rl.tools.rehearsal import te_modules
+from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
 from megatron_rl.weights.reshard import rules_of
 
 MARKS = {"tensor_model_parallel": False, "sequence_parallel": False, "allreduce": True}
 """Megatron's marks on parameters and what their absence means."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the calls of Transformer Engine's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name.partition("::")[2]] += func.namespace == NAMESPACE
+        return func(*args, **(kwargs or {}))
 
 
 def take(impl: str, accumulates: bool = False) -> None:
@@ -39,13 +56,12 @@ def updated(folder: Path, layout: str, impl: str, accumulates: bool = False) -> 
     accumulates: weight gradients are added up by the layers' kernels, as where apex is installed too.
     """
     take(impl, accumulates)
-    te_stand_in.BUILT.clear()
     engine = make_engine(folder, LAYOUTS[layout][1], tokens_per_microbatch=32)
     loaded = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
-    te_stand_in.CALLED.clear()
     recorded = record_gradients(engine)
-    logprobs = engine.eval().forward(make_batch())
-    stats = engine.train().train_batch(share_of(make_batch(), engine), user_loss, user_weight)
+    with Launches() as launches:
+        logprobs = engine.eval().forward(make_batch())
+        stats = engine.train().train_batch(share_of(make_batch(), engine), user_loss, user_weight)
     chunk = engine.chunks[0]
     return {
         "loaded": loaded,
@@ -60,10 +76,34 @@ def updated(folder: Path, layout: str, impl: str, accumulates: bool = False) -> 
         },
         "own_norms": sum(isinstance(module, RMSNorm) for module in chunk.modules()),
         "parameters": {name: (tuple(p.shape), p.dtype) for name, p in chunk.named_parameters()},
-        "built": [(name, _plain(options)) for name, options in te_stand_in.BUILT],
-        "called": list(te_stand_in.CALLED),
+        "fused": [
+            module.fuse_wgrad_accumulation
+            for module in chunk.modules()
+            if isinstance(module, te_modules.Linear | te_modules.GroupedLinear)
+        ],
+        "launches": launches.counts,
         "optimizer": [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers],
     }
+
+
+def attended(folder: Path, layout: str, kernel: str) -> dict[str, Any]:
+    """Update once with a kernel of `model.flash_attention` over packed rows, as on CUDA, or with SDPA ("torch")."""
+    take("local")
+    windows, attend = set(), te_modules.DotProductAttention.forward
+
+    def recorded_attention(self, *args: Any, **options: Any) -> torch.Tensor:
+        windows.add(options["window_size"])
+        return attend(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(te_modules.DotProductAttention, "forward", recorded_attention)
+        patch.setattr(platform, "use_flash_attention", lambda given: None)
+        for module in (packed_rows, attention):
+            patch.setattr(module, "has_varlen_kernel", lambda device, dtype: kernel == "TE")
+        engine = make_engine(folder, LAYOUTS[layout][1], flash_attention=kernel)
+        recorded = record_gradients(engine)
+        stats = engine.train().train_batch(share_of(make_groups(), engine), user_loss, user_weight)
+    return {"stats": stats, "gradients": as_hf_tensors(engine, recorded[0]), "windows": windows}
 
 
 def resumed(
@@ -87,10 +127,6 @@ def resumed(
             engine.train_batch(make_batch(1), user_loss, user_weight)
     steps = [group.get("step") for part in second.optimizer.chained_optimizers for group in part.param_groups]
     return *({name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in engines), steps
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if isinstance(value, int | float | str | torch.dtype)}
 
 
 def main() -> None:

@@ -503,6 +503,7 @@ def test_every_fix_has_its_module():
         "megatron.core.jit",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.tensor_parallel.layers",
         "megatron.core.tensor_parallel.mappings",
         "megatron.core.transformer.multi_latent_attention",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",

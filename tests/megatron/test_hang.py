@@ -158,7 +158,7 @@ def test_ranks_that_all_wait_for_rollouts_are_asked_to_leave_before_they_are_end
 def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_managed():
     parts = [("publication", "pause", 1.0, 1.1), ("gathering", "bucket 1", 1.1, 1.2)]
     publisher = SimpleNamespace(last=Publication(3, parts=parts))
-    engine, processes = SimpleNamespace(publisher=publisher), SimpleNamespace(supervisor=None, process=None)
+    engine, processes = SimpleNamespace(publisher=publisher), SimpleNamespace(supervisor=None, process=None, nodes=None)
     rollouts = Rollouts(None, None, processes, None, engine, is_ending=lambda: False)
     assert rollouts.waits_for("publish") == "", "a rank without rollouts"
     rollouts.process = SimpleNamespace(hang_report=lambda: "control: 1; the oldest: /x to http://n1 for 9.0 s")

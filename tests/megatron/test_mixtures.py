@@ -24,8 +24,8 @@ def folders(tmp_path_factory):
 
 
 # Qwen3-MoE's other layouts are rows of test_theorems. In tp2_sp experts have other replicas than the rest of the layer
-# without expert parallelism.
-UPDATED = [("qwen3_moe", "tp2_sp"), ("qwen3_moe", "pp2_ep2")]
+# without expert parallelism; in cp2_tp2 latent rows are gathered over the context axis before the tensor axis.
+UPDATED = [("qwen3_moe", "tp2_sp"), ("qwen3_moe", "pp2_ep2"), ("deepseek_v3", "cp2_tp2")]
 UPDATED += [(f, layout) for f in MIXTURES if f != "qwen3_moe" for layout in ("cp2_ep2", "tp2_pp2_ep2")]
 
 
@@ -75,10 +75,23 @@ def test_gradient_equals_float64_autograd(family, folders, gradients):
         assert ours.abs().max() > 1e-4
 
 
-def test_shared_prompts_give_the_same_update_of_latent_attention(folders):
-    given = (folders["deepseek_v3"], "1", make_groups(), "logprobs", 64)
-    found = run_each(1, two_updates, {share: (*given, {"share_prompts": share}) for share in (False, True)})
-    assert_same_updates(found[True][0], found[False][0])
+@pytest.fixture(scope="module")
+def separate_prompts(folders):
+    return run_ranks(1, two_updates, *of_groups(folders, "1", {"share_prompts": False}))[0]
+
+
+def of_groups(folders, layout, options):
+    return folders["deepseek_v3"], layout, make_groups(), "logprobs", 64, options
+
+
+SELECTIVE = {"megatron": {"recompute_granularity": "selective"}}
+
+
+@pytest.mark.parametrize("layout", ["1", "cp2_ep2", pytest.param("cp2_tp2", marks=pytest.mark.slow)])
+def test_shared_prompts_give_the_same_update_of_latent_attention(layout, folders, separate_prompts):
+    cases = {part: of_groups(folders, layout, options) for part, options in [("kept", {}), ("formed", SELECTIVE)]}
+    for ranks in run_each(LAYOUTS[layout][0], two_updates, cases).values():
+        assert_same_updates(ranks[0], separate_prompts)
 
 
 @pytest.mark.slow
@@ -140,3 +153,20 @@ def grouped_products(folder):
 
 def test_grouped_products_are_refused_without_transformer_engine(folders):
     run_ranks(1, grouped_products, folders["qwen3_moe"])
+
+
+def places_in_stream(folder, layout):
+    """How far the ranks' streams of weights have come, by rank, whenever a rank has been given a place in its own."""
+    engine, met = make_engine(folder, LAYOUTS[layout][1]), []
+    export = engine.export()
+    for number, (name, tensor) in enumerate(export.stream_in_step()):
+        places = [None] * engine.groups.world_size
+        torch.distributed.all_gather_object(places, (number, name), group=engine.groups.control)
+        met.append(set(places) == {(number, export.specs[number].name)} and (tensor is None) != engine.groups.is_main)
+    return len(met) == len(export.specs), all(met)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["tp2_pp2_ep2", "tp2_ep2_etp2"])
+def test_ranks_can_meet_between_any_two_tensors_of_a_stream(family, layout, folders):
+    assert run_ranks(LAYOUTS[layout][0], places_in_stream, folders[family], layout) == [(True, True)] * 4

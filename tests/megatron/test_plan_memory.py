@@ -187,6 +187,7 @@ ACTIVATIONS = [
     ("qwen3_moe", {}, "tp2_ep2", "bfloat16", {}, 0.03),
     # Values as wide as keys: with others torch's attention for CPUs keeps all scores.
     ("deepseek_v3", {"v_head_dim": 24}, "1", "float32", {}, 0.03),
+    ("deepseek_v3", {"v_head_dim": 24}, "1", "float32", {"recompute_granularity": "selective"}, 0.03),
 ]
 LENGTHS = (100,) * 4
 

@@ -23,15 +23,22 @@ ALONE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek
 CASES = [(family, "1") for family in ALONE]
 CASES += [("qwen2", "tp2"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
 # The stand-in has to be there before megatron.core is.
-PROGRAM = "import te_stand_in; te_stand_in.install(); import te_cases; te_cases.main()"
+PROGRAM = "from megatron_rl.tools.rehearsal import te_package as te; te.install(); import te_cases; te_cases.main()"
 FEWER = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 IMPLS = ("transformer_engine", "local")
+ROUNDED = 1e-5
+"""A hundredth of an update: they sum in another order, which Adam's eps of 1e-6 magnifies near a gradient of zero."""
 # Model: the layers of the engine that saves and of the one that resumes, and whether their optimizers are distributed.
 RESUMED = {
     "qwen2": (("transformer_engine", "transformer_engine"), (False, True)),
     "qwen3_moe": (("local", "transformer_engine"), (False, False)),
     "deepseek_v3": (("transformer_engine", "local"), (True, True)),
 }
+
+# Windows, keys that are shared by replies and by heads, gathered from another rank, and wider than values.
+ATTENDED = {("qwen3", "1"): {(-1, 0)}, ("mistral_windowed", "cp2"): {(3, 0)}, ("gemma3", "1"): {(3, 0), (-1, 0)}}
+ATTENDED |= {("deepseek_v3", "1"): {(-1, 0)}, ("deepseek_v3", "cp2_ep2"): {(-1, 0)}}
+KERNELS = ("TE", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +58,11 @@ def seen(folders, tmp_path_factory):
             arguments = ("updated", folders[family], layout, impl)
             by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
     by_size[1]["accumulated",] = ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
+    for family, layout in ATTENDED:
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder)
+        for kernel in KERNELS:
+            by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, kernel] = ("attended", folder, layout, kernel)
     for family, how in RESUMED.items():
         by_size[1][family, "resumed"] = ("resumed", folders[family], tmp_path_factory.mktemp("checkpoint") / "1", *how)
     return {case: ranks[0] for case, ranks in run_cases(by_size, tmp_path_factory.mktemp("cases")).items()}
@@ -76,7 +88,7 @@ def test_layers_of_transformer_engine_make_the_same_model(family, layout, seen, 
     assert found["stats"].grad_norm == pytest.approx(local["stats"].grad_norm, rel=1e-5)
     assert found["stats"].applied
     for name, tensor in local["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=ROUNDED, msg=name)
 
 
 def test_every_family_that_has_such_layers_is_tried(folders):
@@ -101,35 +113,38 @@ def test_marks_of_parameters_are_those_of_local_layers(family, layout, seen):
 def test_every_norm_is_transformer_engines(family, layout, seen):
     found, local = (seen[family, layout, impl] for impl in IMPLS)
     assert found["own_norms"] == 0 < local["own_norms"]
-    assert not any(name in ("Linear", "LayerNormLinear", "RMSNorm") for name, _ in local["built"])
+    assert not local["fused"] and not local["launches"]["rms_norm"] and found["launches"]["rms_norm"]
 
 
 @pytest.mark.parametrize("family,layout", CASES)
 def test_rows_are_rotated_by_one_kernel(family, layout, seen, folders):
-    rotated = [options for name, options in seen[family, layout, IMPLS[0]]["called"] if name == "fused_rope_forward"]
+    rotated = seen[family, layout, IMPLS[0]]["launches"]["rotate"]
     # Its kernel knows no attention factor. Queries and keys of each layer.
     factor = Rope.of(read_architecture(folders[family])).attention_factor
-    assert (
-        len(rotated) % (2 * 2) == 0
-        and bool(rotated) == (factor == 1.0)
-        and all(options["fused"] for options in rotated)
-    )
-    assert not any(name == "fused_rope_forward" for name, _ in seen[family, layout, "local"]["called"])
+    assert rotated % (2 * 2) == 0 and bool(rotated) == (factor == 1.0)
+
+
+@pytest.mark.parametrize("family,layout", ATTENDED)
+def test_transformer_engines_attention_gives_the_same_gradients(family, layout, seen):
+    found, torchs = (seen[family, layout, kernel] for kernel in KERNELS)
+    assert found["windows"] == ATTENDED[family, layout] and not torchs["windows"]
+    assert found["stats"].loss == pytest.approx(torchs["stats"].loss, rel=1e-5)
+    for name, gradient in torchs["gradients"].items():
+        assert relative_error(found["gradients"][name], gradient) < 1e-5, name
 
 
 def test_gradients_that_the_layers_accumulate_are_the_same(seen):
     plain, accumulated = seen["qwen3_moe", "1", "transformer_engine"], seen["accumulated",]
     for name, gradient in plain["gradients"].items():
         torch.testing.assert_close(accumulated["gradients"][name], gradient, rtol=0, atol=1e-6, msg=name)
-    fused = [options["fuse_wgrad_accumulation"] for name, options in accumulated["built"] if name.endswith("Linear")]
-    assert fused and all(fused)
+    assert accumulated["fused"] and all(accumulated["fused"])
 
 
 @pytest.mark.parametrize("family", RESUMED)
 def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
     uninterrupted, resumed, steps = seen[family, "resumed"]
     for name, tensor in uninterrupted.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=ROUNDED, msg=name)
     assert set(steps) == {4}, "as many updates as both runs together"
 
 
@@ -140,4 +155,4 @@ def test_experts_of_a_rank_are_one_product_and_tokens_are_sorted_by_a_kernel(fam
     assert first.replace("weight0", "weight1") in found["parameters"] and "local_experts" not in str(
         found["parameters"]
     )
-    assert {"grouped_gemm", "permute_with_mask_map", "unpermute_with_mask_map"} <= {name for name, _ in found["called"]}
+    assert {"grouped_product", "permute", "unpermute"} <= {name for name, count in found["launches"].items() if count}

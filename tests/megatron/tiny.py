@@ -121,6 +121,7 @@ LAYOUTS = {
     "dp2": (2, ParallelConfig()),
     "cp2": (2, ParallelConfig(context=2)),
     "cp4": (4, ParallelConfig(context=4)),
+    "cp2_tp2": (4, ParallelConfig(context=2, tensor=2)),
     "cp2_tp2_pp2": (8, ParallelConfig(context=2, tensor=2, pipeline=2)),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
     "pp2_vpp2_dp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2)),
@@ -214,6 +215,7 @@ def make_engine(
     share_prompts: bool = True,
     groups: ParallelGroups | None = None,
     head: str = "policy",
+    flash_attention: str = "torch",
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -221,7 +223,7 @@ def make_engine(
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
     engine = MegatronEngine(
         EngineConfig(
-            model=ModelConfig(path=str(folder)),
+            model=ModelConfig(path=str(folder), flash_attention=flash_attention),
             parallel=parallel,
             optimizer=optimizer,
             tokens_per_microbatch=tokens_per_microbatch,

@@ -4,18 +4,23 @@ import asyncio
 import json
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.run.rollouts import leave_weights
+from megatron_rl.config import load_config
+from megatron_rl.run.device_sharing import DeviceSharing
+from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from megatron_rl.weights.update_group import TensorSpec
 from tests.servers.reference import reference_greedy
 from tests.servers.run_tokens import AUTHORIZED
 from tests.servers.test_membership import ask, eventually, load, overloaded
 
+COUNT = "configs/count_grpo.yaml"
 EMBEDDED = {"embedded": True, "dtype": "float32"}
 SUMS = {"w": "of the current weights"}
 
@@ -204,65 +209,49 @@ def test_server_that_answers_again_in_a_publication_waits_until_it_is_over(late)
     assert late_server.body_of("/update_weights_from_peer")["peer_version"] == "2"
 
 
-# -- from a folder that the trainer leaves
+# -- servers that no peer can give weights
 
 
-class OneRank:
-    """What `leave_weights` asks of ParallelGroups and of a TrainEngine."""
+class CountingEngine:
+    """A TrainEngine whose weights are those of scripted servers; counts how often its ranks had to gather them."""
 
-    is_main = True
-
-    def __init__(self, version):
-        self.version = version
-        self.streamed = 0
-
-    def any(self, is_so):
-        return is_so
+    gathered = 0
+    failing = ""
+    """The URL of a server that fails the publications."""
 
     def get_version(self):
-        return self.version
+        return self.gathered + 1
 
     def hf_tensors(self):
-        for number in range(3):
-            self.streamed += 1
-            yield f"layer.{number}.weight", torch.full((2, 2), float(self.version))
+        self.gathered += 1
+        yield "w", torch.zeros(1)
+
+    def update_weights(self, receiver, version):
+        list(self.hf_tensors())
+        if self.failing:
+            receiver.drop(self.failing, "it was killed")
+        publish(receiver, version)
 
 
-SGLANG = {"device": "cpu", "dtype": "float32"}
-
-
-def test_trainer_leaves_weights_where_a_server_is_away_that_no_peer_can_give_them(late, tiny_model, tmp_path):
-    engine, steady, late_server = late(info=SGLANG)
-    rank = OneRank(1)
-    leave = lambda: leave_weights(rank, engine, rank, tmp_path, str(tiny_model))  # noqa: E731
-    (tmp_path / "version-0").mkdir()
-    assert eventually(lambda: len(engine.serving) == 1)
-    time.sleep(0.7)
-    assert len(engine.serving) == 1  # it answers, and nobody can help it
-    leave()
-    assert eventually(lambda: len(engine.serving) == 2)
-    body = late_server.body_of("/update_weights_from_disk")
-    assert (body["model_path"], body["weight_version"]) == (f"{tmp_path}/version-1", "unconfirmed")
-    assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
-    # All serve: nothing is gathered or written.
-    rank.streamed = 0
-    publish(engine, 2)
-    leave()
-    assert rank.streamed == 0
-
-
-def test_weights_that_cannot_be_left_stop_no_training(late, tiny_model, tmp_path, caplog):
-    engine, *_ = late(info=SGLANG)
-    rank = OneRank(1)
-    (tmp_path / "file").write_text("")
-    leave_weights(rank, engine, rank, tmp_path / "file" / "folder", str(tiny_model))
-    # The other ranks gather until the end all the same.
-    assert rank.streamed == 3 and "were not written" in caplog.text
-
-
-def test_embedded_server_has_peers_and_needs_no_folder(late):
-    async def never(_):
-        await asyncio.sleep(60)
-
-    engine, *_ = late(update_weights_from_peer=never)
-    assert eventually(lambda: len(engine.serving) == 1) and not engine.wants_folder
+def test_late_server_waits_for_the_next_publication_and_keeps_no_rank_from_its_work(late, tmp_path):
+    client, steady, late_server = late(info={"device": "cpu", "dtype": "float32"})  # SGLang's
+    config = load_config(COUNT, [f"run.folder={tmp_path}"])
+    rank, engine = SimpleNamespace(is_main=True, control=None, any=bool), CountingEngine()
+    processes, devices = (
+        SimpleNamespace(supervisor=None, process=client, nodes=None),
+        DeviceSharing(config, rank, None, None, None),
+    )
+    rollouts = Rollouts(config, rank, processes, devices, engine, is_ending=lambda: False)
+    assert eventually(lambda: client.serving == [steady.url])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine.failing = late_server.url
+        rollouts.publish()
+        assert engine.gathered == 1 and client.serving == [steady.url]
+        engine.failing = ""
+        assert not eventually(lambda: len(client.serving) == 2, 0.7)  # it answers, and nobody can help it
+        rollouts.publish()
+    finally:
+        dist.destroy_process_group()
+    assert engine.gathered == 2 and len(client.serving) == 2
+    assert not any(tmp_path.iterdir()), "no folder of the whole model is written"

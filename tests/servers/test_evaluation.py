@@ -116,7 +116,7 @@ def test_a_warm_start_stops_at_the_reward_of_replies_also_where_tokens_have_them
     monkeypatch.setattr(rollouts.dist, "broadcast_object_list", lambda *_, **__: None)
     for name, answer in {"publish": None, "evaluate": [replies], "wait_for": None}.items():
         monkeypatch.setattr(rollouts.Rollouts, name, lambda *_, answer=answer: answer)
-    groups, processes = SimpleNamespace(control=None), SimpleNamespace(supervisor=None, process=None)
+    groups, processes = SimpleNamespace(control=None), SimpleNamespace(supervisor=None, process=None, nodes=None)
     run = rollouts.Rollouts(None, groups, processes, None, None, is_ending=lambda: False)
     assert run.mean_reward(GenerationConfig()) == (1.0 + 0.5) / 2
 

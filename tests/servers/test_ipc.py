@@ -3,19 +3,24 @@
 import base64
 import os
 import pickle
+import re
 import signal
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny import LAYOUTS, make_engine
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import RolloutConfig
+from megatron_rl.parallel import first_ranks_of_nodes
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers import weight_receiver
 from megatron_rl.servers.client import CommandRefused
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.servers.weight_receiver import is_on_this_host
-from megatron_rl.weights.ipc import IPCPublisher
+from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 from megatron_rl.weights.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
 from tests.servers.in_process import specs_of
 from tests.servers.reference import reference_greedy
@@ -122,9 +127,61 @@ def test_servers_elsewhere_are_refused(embedded_servers, connect, weights, monke
     publisher.publish(specs_of(weights), weights.items(), 5)
     assert engine.serving == embedded_servers[1:]
     monkeypatch.setattr(weight_receiver, "is_on_this_host", lambda url: False)
+    assert engine.shared_memory_forms() == {embedded_servers[1]: None}
+    assert engine.shared_memory_forms(embedded_servers) == {embedded_servers[1]: "handle"}
     with pytest.raises(NoServerLeft, match="is on another host. .*set rollout.publication=group"):
         publisher.publish(specs_of(weights), weights.items(), 6)
     assert not shared_files()
+
+
+def publish_from_two_nodes(folder, urls, layout):
+    """Publish three versions from ranks on two nodes, with a server each; the second server fails in the last one.
+
+    Returns this rank's pid, how many tensors were proved in each, which processes' buckets each server was told of, and
+    what is left in shared memory.
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    engine, receiver, verified, told = make_engine(folder, LAYOUTS[layout][1]), None, [], {url: set() for url in urls}
+    first_ranks = first_ranks_of_nodes(engine.groups, timeout_s=60)
+    if engine.groups.is_main:
+        receiver = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE))
+        receiver.initialize(urls)
+        load_shared = receiver.load_shared
+
+        def load(*, buckets, **rest):
+            if len(verified) == 2 and urls[1] in receiver.server_ranks:
+                receiver.drop(urls[1], "it was killed")
+            for url, handle in buckets.items():
+                names = b"".join(map(base64.b64decode, handle)) if isinstance(handle, list) else handle["file"].encode()
+                told[url] |= {int(pid) for pid in re.findall(rb"torch_(\d+)_", names)}
+            return load_shared(buckets=buckets, **rest)
+
+        receiver.load_shared = load
+    if first_ranks is not None:
+        nodes = NodesOfServers(first_ranks, [[url] for url in urls], CPU)
+        engine.publisher = IPCPublisher(receiver, bucket_bytes=BUCKET_BYTES, timeout_s=30, nodes=nodes)
+    for version in (3, 4, 5):
+        engine.update_weights(receiver, version)
+        verified.append(engine.publisher.last.verified if receiver is not None else 0)
+    engine.close_publisher()
+    if receiver is not None:
+        receiver.destroy()
+    return os.getpid(), verified, told, shared_files()
+
+
+@pytest.mark.parametrize("layout", ["tp2_pp2", "dp4"])  # the second node's first rank gives its shards, or has no part
+def test_servers_of_each_node_read_the_buckets_of_a_rank_of_their_own(
+    layout, embedded_servers, other_tiny_model, weights, connect, put_back
+):
+    put_back(embedded_servers)
+    (main, verified, told, _), _, (second, *_), _ = ranks = run_ranks(
+        4, publish_from_two_nodes, other_tiny_model, embedded_servers, layout if layout in LAYOUTS else "1"
+    )
+    assert [told[url] for url in embedded_servers] == [{main}, {second}]
+    assert verified == [2 * len(weights), 2 * len(weights), len(weights)], "every tensor of both servers, and of one"
+    assert not any(left for *_, left in ranks)
+    reply = greedy(connect(embedded_servers[0]))
+    assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
 
 
 def test_embedded_server_takes_handles_of_buckets_and_nothing_else(embedded_servers, connect, weights, put_back):
@@ -185,3 +242,14 @@ def test_real_sglang_reads_shared_memory_and_is_checked(real_sglang, connect, we
     reply = greedy(engine)
     assert reply.output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
     assert reply.output_versions == [4] * 12
+
+
+def test_real_sglang_reads_pickles_of_a_rank_on_its_own_node(
+    real_sglang, embedded_servers, other_tiny_model, weights, put_back
+):
+    put_back(urls := [embedded_servers[0], real_sglang])
+    ranks = run_ranks(4, publish_from_two_nodes, other_tiny_model, urls, "tp2_pp2")
+    (main, verified, told, _), _, (second, *_), _ = ranks
+    assert [told[url] for url in urls] == [{main}, {second}] and not any(left for *_, left in ranks)
+    both = len(weights) + len(weights) - 2 * 3  # q, k and v are one in SGLang, and gate and up
+    assert verified == [both, both, len(weights)]

@@ -109,6 +109,17 @@ def test_a_job_that_has_ended_leaves_no_process(trained):
     assert processes_of(trained[1]) == []
 
 
+def test_servers_that_take_turns_with_the_ranks_are_on_every_node(cluster, tmp_path):
+    folder = tmp_path / "turns"
+    turns = ("rollout.colocated=true", "rollout.publication=ipc", "rollout.server_count=2", "run.steps=2")
+    job = cluster.sbatch(folder.name, "--nodes=2", GRPO, *small(folder, *turns))
+    cluster.wait_for_state(job, folder.name, "COMPLETED")
+    assert steps(folder) == [0, 1] and "2 rank(s)" in cluster.told(folder.name)
+    logs = [(folder / "servers" / f"node-{number}" / "server-0.log").read_text() for number in (0, 1)]
+    assert all("embedded_server.server" in log for log in logs)
+    assert not (folder / "registry").exists() and processes_of(folder) == []
+
+
 # -- jobs that are ended from outside ----------------------------------------------------------------------------------
 
 

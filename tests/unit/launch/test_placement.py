@@ -125,6 +125,46 @@ def test_servers_for_training_on_data_are_refused(config, setting):
         job_of(args, {})
 
 
+def shared_job(tmp_path, monkeypatch, *words, count=2, gpus="8"):
+    """A job of so many nodes whose servers share the ranks' GPUs."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\nfor n in $(seq {count}); do echo n$n; done\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"n[1-{count}]", "SLURM_JOB_CPUS_PER_NODE": f"64(x{count})"}
+    turns = ["rollout.colocated=true", "rollout.publication=ipc", f"run.folder={tmp_path}"]
+    args = parser().parse_intermixed_args([str(COUNT), *turns, *words])
+    return job_of(args, job | ({"SLURM_GPUS_ON_NODE": gpus} if gpus else {}))
+
+
+def test_servers_that_share_gpus_are_started_by_ranks_on_all_gpus_of_all_nodes(tmp_path, monkeypatch):
+    job = shared_job(tmp_path, monkeypatch, "rollout.server_count=4", "rollout.server_args=[--tp,4]")
+    assert (job.placement.servers, job.placement.ranks) == ([], {"n1": 8, "n2": 8})
+    started = []
+    monkeypatch.setattr(job, "_popen", lambda step, command, *_: started.append((step, command)))
+    monkeypatch.setattr("megatron_rl.launch.slurm.address", lambda host: host)
+    job._start_trainer()
+    (step, command) = started[0]
+    assert "--ntasks=16" in step and "--cpu-bind=none" in step
+    assert not any("registry" in word for word in command) and command[-1] == "rollout.server_args=[--tp,4]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rollout.server_count=3",), "server_count = 3: .* each of 2 nodes of 8 GPUs starts as many, of --tp.1. GPUs"),
+        (("rollout.server_count=4", "rollout.server_args=[--tp,8]"), "server_count = 4: .*, so none is on several"),
+        (("rollout.server_count=2", "rollout.server_args=[--tp,16]"), "server_count = 2: .*, so none is on several"),
+        (("rollout.server_count=2", "rollout.devices=[0,1]"), "rollout.devices = .*: must be left out with 2 nodes"),
+        (("rollout.server_count=2", "rollout.publication=group"), "publication = 'group': NCCL takes a GPU once"),
+        (("--servers=2",), "--servers 2: with rollout.colocated = true the first rank of each node starts"),
+    ],
+)
+def test_servers_that_cannot_share_the_gpus_of_several_nodes_are_refused(words, message, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=message):
+        shared_job(tmp_path, monkeypatch, *words)
+
+
 def test_rank_of_a_step_takes_the_gpu_behind_those_of_servers():
     step = {"SLURM_STEP_ID": "1", "MASTER_PORT": "20001", "SLURM_STEP_TASKS_PER_NODE": "3,8", "SLURM_GPUS_ON_NODE": "8"}
     first = {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "11"}
