@@ -70,18 +70,22 @@ def run(argv: list[str] | None = None) -> None:
         command.add_argument(
             "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
         )
+        command.add_argument(
+            "--lengths",
+            type=Path,
+            help="file with a line for each trajectory: the tokens of its prompt, then, where known, of its reply; "
+            "default: as long as the config lets them be",
+        )
+        command.add_argument(
+            "--folder", type=Path, default=Path("runs/rehearsal"), help="what a rehearsal writes goes there"
+        )
     rehearsal.add_argument(
         "--ranks",
         default="first,last,stage-boundaries",
         help="first, last, stage-boundaries, all-distinct or numbers, with commas (default: the first three)",
     )
-    rehearsal.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="what it writes goes there")
-    plan.add_argument(
-        "--lengths",
-        type=Path,
-        help="file of numbers, each prompt's tokens; default: as long as the config lets them be",
-    )
     plan.add_argument("--json", action="store_true", help="for machines")
+    plan.add_argument("--rehearse", action="store_true", help="and rehearse the first and last rank of what is planned")
     evaluated = commands.add_parser(
         "eval", help="how well a model, or a run's newest weights, answers held-out prompts"
     )
@@ -141,14 +145,19 @@ def run(argv: list[str] | None = None) -> None:
             if args.command == "convert":
                 print(_convert(args.source, args.target))
             elif args.command == "plan":
-                from megatron_rl.tools.plan.plan_command import plan_text
+                options = {name: getattr(args, name) for name in PLAN_OPTIONS} | {"as_json": args.json}
+                if args.rehearse:
+                    from megatron_rl.tools.rehearsal.rehearsal_text import plan_and_rehearsal_text
 
-                options = {name: value for name, value in vars(args).items() if name in PLAN_OPTIONS}
-                print(plan_text(args.config, args.overrides, **options, as_json=args.json))
+                    print(plan_and_rehearsal_text(args.config, args.overrides, folder=args.folder, **options))
+                else:
+                    from megatron_rl.tools.plan.plan_command import plan_text
+
+                    print(plan_text(args.config, args.overrides, **options))
             elif args.command == "rehearse":
                 from megatron_rl.tools.rehearsal.rehearsal_text import rehearsal_text
 
-                names = ("nodes", "gpus_per_node", "device", "models", "ranks", "folder")
+                names = (*PLAN_OPTIONS, "ranks", "folder")
                 print(rehearsal_text(args.config, args.overrides, **{name: getattr(args, name) for name in names}))
             elif args.command == "eval":
                 from megatron_rl.run.evaluate_command import evaluate

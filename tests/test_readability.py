@@ -2,7 +2,7 @@
 
 A bound that fails is to be met, not moved: give the reader the shorter way, or the comment, that the change took away.
 The number of lines alone rises, with what the package can do: 37,650 before rehearsals, uneven pipelines, servers over
-several nodes and Transformer Engine's layers.
+several nodes, Transformer Engine's layers and its stand-in, and weights that are read once.
 """
 
 import ast
@@ -24,8 +24,8 @@ def test_the_way_of_a_prompt_to_its_request_is_written_down_and_no_longer_than_i
 
 
 def test_the_package_does_not_grow_and_files_import_no_circles(tree):
-    assert tree.lines() - tree.comments() <= 40_100, "a comment is no growth"
-    assert tree.lines() - tree.lines("tools") - tree.comments() <= 31_100
+    assert tree.lines() - tree.comments() <= 43_500, "a comment is no growth"
+    assert tree.lines() - tree.lines("tools") - tree.comments() <= 31_600
     assert not tree.circles()
 
 

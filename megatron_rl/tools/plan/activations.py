@@ -1,9 +1,10 @@
 """The tensors that a training pass keeps for its backward pass, one by one.
 
-Holds for upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
-tests/megatron/test_plan_memory.py. Transformer Engine's layers keep less: of a norm neither its result beside the input
-of the matrix behind it, nor its input in float32. On CUDA bfloat16 attention is the variable-length kernel;
-float32 there is for checks, and may keep all scores. Routed tokens are taken to spread evenly over the experts.
+Of upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
+tests/megatron/test_plan_memory.py, and of Transformer Engine's, as rehearsals of test_plan_rehearsed.py have them.
+Those keep less: of a norm no input in float32, of queries and keys no rotation, and of a feed-forward part only gate,
+up and their product. On CUDA bfloat16 attention is the variable-length kernel. float32 there is for checks, and may
+keep all scores. Routed tokens are taken to spread evenly over the experts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Activations:
     keys_per_row: float = 1.0
     """Keys that attention reads per computed row: more than 1 where replies share a prompt's rows."""
 
+    has_fused_layers: bool = False
+    """Layers of Transformer Engine, and not upstream's local ones."""
+
     @property
     def itemsize(self) -> int:
         return 2 if self.config.model.dtype == "bfloat16" else 4
@@ -70,6 +74,18 @@ class Activations:
             for number, run in enumerate(runs):  # the runs behind it are done with
                 backward = max(backward, sum(r.kept for r in runs[: number + 1]) + run.formed_again + rotation)
         return rows * (before + max(kept) + last), rows * (before + backward)
+
+    def working(self, stage: int, rows: int) -> float:
+        """Bytes of gradients under way in the backward pass of a layer, less what it has freed of the layer by then."""
+        arch, tensor = self.arch, self.config.parallel.tensor
+        numbers = [
+            number for chunk in layers_of_stages(arch, self.config.parallel, self.megatron)[stage] for number in chunk
+        ]
+        has_mixture = any(map(arch.has_mixture, numbers))
+        width = 0.0 if all(map(arch.has_mixture, numbers)) else 2 * arch.ffn / tensor  # of gate and up
+        if has_mixture and arch.mixture is not None:
+            width = max(width, 2 * self.own * arch.mixture.per_token * arch.hidden)  # of rows on their way to experts
+        return rows * self.itemsize * (width + 3 * arch.hidden)
 
     def between_stages(self, stage: int, rows: int, microbatches: int) -> float:
         """Bytes that the schedule itself keeps: of each pass in flight what came from a stage and goes to the next."""
@@ -105,9 +121,14 @@ class Activations:
         return inputs + attention + feed_forward + after
 
     def norm(self, width: int, *, count: float = 1.0, share: float | None = None, keeps_input: bool = True) -> float:
-        """A norm of `count` parts of `width`: its input in float32, its result before the weight, and its scale."""
-        result = 4 if self.arch.norm_offset else self.itemsize
+        """A norm of `count` parts of `width`: its input in float32, its result before the weight, and its scale.
+
+        A fused one keeps its input as it came, and its scale.
+        """
         share = self.own if share is None else share
+        if self.has_fused_layers:
+            return share * count * (self.itemsize * width + 4)
+        result = 4 if self.arch.norm_offset else self.itemsize
         return share * count * ((4 * width if keeps_input else 0) + result * width + 4)
 
     def _recomputes_attention(self) -> bool:
@@ -136,15 +157,21 @@ class Activations:
         assert latent is not None
         heads = arch.heads / self.config.parallel.tensor
         width = latent.plain_dim + arch.head_dim
-        kept = self.norm(latent.kv_rank, keeps_input=False) + b * self.own * latent.kv_rank
-        kept += self.own * (4 * latent.kv_rank if b == 2 else b * (latent.kv_rank + arch.head_dim))
+        # The input of the matrix that expands them, which context ranks gather for all of their rows.
+        gathered = b * self.own * self.config.parallel.context
+        kept = gathered * latent.kv_rank
+        if self.has_fused_layers:  # the norm's input is a part of the rows that have the rotated keys, too
+            kept += self.own * (b * (latent.kv_rank + arch.head_dim) + 4)
+        else:
+            kept += self.norm(latent.kv_rank, keeps_input=False)
+            kept += self.own * (4 * latent.kv_rank if b == 2 else b * (latent.kv_rank + arch.head_dim))
         if latent.query_rank:
             kept += self.norm(latent.query_rank) + b * self.own * latent.query_rank
         query, projected = heads * width, heads * (latent.plain_dim + latent.value_dim) * b
         if self._recomputes_attention():
-            return kept + 2 * query * b + projected + heads * latent.value_dim * b
-        value = heads * latent.value_dim
-        return kept + self._core(query, query, value, value, projected, heads)
+            return kept + gathered * arch.head_dim + (query + heads * latent.value_dim) * b
+        # Values are a part of the matrix's output, also where pieces take their keys' rows of it.
+        return kept + self._core(query, query, projected / b, heads * latent.value_dim, projected, heads)
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
         """Attention itself, and its result, which the matrix behind it keeps. Widths in elements per row.
@@ -152,29 +179,33 @@ class Activations:
         projected: bytes of the matrix's output that the values are a part of.
         """
         b = self.itemsize
-        rotation = 4 * b * self.arch.head_dim if b == 2 else 0  # cosines and sines rounded, for queries and for keys
+        # Cosines and sines rounded, for queries and for keys.
+        rotation = 4 * b * self.arch.head_dim if b == 2 and not self.has_fused_layers else 0
         fixed = 4 * heads + rotation + b * (query + result)
         keys = self.keys_per_row * self.config.parallel.context
         # More than its own keys per row: those of a shared prompt or of other context ranks are gathered beside them.
         if not self.uses_kernel:
             return fixed + (keys * b * (key + value) + b * result if keys > 1 else b * key + projected)
-        # The kernel wants keys and values for each query head, and values as wide as keys.
-        padded = b * query if result != query else 0
-        is_copied = keys > 1 or key != query or value != query
-        return fixed + padded + (2 * keys * b * query if is_copied else b * key + projected)
+        if result != query:  # the kernel wants values as wide as keys: it gets a copy, and what it gives is cut again
+            return fixed + b * query + 2 * keys * b * key
+        return fixed + (2 * keys * b * key if keys > 1 else b * key + projected)
 
     def _dense(self, width: int) -> float:
         """A gated feed-forward part behind its input: gate and up, the gate's activation, up again, their product."""
-        is_fused = bool(self.megatron.get("bias_activation_fusion"))
+        is_fused = bool(self.megatron.get("bias_activation_fusion", self.has_fused_layers))
         return (3 if is_fused else 5) * self.itemsize * width / self.config.parallel.tensor
 
     def _mixture(self) -> float:
-        """The routed rows come together once; each expert's product is kept before and after the router's weight."""
+        """The routed rows come together once; each expert's product is kept before and after the router's weight.
+
+        Fused layers weight it as they form it, and keep it once.
+        """
         mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
         assert mixture is not None
         routed = mixture.per_token * self.own * parallel.expert_tensor
         # Six widths: the five of a dense part, and the product once more, with the router's weight.
-        experts = routed * (b * self.arch.hidden + 6 * b * mixture.ffn / parallel.expert_tensor + 4)
+        widths = 3 if self.has_fused_layers else 6
+        experts = routed * (b * self.arch.hidden + widths * b * mixture.ffn / parallel.expert_tensor + 4)
         scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
         return experts + scores + self._dense(mixture.shared_ffn or 0)
 

@@ -48,6 +48,9 @@ DECODE_OVERHEAD_S = 2e-3
 """Of each token of a server's batch: launches, sampling, scheduling."""
 PUBLICATION_BANDWIDTH = 20e9
 """Bytes a second from the trainer to all servers."""
+NODE_LINK, CLUSTER_LINK = 450e9, 50e9
+"""Bytes a second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port for each GPU."""
+LINKS = {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK}
 HOST_BANDWIDTH = 25e9
 """Bytes a second between a GPU and host memory."""
 HOST_TRAFFIC = 3.0
@@ -65,10 +68,11 @@ def assumptions() -> dict[str, str]:
         "reserved memory": f"{RESERVED_BYTES / GIB:g} GiB a GPU",
         "fragmentation": f"{FRAGMENTATION:.0%}",
         "server memory": f"{SERVER_MEMORY_SHARE:.0%} for weights and KV cache",
-        "training": f"{TRAINING_EFFICIENCY:.0%} of peak",
+        "training": f"{TRAINING_EFFICIENCY:.0%} of peak, and traffic beside it but for what optimizer.overlap hides",
         "prefill": f"{PREFILL_EFFICIENCY:.0%} of peak",
         "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_EFFICIENCY:.0%} of peak, "
         f"{DECODE_OVERHEAD_S * 1e3:g} ms a token",
+        "links": f"{NODE_LINK / 1e9:g} GB/s of a GPU in a node, {CLUSTER_LINK / 1e9:g} GB/s between nodes",
         "publication": f"{PUBLICATION_BANDWIDTH / 1e9:g} GB/s",
         "host memory": f"{HOST_BANDWIDTH / 1e9:g} GB/s a GPU",
         "mean prompt": f"{MEAN_PROMPT:g} of the longest without --lengths",

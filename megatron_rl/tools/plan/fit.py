@@ -61,6 +61,10 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
             f"of {cluster.gpus_per_node} GPUs; take {each - each % cluster.gpus_per_node}."
         )
     external, takes_turns = len(config.rollout.servers), config.rollout.colocated
+    on_node = cluster.gpus_per_node // each  # servers, where they share the trainers' GPUs: each is on one node then
+    if takes_turns and cluster.nodes > 1:
+        servers = replace(config.rollout, server_count=cluster.servers or max(1, on_node) * cluster.nodes)
+        servers.check_share(cluster.nodes, cluster.gpus_per_node)
     # All models are on all trainer ranks, so each of their layouts has to divide them.
     unit = math.lcm(*(_ranks(model) for model in models))
     counts = [] if takes_turns else list(range(unit, (gpus if external else gpus - each) + 1, unit))
@@ -88,7 +92,9 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
                 batch=batch,
                 trainer=trainer_memory(models, config, batch, tokens, count, cluster.device),
                 server=server_memory(models[0], config, batch, cluster.device, beside),
-                servers=external or cluster.servers or (gpus if shares_gpus else gpus - count) // each,
+                servers=external
+                or cluster.servers
+                or (on_node * cluster.nodes if takes_turns else (gpus if shares_gpus else gpus - count) // each),
                 trainer_gpus=count,
                 shares_gpus=shares_gpus,
             )

@@ -19,8 +19,8 @@ from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-HEAD_CHUNK = 2048
-"""Rows of which `lm_head_loss` holds the logits at one time."""
+CHUNK_BYTES, MOST_ROWS = 1 << 30, 4096
+"""Of a chunk of the head's float32 logits, as ops/head.py has them, which needs compiled operators."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Model:
     is_trained: bool = True
     megatron: dict[str, Any] = field(default_factory=dict)
     """The config's `megatron:` section."""
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """True where a cluster with Transformer Engine builds its layers; gemma3 has norms that it lacks."""
+        return self.engine.model.transformer_impl != "local" and self.arch.family != "gemma3"
 
     @property
     def itemsize(self) -> int:
@@ -109,6 +114,20 @@ def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
     return sum(ITEMSIZE[dtype] for dtype in dtypes) * _of_optimizer(shares, model.engine, world_size)
 
 
+def float32_copies(model: Model) -> int:
+    """Return how many tensors of the optimizer's size a step makes: torch's AdamW one, of all parameters at once.
+
+    Transformer Engine's Adam makes one of each state that is not float32, and megatron.core of 16-bit gradients.
+    """
+    if not model.has_fused_layers:
+        return 1
+    options = model.engine.optimizer.megatron
+    names = ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"]
+    rounded = sum(options.get(name, "float32") != "float32" for name in names)
+    takes_16_bits = options.get("grad_reduce_in_fp32", True) or options.get("use_precision_aware_optimizer", False)
+    return rounded + (not takes_16_bits)
+
+
 def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
     """The parameters that one rank's optimizer updates."""
     if not engine.optimizer.distributed:
@@ -125,12 +144,16 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
     if arch.head == "value":
         return 4.0 * rows * arch.hidden, 0.0
     columns = -(-arch.vocab // model.engine.parallel.tensor)
-    kept = rows * arch.hidden * b + 4 * columns * arch.hidden  # gradients of the rows and of the weight
-    logits = min(HEAD_CHUNK, rows) * columns * 4
-    # In bfloat16 also the chunk's gradient rounded, and the weight's as it is scaled, before it is rounded.
-    rounded = min(HEAD_CHUNK, rows) * columns * 2 + 4 * columns * arch.hidden if b == 2 else 0
+    kept = rows * arch.hidden * b  # gradients of the rows; the weight's is among the gradients
+    logits = min(rows_of_chunk(columns), rows) * columns * (6 if b == 2 else 4)  # in bfloat16 their gradient is rounded
+    placeholder = 0 if arch.tied else columns * arch.hidden * b  # of the weight's gradient, once the logits are gone
     gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
-    return kept, logits + rounded + rows * arch.hidden * b + gathered
+    return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
+
+
+def rows_of_chunk(columns: int) -> int:
+    """Return the rows of which `lm_head_loss` holds the logits at one time."""
+    return min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
 
 
 def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:
@@ -173,18 +196,20 @@ def memory_of_stage(
         model.megatron,
         uses_kernel=model.itemsize == 2,
         keys_per_row=keys_per_row(config, tokens),
+        has_fused_layers=model.has_fused_layers,
     )
     kept, again = activations.of_stage(stage, rows, batch.microbatches.most)
     between = activations.between_stages(stage, rows, batch.microbatches.most)
     update = {"activations": kept + between}
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
-    moments = {"backward pass": again + between}
+    moments = {"backward pass": again + between + activations.working(stage, rows)}
     shares = parameters_of_stage(model.arch, parallel, stage, model.megatron)
-    # torch's AdamW, of all at once
-    moments["optimizer step"] = 4 * (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
+    updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
+    moments["optimizer step"] = 4 * float32_copies(model) * updated
     if model.name == "policy" and (stage == 0 or config.rollout.colocated):
-        moments["publication"] = publication_bytes(model) if stage == 0 else 0.0
+        # Of several nodes each has a rank that hands its servers the buckets, of whichever stage that is.
+        moments["publication"] = publication_bytes(model)
         if config.rollout.colocated:
             moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
     return ModelMemory(states, update, moments, model.share_on_cpu * _optimizer_bytes(model, shares, world_size))

@@ -7,7 +7,7 @@ longest, is simulated.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,15 @@ from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model, ServerMemory, TrainerMemory
 from megatron_rl.tools.plan.simulation import Workload, simulate
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
-from megatron_rl.tools.plan.throughput import Decoder, forward_flops, update_seconds
+from megatron_rl.tools.plan.throughput import (
+    Decoder,
+    forward_flops,
+    passes,
+    rows_of_step,
+    training_passes,
+    update_seconds,
+)
+from megatron_rl.tools.plan.traffic import RankTraffic, Traffic
 
 REPLIES_SIMULATED = 256
 """Of a step: with more, as many servers fewer."""
@@ -121,7 +129,45 @@ class Plan:
         device = self.cluster.device
         on_cpu = sum(memory.on_cpu for memory in self.trainer.by_model.values())
         computed = update_seconds(self.models, self.config, self.batch, self.tokens, self.trainer_gpus, device)
-        return computed + self.batch.updates * devices.HOST_TRAFFIC * on_cpu / devices.HOST_BANDWIDTH
+        copied = self.batch.updates * devices.HOST_TRAFFIC * on_cpu / devices.HOST_BANDWIDTH
+        return computed + copied + self._exposed_s(computed)
+
+    @cached_property
+    def traffic(self) -> dict[str, list[Traffic]]:
+        """By trained model, what a rank sends in an update: the rank whose links are busy for longest."""
+        return {model.name: self._sent(model, RankTraffic.of_update) for model in self.models if model.is_trained}
+
+    @cached_property
+    def publication_traffic(self) -> list[Traffic]:
+        """What comes to the first rank, and what it sends, to have the whole policy there."""
+        policy = RankTraffic(self.models[0], 0, self.trainer_gpus, self.cluster.gpus_per_node)
+        return policy.of_publication()
+
+    def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:
+        """What the busiest rank sends for a replica's rows of an update."""
+        layout, world = model.engine.parallel, self.trainer_gpus
+        share = layout.tensor * layout.pipeline * layout.context / world / self.batch.updates
+        rows, labels = (share * count for count in rows_of_step(self.config, self.batch, self.tokens))
+        by_stage = [
+            of_rank(RankTraffic(model, first, world, self.cluster.gpus_per_node), rows, labels)
+            for first in range(0, world, world // layout.pipeline)
+        ]
+        return max(by_stage, key=lambda sent: sum(part.seconds for part in sent))
+
+    def _exposed_s(self, computed: float) -> float:
+        """The seconds of a step in which the trainer computes nothing as it waits for other ranks."""
+        exposed, hidden = 0.0, 0.0
+        for model in self.models:
+            updates = self.batch.updates
+            if model.is_trained:
+                for part in self.traffic[model.name]:
+                    is_hidden = model.engine.optimizer.overlap and part.axis in ("data", "expert data")
+                    hidden += updates * part.seconds * is_hidden
+                    exposed += updates * part.seconds * (not is_hidden)
+            if count := passes(model, self.config) - training_passes(model) * model.is_trained:
+                sent = self._sent(model, RankTraffic.of_forward_pass)
+                exposed += count * updates * sum(part.seconds for part in sent)
+        return exposed + max(0.0, hidden - computed)
 
     @property
     def publish_s(self) -> float:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.tools.plan.devices import DEVICES
 from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.length_files import read_lengths
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.plan_text import as_dict, as_text
 from megatron_rl.tools.plan.step_sizes import PromptTokens
 from megatron_rl.weights.architecture import read_architecture
 
 
-def plan_text(
+def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, **options: Any) -> str:
+    """Return the plan of a run as a text or as JSON. Options and errors as of make_plan."""
+    plan = make_plan(path, overrides, **options)
+    command = start_command(plan, path, overrides)
+    return json.dumps(as_dict(plan) | {"command": command}, indent=2) if as_json else as_text(plan, command)
+
+
+def make_plan(
     path: Path,
     overrides: list[str],
     *,
@@ -24,9 +33,8 @@ def plan_text(
     device: str,
     models: Path | None = None,
     lengths: Path | None = None,
-    as_json: bool = False,
-) -> str:
-    """Return the plan of a run as a text or as JSON. It chooses the number of servers unless an override does.
+) -> Plan:
+    """Return the best plan of a run. It chooses the number of servers unless an override does.
 
     models, lengths: as `megatron-rl plan` has them. ValueError for bad input, and for a plan that does not fit: its
     message has the nearest one that does and keeps the overrides.
@@ -42,8 +50,7 @@ def plan_text(
     plan = best_plan(config, tokens, cluster)
     if not plan.fits:
         raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster, given)))
-    command = start_command(plan, path, overrides)
-    return json.dumps(as_dict(plan) | {"command": command}, indent=2) if as_json else as_text(plan, command)
+    return plan
 
 
 def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
@@ -72,17 +79,12 @@ def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
 
 
 def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
-    """Return the words of the command that starts the run on the plan's split, from the repository's folder.
-
-    Empty where servers would be on the GPUs of trainers on several nodes, which no command starts.
-    """
+    """Return the words of the command that starts the run on the plan's split, from the repository's folder."""
     cluster, config = plan.cluster, plan.config
     settings = [str(path), *(word for word in overrides if not word.startswith("rollout.server_count="))]
     if not config.rollout.servers:
         settings.append(f"rollout.server_count={plan.servers}")
-    if plan.shares_gpus and cluster.nodes > 1:
-        return []
-    if plan.shares_gpus:  # the trainer starts them on its own host
+    if plan.shares_gpus and cluster.nodes == 1:  # the trainer starts them on its own host
         return [".venv/bin/megatron-rl", "launch", "--ranks", str(plan.trainer_gpus), *settings]
     script = "scripts/train_ppo.sh" if config.has_critic else "scripts/train_grpo.sh"
     nodes = ["--nodes", str(cluster.nodes), "--gpus-per-node", str(cluster.gpus_per_node)]
@@ -97,15 +99,4 @@ def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTok
     context = read_architecture(config.model.path).max_positions
     if lengths is None:
         return PromptTokens.within_limits(config, context)
-    try:
-        counts = [int(word) for word in lengths.read_text(encoding="utf-8").split()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--lengths {lengths}: cannot be read ({error}); give a file of numbers of tokens.") from error
-    reply = config.generation.max_new_tokens
-    if not counts or min(counts) < 1 or max(counts) + reply > context:
-        raise ValueError(
-            f"--lengths {lengths}: has {len(counts)} numbers, from {min(counts, default=0)} to "
-            f"{max(counts, default=0)}; prompts have at least 1 token, and with generation.max_new_tokens = {reply} no "
-            f"more than the model's context of {context}."
-        )
-    return PromptTokens.of(counts)
+    return PromptTokens.of([prompt for prompt, _ in read_lengths(lengths, config, context)])

@@ -13,9 +13,7 @@ from megatron_rl.tools.plan.plan import Plan
 
 WIDTH = 118
 NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
-LOCAL_LAYERS = "Activations are those of megatron.core's local layers; Transformer Engine's take less."
-
-NO_COMMAND = "Nothing starts servers on the GPUs of trainers of several nodes; add a node for servers."
+LAYERS = "Activations are of Transformer Engine's layers, or of megatron.core's with model.transformer_impl=local."
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -32,6 +30,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "peak_bytes": plan.trainer.peak,
             "fullest_moment": plan.trainer.fullest_moment,
             "models": {name: dataclasses.asdict(memory) for name, memory in plan.trainer.by_model.items()},
+        },
+        "traffic": {
+            "update": {name: [part.as_dict() for part in sent] for name, sent in plan.traffic.items()},
+            "publication": [part.as_dict() for part in plan.publication_traffic],
         },
         "servers": {
             "count": plan.servers,
@@ -53,7 +55,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "server_idle": split.server_idle,
             "trainer_idle": split.trainer_idle,
         },
-        "assumptions": assumptions() | {"note": NOT_MEASURED, "layers": LOCAL_LAYERS},
+        "assumptions": assumptions() | {"note": NOT_MEASURED, "layers": LAYERS},
     }
 
 
@@ -62,6 +64,7 @@ def as_text(plan: Plan, command: list[str]) -> str:
         "run": _run(plan),
         "a step": _step(plan),
         "trainer GPU": _trainer(plan),
+        "sent in an update": _traffic(plan),
         "server GPU": _server(plan),
         "time of a step": _time(plan),
     }
@@ -70,14 +73,12 @@ def as_text(plan: Plan, command: list[str]) -> str:
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
     assumed = "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions().items()) + "."
-    notes = [*textwrap.wrap(assumed, WIDTH), NOT_MEASURED, LOCAL_LAYERS]
+    notes = [*textwrap.wrap(assumed, WIDTH), NOT_MEASURED, LAYERS]
     return "\n".join([*lines, "start it", *_shell_lines(command), *notes])
 
 
 def _shell_lines(command: list[str]) -> list[str]:
     """The command for a shell, on as many lines as it takes."""
-    if not command:
-        return [f"  {NO_COMMAND}"]
     lines = [""]
     for word in map(shlex.quote, command):
         if len(lines[-1]) + len(word) > WIDTH - len("   \\"):
@@ -147,6 +148,19 @@ def _trainer(plan: Plan) -> dict[str, str]:
     rows |= {name: _size(parts[name]) for name in ("fragmentation", "reserved")}
     share = f"{_size(trainer.peak)} of {_size(trainer.available).strip()} ({trainer.peak / trainer.available:.0%})"
     return rows | {"at the fullest": f"{share}, {trainer.fullest_moment}"}
+
+
+def _traffic(plan: Plan) -> dict[str, str]:
+    rows = {}
+    for name, sent in plan.traffic.items():
+        prefix = "" if name == "policy" else f"{name}: "
+        for part in sent:
+            rows[f"{prefix}{part.axis} {part.ranks}"] = f"{_size(part.nbytes)} {part.link}, {_seconds(part.seconds)}"
+    to_publish = plan.publication_traffic
+    if to_publish:
+        nbytes, seconds = (sum(getattr(part, name) for part in to_publish) for name in ("nbytes", "seconds"))
+        rows["publication"] = f"{_size(nbytes)} to the first rank, {_seconds(seconds)}"
+    return rows or {"nothing": "a rank has the whole model, and no other has it"}
 
 
 def _server(plan: Plan) -> dict[str, str]:

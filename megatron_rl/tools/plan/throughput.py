@@ -42,11 +42,14 @@ def passes(model: Model, config: TrainConfig) -> float:
     """Count the forward passes over the step's tokens that a model costs; a backward pass counts as two."""
     if model.name in ("reference model", "reward model"):
         return 1.0
-    # Recomputation forms every activation once more: forward, forward again, and backward as two.
-    training = 4.0 if config.megatron.get("recompute_granularity") == "full" else 3.0
     if model.name == "critic":
-        return training + 1  # the values that advantages are made of
-    return training + first_passes(config)
+        return training_passes(model) + 1  # the values that advantages are made of
+    return training_passes(model) + first_passes(config)
+
+
+def training_passes(model: Model) -> float:
+    """Count the passes of an update: recomputation forms every activation once more beside forward and backward."""
+    return 4.0 if model.megatron.get("recompute_granularity") == "full" else 3.0
 
 
 def first_passes(config: TrainConfig) -> float:
@@ -59,14 +62,19 @@ def first_passes(config: TrainConfig) -> float:
     return passes + (recomputed if config.correction.proximal == "recompute" else 0)
 
 
+def rows_of_step(config: TrainConfig, batch: BatchPlan, tokens: PromptTokens) -> tuple[float, float]:
+    """Return the rows of a step that a model computes with replies of mean length, and those that a loss looks at."""
+    copies = 1 if config.batch.share_prompts else config.generation.n_samples
+    labels = batch.trajectories * devices.MEAN_REPLY * config.generation.max_new_tokens
+    return batch.prompts * copies * tokens.mean + labels, labels
+
+
 def update_seconds(
     models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, gpus: int, device: Device
 ) -> float:
     """Seconds of everything that the trainer computes in a step. A reward model and a critic see the same rows."""
-    copies = 1 if config.batch.share_prompts else config.generation.n_samples
     reply = devices.MEAN_REPLY * config.generation.max_new_tokens
-    labels = batch.trajectories * reply
-    rows = batch.prompts * copies * tokens.mean + labels
+    rows, labels = rows_of_step(config, batch, tokens)
     total = 0.0
     for model in models:
         parallel = model.engine.parallel

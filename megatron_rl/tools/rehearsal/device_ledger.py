@@ -6,15 +6,16 @@ in a backward pass of torch's own it is the one that called backward.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
@@ -22,13 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron_rl.tools.rehearsal.device_memory import DeviceMemory
 from megatron_rl.tools.rehearsal.known_numbers import forget, known
+from megatron_rl.tools.rehearsal.te_kernels import LAUNCHES
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS, UPSTREAM = PACKAGE + os.sep, os.sep + os.path.join("megatron", "core") + os.sep
 NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "platform"))
-BLOCK_BYTES = 512
-"""torch's caching allocator rounds every allocation up to a multiple of it."""
 NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "aten::set_", "aten::resize_")
 
 
@@ -47,6 +48,8 @@ class Collective:
     nbytes: int
     """Bytes of the whole: of a gathered or reduced tensor, or of a message."""
     on_device: bool
+    is_async: bool
+    """True where the call does not hold up what is computed next."""
     line: str
 
 
@@ -59,9 +62,13 @@ class Phase:
     """By operator."""
     syncs: Counter[str] = field(default_factory=Counter)
     """By what and where."""
+    in_microbatches: Counter[str] = field(default_factory=Counter)
+    """Those of them between a microbatch's packing and the end of the last one's backward."""
+    microbatches: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     copied_bytes: Counter[str] = field(default_factory=Counter)
-    peak_bytes: int = 0
+    copies_in_microbatches: Counter[str] = field(default_factory=Counter)
+    """By direction."""
 
 
 class Ledger:
@@ -83,14 +90,14 @@ class Ledger:
         """By backend, the ranks that this one has a group with."""
         self.reduces_by = dist.ReduceOp.SUM
         """The operation of the all-reduce under way."""
+        self.layers = ""
+        """What the model's layers are built of: transformer_engine or local."""
         self.assumed: Counter[str] = Counter()
-        self.live_bytes = self.peak_bytes = 0
-        self.peak_phase = ""
-        self.live_by_line: Counter[str] = Counter()
-        self.peak_by_line: Counter[str] = Counter()
-        self.peak_line = ""
-        self._is_new_peak = False
-        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}
+        self.is_in_microbatch = False
+        self.overlaps = False
+        """Do coalesced calls, which are DDP's and do not say it themselves, go on beside the computing?"""
+        self._is_compiled = False
+        self.memory = DeviceMemory()
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[Any, int], str] = {}
@@ -100,6 +107,7 @@ class Ledger:
     def enter(self, phase: str) -> None:
         """Count from here on as `phase`; PhaseTimers call it, with '' between two phases."""
         self.phase = phase or "between phases"
+        self.memory.enter(self.phase)
 
     def line(self) -> str:
         """Return the innermost line of this package or of megatron.core that is being run."""
@@ -118,15 +126,19 @@ class Ledger:
 
     def note_kernel(self, func, args, kwargs, made: Any) -> None:
         """Count the launch and the FLOPs of an operation, and the memory of what it made."""
+        if self._is_compiled:
+            return
         is_new = False
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
-                is_new |= self._note_storage(tensor)
+        for tensor in (made,) if isinstance(made, Tensor) else tree_leaves(made):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                is_new |= self.memory.note(tensor, self.line)
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if not (is_new or writes) or func._schema.name.startswith(NO_LAUNCH):
             return
         phase = self.phases[self.phase]
-        phase.kernels += 1
+        launches = LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1
+        phase.kernels += launches
+        self.memory.kernels += launches
         if func._schema.name.startswith("torch_attn::"):
             phase.flops["attention"] += _attention_flops(func, args)
         elif count := flop_registry.get(func._overloadpacket):
@@ -135,43 +147,33 @@ class Ledger:
             given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
             phase.flops[func._schema.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
-    def _note_storage(self, tensor: FakeTensor) -> bool:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
-            return False
-        nbytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        line = self.line()
-        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), nbytes, line
-        self._grow(nbytes, line)
-        return True
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function that a device would compile be one kernel, which allocates what it returns and no more."""
 
-    def note_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Count a storage of the device that has got another size."""
-        if found := self._storages.get(storage._cdata):
-            reference, before, line = found
-            after = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-            self._storages[storage._cdata] = reference, after, line
-            self._grow(after - before, line)
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_compiled or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+                return function(*args, **kwargs)
+            self._is_compiled = True
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self._is_compiled = False
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, FakeTensor):
+                    self.memory.note(tensor, self.line)
+            self.phases[self.phase].kernels += 1
+            self.memory.kernels += 1
+            return made
 
-    def _grow(self, nbytes: int, line: str) -> None:
-        if nbytes < 0 and self._is_new_peak:  # the highest point was the moment before
-            self.peak_by_line, self._is_new_peak = Counter(self.live_by_line), False
-        self.live_bytes += nbytes
-        self.live_by_line[line] += nbytes
-        phase = self.phases[self.phase]
-        phase.peak_bytes = max(phase.peak_bytes, self.live_bytes)
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self._is_new_peak = self.live_bytes, True
-            self.peak_phase, self.peak_line = self.phase, line
-
-    def _free(self, key: int) -> None:
-        _, nbytes, line = self._storages.pop(key)
-        self._grow(-nbytes, line)
+        return run
 
     def note_sync(self, what: str) -> None:
         """Count a place where the host waits for the device."""
-        self.phases[self.phase].syncs[f"{what} at {self.line()}"] += 1
+        where = f"{what} at {self.line()}"
+        self.phases[self.phase].syncs[where] += 1
+        if self.is_in_microbatch:
+            self.phases[self.phase].in_microbatches[where] += 1
 
     def note_copy(self, direction: str, host: Tensor, *, is_blocking: bool) -> None:
         """Count a copy between host and device; `host` is the end that is there. A blocking one is a sync, too."""
@@ -181,6 +183,8 @@ class Ledger:
         phase = self.phases[self.phase]
         phase.copies[kind] += 1
         phase.copied_bytes[kind] += host.numel() * host.element_size()
+        if self.is_in_microbatch:
+            phase.copies_in_microbatches[direction] += 1
         if is_blocking:
             self.note_sync(f"a blocking copy {direction}")
 
@@ -229,6 +233,7 @@ class Ledger:
             for role, name in _ROLES.get(kind, {}).items()
         }
         outs, ins = by_role.get("out", tensors), by_role.get("in", tensors)
+        self.memory.mark("exchange", tensors)
         peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
         nbytes = max(sum(t.numel() * t.element_size() for t in side) for side in (outs, ins)) if tensors else 0
         self.collectives.append(
@@ -241,6 +246,7 @@ class Ledger:
                 peer=ranks[peer] if isinstance(peer, int) and 0 <= peer < len(ranks) else -1,
                 nbytes=nbytes,
                 on_device=any(isinstance(t, FakeTensor) for t in tensors),
+                is_async=bool(given.get("async_op", False)) or (self.overlaps and kind.endswith("coalesced")),
                 line=self.line(),
             )
         )

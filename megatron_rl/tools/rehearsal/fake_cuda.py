@@ -16,6 +16,7 @@ counted; where a shape depends on one, that is an error.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
-from megatron_rl.tools.rehearsal.known_numbers import MOST_KNOWN, Unknown, forget, is_large, known, value_of
+from megatron_rl.tools.rehearsal.known_numbers import MOST_KNOWN, forget, is_large, known, value_of
+from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
 
 aten = torch.ops.aten
 
@@ -64,12 +66,13 @@ class FakeCuda(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # asked far more often than all operations together
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self.ledger.collective(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
-        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in _tensors(args, kwargs))
         is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
         if not (is_on_device or is_pinning or (device is not None and torch.device(device).type == "cuda")):
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
@@ -84,9 +87,12 @@ class FakeCuda(TorchDispatchMode):
 
     def run(self, func, args, kwargs, *, known: bool = True) -> Any:
         """Return what the operation gives, on the device and without values, and tell the ledger of it."""
+        entered = args, kwargs
+        if any(not isinstance(tensor, FakeTensor) for tensor in _tensors(args, kwargs)):
+            entered = tree_map(self._entered, args), tree_map(self._entered, kwargs)
         try:
             with self.fake:
-                made = func(*tree_map(self._entered, args), **tree_map(self._entered, kwargs))
+                made = func(*entered[0], **entered[1])
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             values = self._known_result(func, args, kwargs) if known else None
             if values is None:
@@ -129,16 +135,17 @@ class FakeCuda(TorchDispatchMode):
 
     def _known_result(self, func, args, kwargs) -> Any:
         """Carry the operation out on the values of its arguments; None where one of them is unknown."""
+        if func.namespace == NAMESPACE:  # no shape depends on them
+            return None
         if func in NEVER_KNOWN:
             return self._round_robin(func, args) if func is aten.topk.default else None
         if func in LIKE:  # of whose first argument the shape is asked alone
             args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if is_large(args[0]):
                 return None
-        try:
-            args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
-        except Unknown:
+        if any(known(tensor) is None for tensor in _tensors(args, kwargs)):
             return None
+        args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
             shape = args[0] if args and isinstance(args[0], list | tuple) else ()
@@ -192,7 +199,8 @@ class FakeCuda(TorchDispatchMode):
         if not isinstance(source, FakeTensor):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
         made = self.run(func, (target, source, non_blocking), {})
-        value = known(source)
+        # Weights are not known, though the host gave them: a model's would fill the host's memory.
+        value = None if isinstance(target, torch.nn.Parameter) else known(source)
         if value is not None and known(target) is None and _is_whole(target) and not is_large(value):
             target.known = value.to(target.dtype).expand(target.shape).clone()
         return made
@@ -242,18 +250,29 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def _tensors(*values: Any) -> list[Tensor]:
+    """Return the tensors of arguments or results; faster than tree_leaves, and asked several times an operation."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(*value)
+        elif isinstance(value, dict) and value:
+            found += _tensors(*value.values())
+    return found
+
+
+@functools.cache
+def _written_places(func) -> list[tuple[int, str]]:
+    """Return place and name of each argument that the operation writes to, as its schema says."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _written(func, args, kwargs) -> list[Tensor]:
-    """Return the arguments that the operation writes to, as its schema says."""
-    written = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            written += _tensors(value)
-    return written
+    """Return the tensors that the operation writes to."""
+    return _tensors(*(args[n] if n < len(args) else kwargs.get(name) for n, name in _written_places(func)))
 
 
 def _own_arguments(func, args, kwargs, made: Any) -> Any:

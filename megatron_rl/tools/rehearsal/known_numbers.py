@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_KNOWN = 1 << 23
 """Elements of the largest tensor that is known."""
-
-
-class Unknown(Exception):
-    """A number that depends on weights is asked for."""
+MOST_ROWS = 1 << 18
+"""Elements of the largest vector of fractions that is known. No microbatch has as many rows: longer ones are shards of
+gradients and moments, which would fill the host's memory with zeros."""
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -36,15 +35,11 @@ def forget(tensor: Tensor) -> None:
 
 
 def value_of(leaf: Any) -> Any:
-    """Return a tensor's values, and anything else as it is; Unknown where they are unknown."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    value = known(leaf)
-    if value is None:
-        raise Unknown
-    return value
+    """Return a tensor's values, None where they are unknown, and anything else as it is."""
+    return known(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def is_large(tensor: Tensor) -> bool:
     """Return True for a tensor that is not worth to be known."""
-    return tensor.numel() > MOST_KNOWN
+    is_shard = tensor.dim() == 1 and tensor.numel() > MOST_ROWS and tensor.is_floating_point()
+    return is_shard or tensor.numel() > MOST_KNOWN

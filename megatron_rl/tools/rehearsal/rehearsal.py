@@ -18,8 +18,10 @@ from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES, Device
+from megatron_rl.tools.plan.length_files import read_lengths
 from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.rehearsal.matching import differences
+from megatron_rl.weights.architecture import read_architecture
 
 PROGRAM = Path(__file__).with_name("start_ranks.py")
 SHIM = Path(__file__).resolve().parents[2] / "_C_rehearsal.so"
@@ -88,11 +90,11 @@ class Rehearsal:
         return (self.device.memory - RESERVED_BYTES) / (1 + FRAGMENTATION)
 
 
-def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int) -> World:
-    """Return the trainer's world. ValueError where the layout does not divide it."""
+def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int, trainer_gpus: int = 0) -> World:
+    """Return the trainer's world: `trainer_gpus`, or what servers leave. ValueError where its layout does not fit."""
     own_servers = 0 if config.rollout.servers or config.rollout.colocated else config.rollout.server_count
     gpus = nodes * gpus_per_node
-    ranks = gpus - own_servers * config.rollout.gpus_per_server
+    ranks = trainer_gpus or gpus - own_servers * config.rollout.gpus_per_server
     if ranks < 1:
         raise ValueError(
             f"rollout.server_count = {own_servers} x rollout.gpus_per_server = {config.rollout.gpus_per_server}: take "
@@ -112,8 +114,11 @@ def rehearse(
     device: str,
     folder: Path,
     models: Path | None = None,
+    lengths: Path | None = None,
+    trainer_gpus: int = 0,
 ) -> Rehearsal:
-    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left; models: as of with_models.
+    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left; models: as of with_models, lengths:
+    as of read_lengths, trainer_gpus: as of world_of.
 
     ValueError for a job that cannot be rehearsed; RehearsalError where ranks would fail, wait for each other for ever,
     or run out of memory.
@@ -126,17 +131,19 @@ def rehearse(
     config = with_models(config, models)
     found = {"model.path": config.model.path, "critic.model": config.critic.model}
     found["reward_model.path"] = config.reward_model.path
-    world = world_of(config, nodes=nodes, gpus_per_node=gpus_per_node)
+    world = world_of(config, nodes=nodes, gpus_per_node=gpus_per_node, trainer_gpus=trainer_gpus)
     result = Rehearsal(config, world, DEVICES[device])
     chosen = world.chosen(ranks)
-    shutil.rmtree(folder, ignore_errors=True)
+    context = read_architecture(config.model.path).max_positions
     order = {
         "world_size": world.ranks,
         "gpus_per_node": gpus_per_node,
         "memory_bytes": int(result.device.memory),
         "config": str(path),
         "overrides": [*overrides, *(f"{key}={value}" for key, value in found.items() if value)],
+        "lengths": read_lengths(lengths, config, context) if lengths else [],
     }
+    shutil.rmtree(folder, ignore_errors=True)
     by_stage = groupby(chosen, key=lambda rank: rank // world.ranks_of_stage)
     folder.mkdir(parents=True)
     orders = [[order | {"rank": rank} for rank in stage] for _, stage in by_stage]

@@ -7,21 +7,52 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tools.plan.devices import GIB
+from megatron_rl.tools.plan.devices import CLUSTER_LINK, GIB, LINKS, NODE_LINK
+from megatron_rl.tools.plan.plan_command import make_plan, start_command
+from megatron_rl.tools.plan.plan_text import as_dict as plan_dict
+from megatron_rl.tools.plan.plan_text import as_text as plan_as_text
+from megatron_rl.tools.rehearsal.budget import budget, budget_lines
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse
+from megatron_rl.tools.rehearsal.rehearsal_page import page_of
 
-NODE_LINK, CLUSTER_LINK = 450e9, 50e9
-"""Bytes a second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port for each GPU."""
+LAYERS = {
+    "transformer_engine": "layers and optimizer of Transformer Engine 2.9.",
+    "local": "layers of torch's operators, optimizer of Transformer Engine 2.9.",
+}
 SHOWN = 6
 """Lines of each list."""
 
 
 def rehearsal_text(path: Path, overrides: list[str], *, folder: Path, **options: Any) -> str:
-    """Return what a rehearsal found, and write it to `folder`/rehearsal.json. Options and errors as of `rehearse`."""
+    """Return what a rehearsal found, and write it to `folder`. Options and errors as of `rehearse`."""
     result = rehearse(path, overrides, folder=folder, **options)
-    target = folder / "rehearsal.json"
-    target.write_text(json.dumps(as_dict(result), indent=1) + "\n")
-    return f"{as_text(result)}\n{target}"
+    return f"{as_text(result)}\n{write(result, path, folder)}"
+
+
+def plan_and_rehearsal_text(
+    path: Path, overrides: list[str], *, folder: Path, as_json: bool = False, **options: Any
+) -> str:
+    """Return the plan of a run, and the rehearsal of the first and last rank of what it chose, as a text or as JSON.
+
+    Options as of make_plan; errors as of that and of `rehearse`.
+    """
+    plan = make_plan(path, overrides, **options)
+    chosen = [word for word in overrides if not word.startswith("rollout.server_count=")]
+    if not plan.config.rollout.servers:
+        chosen.append(f"rollout.server_count={plan.servers}")
+    result = rehearse(path, chosen, ranks="first,last", trainer_gpus=plan.trainer_gpus, folder=folder, **options)
+    place, command = write(result, path, folder), start_command(plan, path, overrides)
+    if as_json:
+        return json.dumps(plan_dict(plan) | {"command": command, "rehearsal": as_dict(result)})
+    return f"{plan_as_text(plan, command)}\n\nrehearsal\n{as_text(result)}\n{place}"
+
+
+def write(result: Rehearsal, config: Path, folder: Path) -> Path:
+    """Write all that was found to `folder`/rehearsal.json, and as pictures to rehearsal.html; return its path."""
+    found, page = as_dict(result), folder / "rehearsal.html"
+    (folder / "rehearsal.json").write_text(json.dumps(found) + "\n")
+    page.write_text(page_of(found, title=f"{config.stem}, rehearsed"), encoding="utf-8")
+    return page
 
 
 def as_dict(result: Rehearsal) -> dict[str, Any]:
@@ -29,14 +60,14 @@ def as_dict(result: Rehearsal) -> dict[str, Any]:
     by_rank = {}
     for rank, found in result.by_rank.items():
         rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}
-        by_rank[rank] = rest | {"traffic": traffic(found, result.world)}
+        by_rank[rank] = rest | {"traffic": traffic(found, result.world), "budget": budget(found)}
     world = result.world
     return {
         "nodes": world.nodes,
         "gpus_per_node": world.gpus_per_node,
         "trainer_ranks": world.ranks,
         "device": result.device.name,
-        "links": {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK},
+        "links": LINKS,
         "ranks": by_rank,
     }
 
@@ -55,16 +86,19 @@ def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
         row["calls"] = row.get("calls", 0) + 1
         nbytes = wire_bytes(call["kind"], call["nbytes"], len(ranks))
         row["bytes"] = row.get("bytes", 0.0) + nbytes
-        row["seconds"] = row.get("seconds", 0.0) + nbytes / (NODE_LINK if is_inside else CLUSTER_LINK)
+        row["seconds"] = row.get("seconds", 0.0) + nbytes / LINKS[row["link"]]
     return list(rows.values())
 
 
 def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring of them; `nbytes` is the whole tensor."""
+    """Return the bytes that each rank sends in a ring of them, or that the first one gathers or receives.
+
+    nbytes: of the whole tensor.
+    """
     share = (ranks - 1) / ranks
     if kind.startswith("allreduce"):
         return 2 * share * nbytes
-    if kind.startswith(("allgather", "reduce_scatter", "alltoall")):
+    if kind.startswith(("allgather", "reduce_scatter", "alltoall", "gather")):
         return share * nbytes
     return float(nbytes)
 
@@ -75,7 +109,7 @@ def as_text(result: Rehearsal) -> str:
     lines = [
         f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "
         f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches, or one for each stage; "
-        f"operators of torch, without Transformer Engine."
+        f"{LAYERS[result.by_rank[world.ranks - 1]['layers']]}"
     ]
     for rank, found in sorted(result.by_rank.items()):
         lines += ["", f"rank {rank}", *_of_rank(found, world)]
@@ -86,7 +120,8 @@ def as_text(result: Rehearsal) -> str:
 def _of_rank(found: dict[str, Any], world: World) -> list[str]:
     lines = [
         f"  memory  {found['peak_bytes'] / GIB:.1f} GiB at most, in {found['peak_phase']}, at {found['peak_line']}; "
-        f"then from:"
+        f"then by part and by line:",
+        "    " + ", ".join(f"{part} {nbytes / GIB:.2f}" for part, nbytes in found["peak_by_part"].items() if nbytes),
     ]
     for line, nbytes in Counter(found["peak_by_line"]).most_common(SHOWN):
         lines.append(f"    {nbytes / GIB:7.2f} GiB  {line}")
@@ -109,6 +144,7 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
             f"    {row['kind']:<17}{row['calls']:>7,}{row['bytes'] / 1e9:>11.2f}{row['seconds'] * 1e3:>8.1f}   "
             f"{row['group'].lower()} of {row['ranks']}, {row['link']}, in {row['phase']}"
         )
+    lines += budget_lines(found, shown=SHOWN)
     peers = ", ".join(f"{count} over {backend}" for backend, count in found["peers"].items())
     groups = ", ".join(f"{count} of {backend}" for backend, count in found["made_groups"].items())
     lines.append(f"  groups  {groups} are made; peers of this rank: {peers}")

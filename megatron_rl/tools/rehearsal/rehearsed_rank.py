@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 
 from megatron_rl import platform
 from megatron_rl.config import load_config
+from megatron_rl.platform import upstream
 from megatron_rl.tools.rehearsal.device_ledger import Ledger, shown
 from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
 from megatron_rl.tools.rehearsal.stand_ins import Objects, stand_in_for_device, stand_in_for_world
+from megatron_rl.tools.rehearsal.te_package import install
 
 
 def main(folder: str) -> None:
@@ -57,6 +59,9 @@ def prepare(memory_bytes: int) -> Ledger:
     """Give this process its device and import what a rank needs, once for all; return the empty ledger of each."""
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
+    install()
+    # In front of megatron.core's first import: its modules take the name over.
+    upstream.FIXES["megatron.core.jit"] = lambda module: setattr(module, "jit_fuser", ledger.compiled)
     platform.prepare()  # which asks whether CUDA is there
     import megatron_rl.tools.rehearsal.step  # noqa: F401
 
@@ -68,6 +73,7 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
     found.json: as Ledger has it; said.pickle: what the rank told others; fault.txt: the error that ended it.
     """
+    from megatron_rl.tools.rehearsal.layer_kernels import kernels_of_layers
     from megatron_rl.tools.rehearsal.step import rehearse_step
 
     place.mkdir(parents=True, exist_ok=True)
@@ -85,13 +91,16 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
     objects = Objects(ledger, heard)
     try:
         with FakeCuda(ledger):
-            rehearse_step(load_config(order["config"], order["overrides"]), ledger)
+            config = load_config(order["config"], order["overrides"])
+            with rehearse_step(config, ledger, order.get("lengths", ())) as run:
+                found = as_dict(ledger)  # before the layers by themselves, which are no part of a step
+                found["kernels_of_layers"] = kernels_of_layers(run.engine, run.packed, ledger)
     except Exception as error:  # whatever it is: it would end the rank on its cluster too
         text = " ".join(str(error).split())[:600]
         (place / "fault.txt").write_text(f"{type(error).__name__} at {innermost(error)}: {text}")
         raise
     (place / "said.pickle").write_bytes(pickle.dumps(objects.said))
-    (place / "found.json").write_text(json.dumps(as_dict(ledger)))
+    (place / "found.json").write_text(json.dumps(found))
 
 
 def innermost(error: Exception) -> str:
@@ -101,16 +110,15 @@ def innermost(error: Exception) -> str:
 
 
 def as_dict(ledger: Ledger) -> dict[str, Any]:
-    return {
-        "phases": {name: vars(phase) for name, phase in ledger.phases.items()},
+    memory = ledger.memory.report()
+    peaks = memory.pop("phase_peaks")
+    return memory | {
+        "phases": {name: vars(ledger.phases[name]) | {"peak_bytes": peak} for name, peak in peaks.items()},
         "collectives": [asdict(call) for call in ledger.collectives],
         "groups": ledger.groups,
         "buckets": ledger.buckets,
         "made_groups": ledger.made_groups,
         "peers": {backend: len(ranks) - 1 for backend, ranks in ledger.peers.items()},
         "assumed": ledger.assumed,
-        "peak_bytes": ledger.peak_bytes,
-        "peak_phase": ledger.peak_phase,
-        "peak_line": ledger.peak_line,
-        "peak_by_line": ledger.peak_by_line,
+        "layers": ledger.layers,
     }

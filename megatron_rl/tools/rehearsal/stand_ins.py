@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
+from megatron_rl.tools.rehearsal.device_memory import NotedBackwards
 
 
 class _Stream:
@@ -90,10 +91,10 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         "get_device_properties": lambda *_: Properties,
         "get_device_name": lambda *_: Properties.name,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "mem_get_info": lambda *_, **__: (memory_bytes - ledger.live_bytes, memory_bytes),
-        "memory_allocated": lambda *_: ledger.live_bytes,
-        "max_memory_allocated": lambda *_: ledger.peak_bytes,
-        "memory_reserved": lambda *_: ledger.live_bytes,
+        "mem_get_info": lambda *_, **__: (memory_bytes - ledger.memory.live_bytes, memory_bytes),
+        "memory_allocated": lambda *_: ledger.memory.live_bytes,
+        "max_memory_allocated": lambda *_: ledger.memory.peak_bytes,
+        "memory_reserved": lambda *_: ledger.memory.live_bytes,
         "cudart": lambda: runtime,
         "is_current_stream_capturing": lambda: False,
         "synchronize": waits("the device waited for"),
@@ -125,12 +126,13 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     # One copy to the host, and not a number at a time.
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and copied
+    torch.autograd.Variable._execution_engine = NotedBackwards(torch.autograd.Variable._execution_engine, ledger.memory)
     torch.autograd.set_multithreading_enabled(False)  # the backward runs in this thread, whose lines are known
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     resize = torch.UntypedStorage.resize_
 
     def noted_resize(self: torch.UntypedStorage, size: int) -> Any:
-        ledger.note_resize(self, size)
+        ledger.memory.resize(self, size)
         return resize(self, size)
 
     torch.UntypedStorage.resize_ = noted_resize  # type: ignore[method-assign]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import exchange
 from megatron_rl.config import TrainConfig
-from megatron_rl.engine import offload
+from megatron_rl.engine import offload, schedule
 from megatron_rl.engine.checkpoint import start_adam, training_state
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.engine.offload import tensors_of
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
@@ -24,6 +30,9 @@ from megatron_rl.weights.publish import WeightPublisher, fill_buckets, plan_buck
 class RehearsedRun(RLRun):
     """An RL run of engines alone."""
 
+    packed: PackedRows
+    """The rows of the policy's last microbatch."""
+
     def _start(self) -> None:
         self._join()
         self.devices = DeviceSharing(self.config, self.groups, self.timers, None, None)
@@ -31,22 +40,42 @@ class RehearsedRun(RLRun):
         for engine in self.trained.values():
             start_adam(engine.optimizer)  # the step is one of many: the first would meet an optimizer without moments
 
+    @property
+    def engines(self) -> list[MegatronEngine]:
+        """All models of this rank."""
+        others = [engine for engine in (self.reference, self.reward_model) if engine is not None]
+        return [*self.trained.values(), *others]
+
     def say(self, text: str) -> None:
         """Keep it: nobody reads what one of a thousand ranks says."""
 
 
-def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
-    """Run one step of this rank and tell the ledger of it."""
+@contextlib.contextmanager
+def rehearse_step(
+    config: TrainConfig, ledger: Ledger, lengths: Sequence[tuple[int, int]] = ()
+) -> Iterator[RehearsedRun]:
+    """Run one step of this rank and tell the ledger of it; within the context its engines are still there.
+
+    lengths: of trajectories, as of made_batch.
+    """
     mapping.HFFolder = mapping.RandomWeights = NoWeights
     # A storage without memory says that it is on torch's device for such.
     offload._bytes_of = lambda storage: torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
     config = replace(config, batch=replace(config.batch, updates_per_step=1))
+    count_for_all_replicas()
     run = RehearsedRun(config)
+    watch_microbatches(ledger, run)
     run.timers.on_change = ledger.enter
     with contextlib.ExitStack() as run.at_end:
         run._start()
+        for engine in run.engines:
+            kept, gradients = tensors_of(engine)
+            for part, tensors in (("optimizer", kept), ("weights", engine.parameters()), ("gradients", gradients)):
+                ledger.memory.mark(part, tensors)
+        ledger.layers = run.engine.chunks[0].config.transformer_impl
+        ledger.overlaps = config.optimizer.overlap
         ledger.enter("step")
-        batch = made_batch(config, run.groups.data.size, run.engine.arch.vocab)
+        batch = made_batch(config, run.groups.data.size, run.engine.arch.vocab, lengths)
         batch = run.add_reward_model_scores(batch)
         with run.timers("advantages"):
             run.compute_advantages(batch)
@@ -66,6 +95,55 @@ def rehearse_step(config: TrainConfig, ledger: Ledger) -> None:
             with run.timers("offload"):
                 run.engine.offload()
                 run.engine.onload()
+        yield run
+
+
+def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
+    """Let the ledger know which part of a step repeats with every microbatch, and the run keep the update's last."""
+    pack, finalize, run_all = schedule.own_rows, schedule.finalize_model_grads, schedule.run
+
+    def noted_pack(*args: Any, **options: Any) -> Any:
+        ledger.is_in_microbatch = True
+        ledger.phases[ledger.phase].microbatches += 1
+        ids, packed = pack(*args, **options)
+        if ledger.phase == "update":
+            run.packed = packed
+        return ids, packed
+
+    def noted_finalize(*args: Any, **options: Any) -> None:
+        ledger.is_in_microbatch = False
+        finalize(*args, **options)
+
+    def noted_run(*args: Any, **options: Any) -> Any:
+        try:
+            return run_all(*args, **options)
+        finally:
+            ledger.is_in_microbatch = False
+
+    schedule.own_rows, schedule.finalize_model_grads, schedule.run = noted_pack, noted_finalize, noted_run
+
+
+def count_for_all_replicas() -> None:
+    """Make ranks agree on the number of microbatches: each works out what every data-parallel rank's share takes.
+
+    On a cluster they tell each other, and a rehearsed rank hears nobody's numbers.
+    """
+    split, least = exchange.update_shares, exchange.least_alone
+    of_all: dict[int, list[TrajectoryBatch]] = {}
+
+    def update_shares(batch: Any, updates: int, groups: ParallelGroups, **options: Any) -> list[TrajectoryBatch]:
+        every = [
+            split(batch, updates, replace(groups, data=replace(groups.data, rank=rank)), **options)
+            for rank in range(groups.data.size)
+        ]
+        own = every[groups.data.rank]
+        of_all.update({id(share.cu_seqlens): list(shares) for share, *shares in zip(own, *every, strict=True)})
+        return own
+
+    def least_alone(batch: TrajectoryBatch, *args: Any, **options: Any) -> int:
+        return max(least(share, *args, **options) for share in of_all[id(batch.cu_seqlens)])
+
+    exchange.update_shares, exchange.least_alone = update_shares, least_alone
 
 
 class NoServers:
@@ -91,24 +169,30 @@ class BucketsAlone(WeightPublisher):
             self.ledger.buckets.append(sum(spec.nbytes for spec in bucket))
 
 
-def made_batch(config: TrainConfig, replicas: int, vocab: int) -> TrajectoryBatch:
-    """Draw a step's trajectories by the config's limits: enough for two microbatches of each replica, and for as many
-    as are under way at one time in a pipeline."""
-    prompt, reply = config.data.max_prompt_tokens or 512, config.generation.max_new_tokens
+def made_batch(
+    config: TrainConfig, replicas: int, vocab: int, lengths: Sequence[tuple[int, int]] = ()
+) -> TrajectoryBatch:
+    """Draw a step's trajectories: enough for two microbatches of each replica, and for as many as are under way at one
+    time in a pipeline. A group's prompt and its replies are those of lines of `lengths`, as read_lengths gives them;
+    without any they are as long as the config lets them be."""
     samples = config.generation.n_samples
     generator = torch.Generator().manual_seed(1)
     wanted = config.batch.tokens_per_microbatch * max(2, config.parallel.pipeline) * replicas
-    lengths: list[int] = []
-    shared = prompt * (samples - 1) if config.batch.share_prompts else 0  # rows of a group that are computed once
-    while sum(lengths) - shared * (len(lengths) // samples) < wanted * 0.9:
-        lengths += [prompt + n for n in torch.randint(reply // 4, reply + 1, (samples,), generator=generator).tolist()]
-    sizes = torch.tensor(lengths)
+    prompts: list[int] = []
+    replies: list[int] = []
+    rows = 0
+    while rows < wanted * 0.9:
+        prompt, of_group = drawn_group(config, lengths, generator)
+        rows += sum(of_group) + prompt * (1 if config.batch.share_prompts else samples)  # shared ones are computed once
+        prompts += [prompt] * samples
+        replies += of_group
+    sizes = torch.tensor(prompts) + torch.tensor(replies)
     cu = prefix_sums(sizes)
     count = int(cu[-1])
     position = torch.arange(count) - torch.repeat_interleave(cu[:-1], sizes)
-    is_reply = position >= prompt
-    group = torch.arange(len(lengths)) // samples
-    sample = torch.arange(len(lengths)) % samples
+    is_reply = position >= torch.repeat_interleave(torch.tensor(prompts), sizes)
+    group = torch.arange(len(sizes)) // samples
+    sample = torch.arange(len(sizes)) % samples
     # A group's prompt is one, and its replies differ from their first token on.
     of_sequence = torch.where(is_reply, *(torch.repeat_interleave(number, sizes) for number in (sample, group)))
     ids = (position + of_sequence) % vocab
@@ -119,8 +203,20 @@ def made_batch(config: TrainConfig, replicas: int, vocab: int) -> TrajectoryBatc
         "versions": torch.where(is_reply, 0, -1),
     }
     sequences = {
-        "rewards": torch.rand(len(lengths), generator=generator),
+        "rewards": torch.rand(len(sizes), generator=generator),
         "group": group,
         "sample": sample,
     }
     return TrajectoryBatch(tokens, sequences, cu)
+
+
+def drawn_group(
+    config: TrainConfig, lengths: Sequence[tuple[int, int]], generator: torch.Generator
+) -> tuple[int, list[int]]:
+    """Return the tokens of one prompt, and of each of its replies."""
+    samples, most = config.generation.n_samples, config.generation.max_new_tokens
+    drawn = torch.randint(most // 4, most + 1, (samples,), generator=generator).tolist()
+    if not lengths:
+        return config.data.max_prompt_tokens or 512, drawn
+    lines = torch.randint(len(lengths), (samples,), generator=generator).tolist()
+    return lengths[lines[0]][0], [lengths[line][1] or limit for line, limit in zip(lines, drawn, strict=True)]

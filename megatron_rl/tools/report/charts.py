@@ -143,6 +143,67 @@ def stacked_bars(
     return svg("".join(parts), width, height, title)
 
 
+def stacked_areas(
+    areas: list[tuple[str, Sequence[float]]],
+    x: Sequence[float],
+    *,
+    width: int,
+    height: int,
+    title: str,
+    mark: str,
+    spans: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Draw areas over `x`, one upon the other: names and values.
+
+    `mark` is said at the highest moment of their sum; `spans` are names of parts of x, each with where it begins.
+    """
+    totals = [sum(values) for values in zip(*(values for _, values in areas), strict=True)]
+    if not totals:
+        return NOTHING
+    frame = Frame(
+        width=width,
+        height=height,
+        x_ticks=whole_ticks(min(x), max(x)),
+        y_ticks=ticks(0.0, max(totals)),
+        x_range=(min(x), max(x)),
+    )
+    parts, below = [], [0.0] * len(totals)
+    for number, (name, values) in enumerate(areas):
+        below = [low + value for low, value in zip(below, values, strict=True)]
+        edge = " ".join(f"{frame.x(place):.1f},{frame.y(value):.1f}" for place, value in zip(x, below, strict=True))
+        path = f"{frame.x(x[0]):.1f},{frame.y(0):.1f} {edge} {frame.x(x[-1]):.1f},{frame.y(0):.1f}"
+        label = f"<title>{html.escape(name)}</title>"
+        parts.append(f'<polygon class="fill c{number % 8}" points="{path}">{label}</polygon>')
+    parts = [*reversed(parts), frame.axes()]  # each covers the lower part of the one that lies upon it
+    parts += [
+        f'<line class="grid" x1="{frame.x(place):.1f}" x2="{frame.x(place):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+        f'<text class="tick" x="{frame.x(place) + 4:.1f}" y="{TOP + 10}">{html.escape(name)}</text>'
+        for place, name in spans
+    ]
+    top = totals.index(max(totals))
+    at = f'{frame.x(x[top]):.1f}" cy="{frame.y(totals[top]):.1f}'
+    parts.append(f'<circle class="peak" cx="{at}" r="4.5"><title>{html.escape(mark)}</title></circle>')
+    return svg("".join(parts), width, height, title)
+
+
+def bars(rows: list[tuple[str, float, str, str]], *, width: int, title: str) -> str:
+    """Draw a bar to the right for each row: its name, its value, how the value is written, and its colour."""
+    if not rows:
+        return NOTHING
+    start, line = width * 0.55, 22
+    room, most = width - start - 110, max(value for _, value, _, _ in rows) or 1
+    parts = []
+    for number, (name, value, written, color) in enumerate(rows):
+        y = 4 + number * line
+        long = max(room * value / most, 1)
+        parts.append(
+            f'<text class="tick" x="{start - 8:.0f}" y="{y + 12}" text-anchor="end">{html.escape(name)}</text>'
+        )
+        parts.append(f'<rect class="fill {color}" x="{start:.0f}" y="{y}" width="{long:.1f}" height="16"/>')
+        parts.append(f'<text class="tick" x="{start + long + 6:.1f}" y="{y + 12}">{html.escape(written)}</text>')
+    return svg("".join(parts), width, 8 + len(rows) * line, title)
+
+
 def heat_map(
     columns: list[dict[str, float]], x: list[float], classes: list[str], *, width: int, height: int, title: str
 ) -> str:

@@ -32,6 +32,7 @@ svg path.faint{stroke-width:1.2;opacity:.35}
 svg path.dashed{stroke-width:1.5;stroke-dasharray:4 4;opacity:.8}
 svg .marker{fill:var(--c);stroke:var(--panel);stroke-width:1.5}
 svg .fill,svg .dot{fill:var(--c)}
+svg .peak{fill:var(--ink);stroke:var(--panel);stroke-width:1.5}
 svg .hover{fill:transparent}
 svg .hover:hover{fill:var(--c)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;padding:8px 4px 0 54px;font-size:13px;color:var(--soft)}

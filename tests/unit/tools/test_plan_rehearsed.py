@@ -1,6 +1,8 @@
-"""What a plan says of memory, against the real engine on a device without memory: bfloat16, CUDA's branches."""
+"""What a plan says of memory and traffic, against the real engine on a device without memory: in bfloat16."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,9 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.tools.plan.memory import memory_of_stage, models_of
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
+from megatron_rl.tools.plan.traffic import RankTraffic
+from megatron_rl.tools.rehearsal.rehearsal_text import wire_bytes
+from megatron_rl.tools.rehearsal.step import made_batch
 from tests.unit.tools.rehearse_cases import rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,7 +22,7 @@ SETTINGS = [
     *("batch.share_prompts=false", "batch.updates_per_step=1", "batch.tokens_per_microbatch=4096"),
     *("generation.n_samples=2", "generation.max_new_tokens=248", f"data.max_prompt_tokens={PROMPT}"),
 ]
-RANKS = 4
+RANKS, GPUS_PER_NODE = 4, 2
 ATTENTION = dict(num_attention_heads=16, head_dim=64)
 MODELS = {
     "qwen3-4b": dict(num_key_value_heads=8, intermediate_size=3072, tie_word_embeddings=False, **ATTENTION),
@@ -43,17 +48,23 @@ MODELS = {
     ),
 }
 """Published shapes made small, so that weights, gradients, optimizer, activations and head are all of one order."""
+LOCAL = "model.transformer_impl=local"
 RECOMPUTE = "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
 LAYOUTS = {
     "dense": ("qwen3-4b", "parallel.tensor=1"),
     "dense, tensor": ("qwen3-4b", "parallel.tensor=2"),
     "dense, tensor and pipeline": ("qwen3-4b", "parallel.tensor=2 parallel.pipeline=2"),
+    "dense, tensor and context": ("qwen3-4b", "parallel.tensor=2 parallel.context=2"),
     "dense, recompute": ("qwen3-4b", f"parallel.tensor=1 {RECOMPUTE}"),
     "mixture, expert": ("qwen3-30b-a3b", "parallel.tensor=1 parallel.expert=4"),
     "mixture, tensor and expert": ("qwen3-30b-a3b", "parallel.tensor=2 parallel.expert=2"),
     "latent attention, expert": ("deepseek-v3", "parallel.tensor=1 parallel.expert=2"),
     "latent attention, tensor": ("deepseek-v3", "parallel.tensor=2"),
+    "dense, local layers": ("qwen3-4b", f"parallel.tensor=2 parallel.pipeline=2 {LOCAL}"),
+    "mixture, local layers": ("qwen3-30b-a3b", f"parallel.tensor=1 parallel.expert=4 {LOCAL}"),
+    "latent attention, local layers": ("deepseek-v3", f"parallel.tensor=1 parallel.expert=2 {LOCAL}"),
 }
+"""Of Transformer Engine's layers, as clusters have them, and of upstream's local ones."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +86,7 @@ def found(tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps(small))
     for layout, (name, words) in LAYOUTS.items():
         settings[layout] = [f"model.path={folder / name}", *SETTINGS, *words.split()]
-    order = {"world_size": RANKS, "gpus_per_node": 8, "memory_bytes": 80 << 30, "config": CONFIG}
+    order = {"world_size": RANKS, "gpus_per_node": GPUS_PER_NODE, "memory_bytes": 80 << 30, "config": CONFIG}
     orders = {
         layout: {"faults": [], "orders": [order | {"overrides": words, "rank": rank} for rank in (RANKS - 1, 0)]}
         for layout, words in settings.items()
@@ -84,12 +95,26 @@ def found(tmp_path_factory):
     return {layout: (settings[layout], results[layout]) for layout in LAYOUTS}
 
 
+def replicas_of(config):
+    return RANKS // (config.parallel.tensor * config.parallel.pipeline * config.parallel.context)
+
+
+def rows_and_labels(config):
+    """Of a rehearsal's update, of each replica."""
+    batch = made_batch(config, replicas_of(config), 32768)
+    rows = len(batch["loss_mask"]) - len(batch.cu_seqlens) + 1  # the last row of each sequence predicts nothing
+    return rows / replicas_of(config), int(batch["loss_mask"].sum()) / replicas_of(config)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_memory_of_an_update_is_the_planned_one(layout, found):
     settings, by_rank = found[layout]
     config, tokens = load_config(CONFIG, settings), PromptTokens.of([PROMPT])
     (model,) = models_of(config)
-    batch = plan_batch(config, tokens, RANKS // (config.parallel.tensor * config.parallel.pipeline))
+    # Its microbatches, of which there are two, are not quite as full as they may be.
+    full = {"tokens_per_microbatch": round(rows_and_labels(config)[0] / 2)}
+    config = replace(config, batch=replace(config.batch, **full))
+    batch = plan_batch(config, tokens, replicas_of(config))
     for rank, part in by_rank.items():
         assert isinstance(part, dict), part
         stage = rank * config.parallel.pipeline // RANKS
@@ -98,3 +123,51 @@ def test_the_memory_of_an_update_is_the_planned_one(layout, found):
         at_update = max(at_update, planned.moments["optimizer step"])
         peak = part["phases"]["update"]["peak_bytes"]
         assert planned.kept + at_update == pytest.approx(peak, rel=0.05), (rank, planned, part["peak_by_line"])
+
+
+AXES = {
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data",
+    "EMBEDDING_GROUP": "embedding",
+    "EXPERT_DATA_PARALLEL_GROUP": "expert data",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "expert tensor",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+}
+"""Of megatron.core's names of groups. In others a rank says single numbers."""
+
+
+def bytes_by_axis(found, phase, *left_out):
+    """Bytes of a phase by axis and link, without some kinds of calls; of what is no axis as `rest`."""
+    sent = Counter()
+    for call in found["collectives"]:
+        name, ranks = found["groups"][call["group"]]
+        if call["phase"] != phase or not call["on_device"] or len(ranks) == 1 or call["kind"] in left_out:
+            continue
+        is_inside = len({rank // GPUS_PER_NODE for rank in ranks}) == 1
+        key = (AXES[name], "in a node" if is_inside else "between nodes") if name in AXES else "rest"
+        sent[key] += wire_bytes(call["kind"], call["nbytes"], len(ranks))
+    return sent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_traffic_of_an_update_and_of_a_publication_is_the_planned_one(layout, found):
+    settings, by_rank = found[layout]
+    config = load_config(CONFIG, settings)
+    (model,) = models_of(config)
+    for rank, part in by_rank.items():
+        planned = RankTraffic(model, rank, RANKS, GPUS_PER_NODE)
+        # What is sent is received elsewhere; weights are gathered by the first rank, which sends none of its own.
+        pairs = [(bytes_by_axis(part, "update", "recv"), planned.of_update(*rows_and_labels(config)))]
+        others = ("send", "gather") if rank else ()
+        pairs.append((bytes_by_axis(part, "publish", *others), planned.of_publication()))
+        for seen, traffic in pairs:
+            said = {(sent.axis, sent.link): sent.nbytes for sent in traffic}
+            assert seen.pop("rest", 0) <= 0.01 * sum(seen.values())
+            large = {key for key, nbytes in seen.items() if nbytes > 0.01 * sum(seen.values())}
+            assert said.keys() == seen.keys()
+            for key in large:
+                assert said[key] == pytest.approx(seen[key], rel=0.05), (rank, key)
+            rest = seen.keys() - large
+            assert sum(said[key] for key in rest) <= 0.02 * sum(seen.values())

@@ -1,15 +1,21 @@
 """`megatron-rl rehearse` on a tiny model: what it finds by itself, and the faults that it names."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
+from html import escape
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl import cli
+from megatron_rl.batch import exchange
+from megatron_rl.config import load_config
+from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
+from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
-from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, check
+from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
 from tests.unit.tools.rehearse_cases import rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -131,6 +137,35 @@ def test_memory_that_is_kept_stands_at_the_peak_with_its_line(case, cases):
     assert any(MEMORY[case] in line and nbytes > 50_000 for line, nbytes in more.items()), more
 
 
+def test_memory_is_of_the_parts_that_it_serves(cases):
+    for rank, part in cases["sound"].items():
+        # Of a stage with one of two layers on one of two tensor ranks; both ends have 256 of 512 columns.
+        layer = (4 + 2 * 2) * 16 * 64 // 2 + 64 * 64 // 2 + 3 * 64 * 128 // 2 + 2 * 64 + 2 * 16
+        count = layer + 512 * 64 // 2 + (64 if rank >= 4 else 0)
+        by_part = part["peak_by_part"]
+        assert by_part["weights"] == pytest.approx(2 * count, rel=0.05)
+        assert by_part["gradients"] == pytest.approx(4 * count, rel=0.05)
+        assert by_part["optimizer"] == pytest.approx(12 * count / 2, rel=0.05)
+        assert sum(by_part.values()) == part["peak_bytes"]
+        assert part["extra_bytes"] == by_part["head"] + by_part["exchange"] + by_part["other"]
+        assert (by_part["head"] > 0) == (rank >= 4), "the second stage alone has logits"
+        points = part["timeline"]["points"]
+        assert max(sum(point[2:]) for point in points) == part["peak_bytes"] and len(points) <= 2000
+        assert [point[0] for point in points] == sorted(point[0] for point in points)
+    usual, found = (cases[case][7]["peak_by_part"] for case in ("sound", "memory"))
+    assert found["activations"] < 1.1 * usual["activations"], "what only the code keeps, autograd does not"
+    assert found["other"] > usual["other"] + 150_000
+
+
+def test_what_autograd_keeps_is_found_in_the_graph():
+    weight = torch.ones(3, requires_grad=True)
+    kept, passed = torch.full((3,), 2.0), torch.full((3,), 4.0)
+    root = (weight * kept + passed).exp().sum()
+    addresses = {tensor.data_ptr() for tensor in kept_by([root])}
+    assert kept.data_ptr() in addresses and weight.data_ptr() not in addresses and passed.data_ptr() not in addresses
+    assert len(addresses) == 2, "the factor, and the result of exp"
+
+
 @pytest.mark.parametrize("case", APART)
 def test_ranks_that_would_wait_for_each_other_are_named_with_both_lines(case, cases):
     found = cases[case]
@@ -152,8 +187,68 @@ def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, tmp_pat
     assert "rank 0" in text and "rank 3" in text and "GiB at most" in text and "host syncs by line" in text
     written = json.loads((tmp_path / "found" / "rehearsal.json").read_text())
     assert set(written["ranks"]) == {"0", "3"} and written["trainer_ranks"] == 4
+    page, found = (tmp_path / "found" / "rehearsal.html").read_text(), written["ranks"]["0"]
+    assert page.count("<svg") == 4 * 2 and found["peak_line"] in page and "://" not in page
+    for part, nbytes in found["peak_by_part"].items():
+        assert f"{part} {nbytes / 2**30:.2f}" in page and (f"{part} {nbytes / 2**30:.2f}" in text or not nbytes)
+    assert all(escape(what) in page for what in found["phases"]["update"]["syncs"])
     rows = [row for row in written["ranks"]["0"]["traffic"] if row["kind"] == "send"]
     assert rows and rows[0]["link"] == "in a node" and rows[0]["bytes"] > 0
+
+
+def test_a_plan_is_rehearsed_with_the_servers_and_ranks_that_it_chose(model, tmp_path, capsys):
+    words = [CONFIG, f"model.path={model}", *SMALL, *STAGES, "--nodes", "1", "--folder", str(tmp_path / "found")]
+    (tmp_path / "lengths").write_text("60 120\n7 9\n")
+    cli.main(["plan", *words, "--lengths", str(tmp_path / "lengths"), "--rehearse", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rehearsal"] == json.loads((tmp_path / "found" / "rehearsal.json").read_text())
+    assert plan["prompts"]["mean"] == 33.5 and f"rollout.server_count={plan['servers']['count']}" in plan["command"]
+    assert plan["rehearsal"]["trainer_ranks"] == plan["trainer"]["gpus"]
+    assert set(plan["rehearsal"]["ranks"]) == {"0", str(plan["trainer"]["gpus"] - 1)}
+
+
+def test_ranks_agree_on_the_number_of_microbatches_without_hearing_each_other(monkeypatch):
+    from megatron_rl.tools.rehearsal.step import count_for_all_replicas, made_batch
+
+    config = load_config(ROOT / CONFIG, ["batch.tokens_per_microbatch=4096", "generation.max_new_tokens=2500"])
+    batch, replicas = made_batch(config, 4, 512), range(4)
+    alone = dict.fromkeys(field.name for field in fields(ParallelGroups))
+    groups = [ParallelGroups(**alone | {"data": Axis(None, 4, rank)}) for rank in replicas]
+
+    def counts():
+        shares = [exchange.update_shares(batch, 1, groups[rank], seed=0, share_prompts=True) for rank in replicas]
+        options = {"allow_longer": True, "share_prompts": True, "final_rows": True}
+        return [exchange.least_alone(share, 4096, 1, **options) for (share,) in shares]
+
+    apart = counts()
+    assert min(apart) < max(apart)
+    for name in ("update_shares", "least_alone"):  # which are put back afterwards
+        monkeypatch.setattr(exchange, name, getattr(exchange, name))
+    count_for_all_replicas()
+    assert counts() == [max(apart)] * 4
+
+
+def test_the_distinct_ranks_are_the_first_and_last_of_every_stage():
+    world = World(nodes=2, gpus_per_node=8, ranks=12, stages=3)
+    assert world.chosen("all-distinct") == [11, 8, 7, 4, 3, 0]
+    assert world.chosen("stage-boundaries") == [11, 8, 4, 0]
+    assert world.chosen("5,first") == [11, 5, 0]
+
+
+def test_a_batch_has_the_lengths_of_a_file():
+    from megatron_rl.tools.rehearsal.step import made_batch
+
+    config = load_config(ROOT / CONFIG, ["generation.max_new_tokens=50", "batch.tokens_per_microbatch=4096"])
+    lengths = [(10, 20), (300, 40), (7, 0)]
+    batch = made_batch(config, 2, 512, lengths)
+    prompts, replies = set(), set()
+    for first, end, group in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.sequences["group"], strict=False):
+        is_reply = batch.tokens["loss_mask"][first:end]
+        prompts.add((int(group), int((~is_reply).sum())))
+        replies.add(int(is_reply.sum()))
+    assert {prompt for _, prompt in prompts} == {10, 300, 7} and len(prompts) == int(group) + 1, "a prompt for a group"
+    assert {20, 40} < replies <= {20, 40, *range(12, 51)}
+    assert int(batch.cu_seqlens[-1]) >= 0.9 * 2 * 2 * 4096
 
 
 @pytest.mark.parametrize(
@@ -163,6 +258,7 @@ def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, tmp_pat
         (["rollout.server_count=8"], "take all of the 8 GPUs"),
         (["parallel.tensor=3"], "3"),
         (["model.path=nowhere"], "no config.json there"),
+        (["--lengths", "nowhere"], "--lengths nowhere: cannot be read"),
     ],
 )
 def test_a_job_that_cannot_be_rehearsed_is_refused_before_anything_runs(words, named, model, tmp_path):

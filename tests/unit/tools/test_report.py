@@ -12,7 +12,17 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.telemetry.run_log import RunLog, Sample, Turn, read_run
-from megatron_rl.tools.report.charts import Series, line_chart, short, smooth, tick_label, ticks, whole_ticks
+from megatron_rl.tools.report.charts import (
+    Series,
+    bars,
+    line_chart,
+    short,
+    smooth,
+    stacked_areas,
+    tick_label,
+    ticks,
+    whole_ticks,
+)
 from megatron_rl.tools.report.report import write_report
 from megatron_rl.tools.report.summary import AIMS, aim_of, evaluation_curves
 
@@ -364,3 +374,24 @@ def test_numbers_are_written_short_and_neighbouring_ticks_differ():
 def test_moving_average_has_no_bias_at_its_start():
     assert smooth([2.0, 2.0, None, 2.0], 0.9) == pytest.approx([2.0, 2.0, None, 2.0])
     assert smooth([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
+
+
+def test_areas_lie_upon_one_another_and_the_highest_moment_is_marked():
+    drawn = stacked_areas(
+        [("low", [1, 1, 2]), ("high", [0, 3, 1])], [0, 5, 10], width=162, height=134, title="t", mark="here"
+    )
+    # From 54 to 150 pixels go 0 to 10, and from 110 up to 10 go 0 to 4: 25 pixels each.
+    shapes = dict(re.findall(r'class="fill (c\d)" points="([^"]*)"', drawn))
+    assert shapes["c0"] == "54.0,110.0 54.0,85.0 102.0,85.0 150.0,60.0 150.0,110.0"
+    assert shapes["c1"] == "54.0,110.0 54.0,85.0 102.0,10.0 150.0,35.0 150.0,110.0"
+    assert drawn.index('"fill c1"') < drawn.index('"fill c0"'), "the lower one covers the other's foot"
+    assert 'class="peak" cx="102.0" cy="10.0" r="4.5"><title>here' in drawn
+
+
+def test_the_longest_bar_has_all_the_room_and_names_are_no_markup():
+    drawn = bars([("<a>", 8.0, "8 MB", "c0"), ("b", 2.0, "2 MB", "c1")], width=1000, title="t")
+    assert re.findall(r'class="fill (c\d)" x="550" y="(\d+)" width="([\d.]+)"', drawn) == [
+        ("c0", "4", "340.0"),
+        ("c1", "26", "85.0"),
+    ]
+    assert "&lt;a&gt;" in drawn and "8 MB" in drawn

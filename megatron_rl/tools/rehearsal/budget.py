@@ -1,0 +1,86 @@
+"""What a step may cost beside its computing: the targets, and what a rehearsed rank's update takes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megatron_rl.tools.plan.devices import GIB
+
+OWN, UPSTREAM = " at megatron_rl/", " at megatron/core/"
+TARGETS = {
+    "own waits in a microbatch": 0,
+    "own waits in a step": 3,
+    "copies to the device in a microbatch": 2,
+    "kernels of a layer, of Transformer Engine's": 1.3,
+    "GiB beside weights, gradients, optimizer and activations": 2.0,
+}
+"""At most so much."""
+
+
+def budget(found: dict[str, Any]) -> dict[str, Any]:
+    """Return of an update: the figure of each target, None where it was not seen, and what stands in its way.
+
+    `waits` has upstream's and our own lines with their number in a step, `exposed` the lines of collectives that are
+    called synchronously, with calls and bytes: nothing of their stream runs meanwhile.
+    """
+    phase = found["phases"]["update"]
+    microbatches = max(phase["microbatches"], 1)
+    layers = found["kernels_of_layers"]
+    own_in_microbatch = _at(phase["in_microbatches"], OWN)
+    figures = {
+        "own waits in a microbatch": sum(own_in_microbatch.values()) / microbatches,
+        "own waits in a step": sum(_at(phase["syncs"], OWN).values()) - sum(own_in_microbatch.values()),
+        "copies to the device in a microbatch": phase["copies_in_microbatches"].get("to device", 0) / microbatches,
+        "kernels of a layer, of Transformer Engine's": (
+            layers["engine"] / layers["transformer_engine"] if layers else None
+        ),
+        "GiB beside weights, gradients, optimizer and activations": found["extra_bytes"] / GIB,
+    }
+    return {
+        "targets": [
+            {"what": what, "at_most": most, "found": figures[what], "is_met": _is_met(figures[what], most)}
+            for what, most in TARGETS.items()
+        ],
+        "waits": _at(phase["syncs"], OWN) | _at(phase["syncs"], UPSTREAM),
+        "exposed": exposed(found),
+    }
+
+
+def exposed(found: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Return by kind, group and line the synchronous collectives of an update: their calls and bytes."""
+    rows: dict[str, dict[str, int]] = {}
+    for call in found["collectives"]:
+        name, ranks = found["groups"][call["group"]]
+        if call["phase"] != "update" or not call["on_device"] or call["is_async"] or len(ranks) == 1:
+            continue
+        row = rows.setdefault(f"{call['kind']} of {name.lower()} at {call['line']}", {"calls": 0, "bytes": 0})
+        row["calls"] += 1
+        row["bytes"] += call["nbytes"]
+    return rows
+
+
+def budget_lines(found: dict[str, Any], *, shown: int) -> list[str]:
+    """Return the budget as a person reads it: the targets, upstream's waits and the largest exposed collectives."""
+    result = budget(found)
+    lines = ["  budget of an update     found   at most"]
+    for target in result["targets"]:
+        figure = "not seen" if target["found"] is None else f"{target['found']:.2f}"
+        verdict = {True: "", False: "  MISSED", None: ""}[target["is_met"]]
+        lines.append(f"    {figure:>22}{target['at_most']:>10g}   {target['what']}{verdict}")
+    lines += [
+        f"    {count:>22}            waits: {where}" for where, count in Counter(result["waits"]).most_common(shown)
+    ]
+    largest = sorted(result["exposed"].items(), key=lambda item: -item[1]["bytes"])[:shown]
+    lines += [
+        f"    {row['bytes'] / 1e9:>19.2f} GB            exposed, {row['calls']} x {what}" for what, row in largest
+    ]
+    return lines
+
+
+def _at(syncs: dict[str, int], place: str) -> dict[str, int]:
+    return {what: count for what, count in syncs.items() if place in what}
+
+
+def _is_met(figure: float | None, most: float) -> bool | None:
+    return None if figure is None else figure <= most

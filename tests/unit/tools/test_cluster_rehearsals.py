@@ -1,0 +1,90 @@
+"""Every config of a cluster is rehearsed on its whole layout with few layers, and all layers follow from those.
+
+All nine have one layer of each kind on a stage, and some have two: kernels, syncs, copies and bytes are linear in them.
+So two such rehearsals give what the table of docs/cluster.md has from a full one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.tools.plan.devices import DEVICES
+from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
+from tests.unit.tools.rehearse_cases import rehearsed
+
+ROOT = Path(__file__).resolve().parents[3]
+LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek", path.name)]
+COMPARED = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
+"""One stage, and several: two depths of all nine would take minutes."""
+CHEAPEST = "gsm8k_qwen3_4b"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The benchmark that writes the table."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return importlib.import_module("rehearse_configs")
+
+
+@pytest.fixture(scope="module")
+def found(table, tmp_path_factory):
+    """By config and depth: its settings, and the rehearsal of its first and last rank."""
+    folder = tmp_path_factory.mktemp("few_layers")
+    cases, settings, worlds = {}, {}, {}
+    for path in LARGE:
+        few = table.FewLayers(path)
+        world = worlds[path] = world_of(few.config, nodes=table.nodes_of(path), gpus_per_node=8)
+        for depth in depths_of(path, table):
+            case = f"{path.stem}-{depth}"
+            settings[path, depth] = few.settings(depth, folder / f"model-{case}")
+            order = {"world_size": world.ranks, "gpus_per_node": 8, "memory_bytes": 80 << 30, "config": str(path)}
+            orders = [
+                order | {"overrides": settings[path, depth], "rank": rank}
+                for rank in world.chosen(table.ranks_of(world))
+            ]
+            cases[case] = {"faults": [], "orders": orders}
+    results = rehearsed(folder, cases)
+    return {
+        (path, depth): (words, Rehearsal(None, worlds[path], DEVICES["h100"], results[f"{path.stem}-{depth}"]))
+        for (path, depth), words in settings.items()
+    }
+
+
+def depths_of(path, table):
+    if path.stem == CHEAPEST:
+        return (*table.DEPTHS, 3)
+    return table.DEPTHS if path.stem in COMPARED else table.DEPTHS[:1]
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_microbatch(path, table, found):
+    for depth in depths_of(path, table):
+        _, result = found[path, depth]
+        assert all(isinstance(part, dict) for part in result.by_rank.values()), result.by_rank
+        check(result)
+        for rank, part in result.by_rank.items():
+            syncs = part["phases"]["update"]["syncs"]
+            own = {what: count for what, count in syncs.items() if " at megatron_rl/" in what}
+            assert sum(own.values()) <= 3 and all(count == 1 for count in own.values()), (rank, own)
+
+
+def test_what_follows_from_few_layers_is_what_more_layers_take(table, found):
+    (path,) = [path for path in LARGE if path.stem == CHEAPEST]
+    few, (_, three) = table.FewLayers(path), found[path, 3]
+    few.depths = [3]
+    expected = table.most([table.figures(part, three.world) for part in three.by_rank.values()])
+    for name, value in few.figures({depth: found[path, depth][1] for depth in table.DEPTHS}).items():
+        assert value == pytest.approx(expected[name], rel=0.01), name
