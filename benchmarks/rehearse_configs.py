@@ -51,7 +51,7 @@ COLUMNS = {
     "GB apart": "10,.1f",
     "seconds": "9.0f",
 }
-"""How each number of a row is written."""
+"""The columns of the table, and the format of the number in each."""
 
 
 def nodes_of(path: Path) -> int:

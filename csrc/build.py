@@ -60,7 +60,7 @@ class Unit:
 
 
 def sources(*suffixes: str) -> list[Path]:
-    """What the operators are made from. csrc/emulation is a tool of the tests, and no operator depends on it."""
+    """Return the operators' source files. csrc/emulation is left out: it is a tool of the tests."""
     paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
     return [path for path in paths if path.parent.name != "emulation"]
 

@@ -30,12 +30,12 @@ TILE_BYTES = THREADS * PIECES * 16
 USABLE_SLOTS = 0.92
 BLOCK_START_CLOCKS = 200
 FINISH_SECONDS = 2.0e-6
-"""What finish_kernel adds behind partials_kernel, with the gap between two kernels of one stream."""
+"""Time of finish_kernel, which follows partials_kernel, with the gap between two kernels of a stream."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a GPU. The bandwidth is the one that a copy reaches, not the data sheet's."""
+    """The sizes and rates of a GPU. The bandwidth is the one that a copy reaches, not the data sheet's."""
 
     architecture: str
     multiprocessors: int
@@ -357,7 +357,7 @@ def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
 
 
 def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: dict[str, dict[str, int]]) -> dict:
-    """What csrc/resources.json holds; cubins and registers by architecture, sm_90a for one."""
+    """Return the content of csrc/resources.json. cubins, registers: by architecture, sm_90a for one."""
     described: dict[str, dict] = {}
     predicted: dict[str, dict[str, float]] = {}
     for architecture, of_kernels in registers.items():

@@ -120,7 +120,7 @@ def global_variable(variable: Variable, defines: bool) -> str:
 
 @dataclass
 class Place:
-    """Where an address points: its C++ value and how many bytes behind it."""
+    """An operand's address: a C++ value, and the offset in bytes that is added to it."""
 
     base: str
     offset: int
@@ -419,7 +419,7 @@ class Translation:
         return [f"{before} t.at = {number}; {saves} return;", f"resume_{number}: {loads} {after}"]
 
     def waiting(self, step: Instruction) -> tuple[str, str]:
-        """What it does before other threads run, and what afterwards."""
+        """Return the C++ of an instruction that waits: the part before other threads run, and the part after."""
         where, name, parts = quoted(step), step.name, step.parts
         if name in ("bar", "barrier") and "cluster" in parts:
             return f"wait_for(t, CLUSTER, {where});", "fence(t);"

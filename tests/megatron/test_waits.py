@@ -159,16 +159,8 @@ def test_flash_attention_3_is_torchs_kernel_where_it_is_asked_for_and_installed(
     assert asked == ["FA3"]
 
 
-class Calls(TorchDispatchMode):
+class Calls(Seen):
     """The operations of this rank in their order, and among them the starts and waits of what it gathers."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
     def noted(self, name):
         collective = getattr(dist, name)

@@ -14,7 +14,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[3] / "megatron_rl"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "megatron_rl"
+SHIM = PACKAGE / "_C_rehearsal.so"
+NEEDS_SHIM = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SHIM.exists(), reason="a torch with CUDA has no place for the shim"),
+]
+
+
+def order_of(config, ranks, overrides, **more):
+    """Return the order of a rank on nodes of 8 GPUs of 80 GiB; more: its fields, `rank` among them."""
+    order = {"world_size": ranks, "gpus_per_node": 8, "memory_bytes": 80 << 30, "config": str(ROOT / config)}
+    return order | {"overrides": overrides} | more
+
+
+def write_shape(folder, name, **changes):
+    """Write a published config.json (tests/model_configs) with other sizes to a new folder; return its setting."""
+    published = json.loads((ROOT / "tests" / "model_configs" / name / "config.json").read_text())
+    published.pop("quantization_config", None)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(published | changes))
+    return f"model.path={folder}"
 
 
 def rehearsed(folder, cases):
@@ -36,7 +59,7 @@ def result(folder):
 
 
 def main(folder: Path) -> None:
-    ctypes.CDLL(str(PACKAGE / "_C_rehearsal.so"))
+    ctypes.CDLL(str(SHIM))
     from megatron_rl.tools.rehearsal.rehearsed_rank import leave, prepare, rehearse_rank
 
     cases = json.loads((folder / "cases.json").read_text())

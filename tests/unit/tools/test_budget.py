@@ -1,24 +1,16 @@
 """The budget of a step, on a few layers of two models for clusters."""
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 
 from megatron_rl.tools.rehearsal.budget import TARGETS, budget, budget_lines
-from tests.unit.tools.rehearse_cases import rehearsed
+from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
 
-ROOT = Path(__file__).resolve().parents[3]
-SHAPES = {"qwen3-4b": ("math_qwen3_4b", 8), "qwen3-30b-a3b": ("math_qwen3_30b_a3b_4nodes", 8)}
+SHAPES = {"qwen3-4b": ("configs/math_qwen3_4b.yaml", 8), "qwen3-30b-a3b": ("configs/math_qwen3_30b_a3b_4nodes.yaml", 8)}
 ROWS = ("batch.tokens_per_microbatch=32768", "rollout.servers=[http://127.0.0.1:1]")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
-    ),
-]
+pytestmark = NEEDS_SHIM
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +19,12 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("budget")
     cases = {}
     for model, (config, ranks) in SHAPES.items():
-        shape = json.loads((ROOT / "tests" / "model_configs" / model / "config.json").read_text())
-        (folder / f"{model}-2").mkdir()
-        (folder / f"{model}-2" / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2}))
-        order = {"world_size": ranks, "gpus_per_node": 8, "memory_bytes": 80 << 30, "rank": ranks - 1}
-        order["config"] = str(ROOT / "configs" / f"{config}.yaml")
-        order["overrides"] = [f"model.path={folder / f'{model}-2'}", *ROWS, "megatron.recompute_num_layers=1"]
-        cases[model] = {"faults": [], "orders": [order]}
+        words = [
+            write_shape(folder / f"{model}-2", model, num_hidden_layers=2),
+            *ROWS,
+            "megatron.recompute_num_layers=1",
+        ]
+        cases[model] = {"faults": [], "orders": [order_of(config, ranks, words, rank=ranks - 1)]}
     return {model: ranks[cases[model]["orders"][0]["rank"]] for model, ranks in rehearsed(folder, cases).items()}
 
 

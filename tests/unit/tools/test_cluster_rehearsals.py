@@ -1,7 +1,7 @@
 """Every config of a cluster is rehearsed on its whole layout with few layers, and all layers follow from those.
 
 All nine have one layer of each kind on a stage, and some have two: kernels, syncs, copies and bytes are linear in them.
-So two such rehearsals give what the table of docs/cluster.md has from a full one.
+So two such rehearsals give the figures in the table of docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.tools.plan.devices import DEVICES
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
-from tests.unit.tools.rehearse_cases import rehearsed
+from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek", path.name)]
@@ -23,13 +23,7 @@ COMPARED = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several: two depths of all nine would take minutes."""
 CHEAPEST = "gsm8k_qwen3_4b"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
-    ),
-]
+pytestmark = [*NEEDS_SHIM, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +44,8 @@ def found(table, tmp_path_factory):
         for depth in depths_of(path, table):
             case = f"{path.stem}-{depth}"
             settings[path, depth] = few.settings(depth, folder / f"model-{case}")
-            order = {"world_size": world.ranks, "gpus_per_node": 8, "memory_bytes": 80 << 30, "config": str(path)}
-            orders = [
-                order | {"overrides": settings[path, depth], "rank": rank}
-                for rank in world.chosen(table.ranks_of(world))
-            ]
+            ranks = world.chosen(table.ranks_of(world))
+            orders = [order_of(path, world.ranks, settings[path, depth], rank=rank) for rank in ranks]
             cases[case] = {"faults": [], "orders": orders}
     results = rehearsed(folder, cases)
     return {
@@ -88,3 +79,29 @@ def test_what_follows_from_few_layers_is_what_more_layers_take(table, found):
     expected = table.most([table.figures(part, three.world) for part in three.by_rank.values()])
     for name, value in few.figures({depth: found[path, depth][1] for depth in table.DEPTHS}).items():
         assert value == pytest.approx(expected[name], rel=0.01), name
+
+
+@pytest.fixture(scope="module")
+def rows(table):
+    """The table in docs/cluster.md: the figures of each config."""
+    text = (ROOT / "docs" / "cluster.md").read_text().partition("<!-- results: rehearse_configs.txt -->")[2]
+    lines = [line.split() for line in text.partition("```\n\n")[0].splitlines()]
+    names = {path.stem for path in LARGE}
+    return {
+        name: dict(zip(table.COLUMNS, (float(word.replace(",", "")) for word in words), strict=True))
+        for name, *words in filter(None, lines)
+        if name in names
+    }
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_the_table_says_what_a_rehearsal_says(path, table, rows, found):
+    row, (_, result) = rows[path.stem], found[path, table.DEPTHS[0]]
+    expected = {"ranks": result.world.ranks, "planned": table.planned_gib(path, [], result)}
+    if path.stem in COMPARED:
+        few = table.FewLayers(path)
+        expected |= few.figures({depth: found[path, depth][1] for depth in table.DEPTHS})
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value, rel=0.02, abs=0.06), name
+    assert row["GiB"] == pytest.approx(row["planned"], rel=0.05), "the plan's memory"
+    assert row["own"] <= 3, "waits of our own lines in an update"

@@ -1,6 +1,5 @@
 """What a plan says of memory and traffic, against the real engine on a device without memory: in bfloat16."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.plan.traffic import RankTraffic
 from megatron_rl.tools.rehearsal.rehearsal_text import wire_bytes
 from megatron_rl.tools.rehearsal.step import made_batch
-from tests.unit.tools.rehearse_cases import rehearsed
+from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_4b.yaml")
@@ -66,31 +65,22 @@ LAYOUTS = {
 }
 """Of Transformer Engine's layers, as clusters have them, and of upstream's local ones."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
-    ),
-]
+pytestmark = NEEDS_SHIM
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """By layout: its settings, and what its last and its first rank found."""
     folder, settings = tmp_path_factory.mktemp("layouts"), {}
-    for name, changes in MODELS.items():
-        published = json.loads((ROOT / "tests" / "model_configs" / name / "config.json").read_text())
-        published.pop("quantization_config", None)
-        small = published | changes | dict(num_hidden_layers=2, hidden_size=1024, vocab_size=32768)
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(small))
+    small = dict(num_hidden_layers=2, hidden_size=1024, vocab_size=32768)
+    models = {name: write_shape(folder / name, name, **changes | small) for name, changes in MODELS.items()}
+    orders = {}
     for layout, (name, words) in LAYOUTS.items():
-        settings[layout] = [f"model.path={folder / name}", *SETTINGS, *words.split()]
-    order = {"world_size": RANKS, "gpus_per_node": GPUS_PER_NODE, "memory_bytes": 80 << 30, "config": CONFIG}
-    orders = {
-        layout: {"faults": [], "orders": [order | {"overrides": words, "rank": rank} for rank in (RANKS - 1, 0)]}
-        for layout, words in settings.items()
-    }
+        settings[layout] = [models[name], *SETTINGS, *words.split()]
+        ranks = [
+            order_of(CONFIG, RANKS, settings[layout], rank=rank, gpus_per_node=GPUS_PER_NODE) for rank in (RANKS - 1, 0)
+        ]
+        orders[layout] = {"faults": [], "orders": ranks}
     results = rehearsed(folder, orders)
     return {layout: (settings[layout], results[layout]) for layout in LAYOUTS}
 

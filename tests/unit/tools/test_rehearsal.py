@@ -16,7 +16,7 @@ from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
 from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
-from tests.unit.tools.rehearse_cases import rehearsed
+from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -67,12 +67,7 @@ APART = {
     "a_microbatch_more_on_one_stage": "nothing",
 }
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (ROOT / "megatron_rl" / "_C_rehearsal.so").exists(), reason="a torch with CUDA has no place for the shim"
-    ),
-]
+pytestmark = NEEDS_SHIM
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +81,13 @@ def model(tmp_path_factory):
 def cases(model, tmp_path_factory):
     """By case and rank: what it found, or the text of the fault that ended it."""
     folder = tmp_path_factory.mktemp("cases")
-    order = {"world_size": 8, "gpus_per_node": 8, "memory_bytes": 80 << 30, "config": str(ROOT / CONFIG)}
-    order["overrides"] = [f"model.path={model}", *SMALL, *STAGES]
+    words = [f"model.path={model}", *SMALL, *STAGES]
     faults = {"sound": [], "waits": list(WAITS), "memory": list(MEMORY)} | {name: [name] for name in [*FAILS, *APART]}
     ranks = {name: [7, 4, 0] if name == "sound" else [4, 0] if name in APART else [7] for name in faults}
     return rehearsed(
         folder,
         {
-            case: {"faults": names, "orders": [order | {"rank": rank} for rank in ranks[case]]}
+            case: {"faults": names, "orders": [order_of(CONFIG, 8, words, rank=rank) for rank in ranks[case]]}
             | ({} if case == "sound" else {"hears": "sound"})
             for case, names in faults.items()
         },
