@@ -236,7 +236,7 @@ def live_after(kernel: Kernel) -> dict[int, set[str]]:
 
 
 def suspends(step: Instruction | str) -> bool:
-    """Whether other threads run before it is done."""
+    """True where other threads run before the instruction is done."""
     if isinstance(step, str):
         return False
     strong = {"volatile", "acquire", "relaxed"} & set(step.parts)
