@@ -30,7 +30,7 @@ from megatron_rl.tools.plan.memory import models_of, trainer_memory
 from megatron_rl.tools.plan.plan_command import prompt_tokens, with_models
 from megatron_rl.tools.plan.step_sizes import plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse, world_of
-from megatron_rl.tools.rehearsal.rehearsal_text import traffic
+from megatron_rl.tools.rehearsal.sent_bytes import traffic
 from megatron_rl.weights.architecture import read_architecture
 
 MODELS = frame.ROOT / "tests" / "model_configs"

@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 from megatron_rl.tools.plan.devices import GIB
+from megatron_rl.tools.rehearsal.rehearsal import World
+from megatron_rl.tools.rehearsal.sent_bytes import exposed
 
 OWN, UPSTREAM = " at megatron_rl/", " at megatron/core/"
 TARGETS = {
@@ -18,11 +20,11 @@ TARGETS = {
 """At most so much."""
 
 
-def budget(found: dict[str, Any]) -> dict[str, Any]:
+def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
     """Return of an update: the figure of each target, None where it was not seen, and what stands in its way.
 
-    `waits` has upstream's and our own lines with their number in a step, `exposed` the lines of collectives that are
-    called synchronously, with calls and bytes: nothing of their stream runs meanwhile.
+    `waits` has upstream's and our own lines with their number in a step, `exposed` the lines of collectives that
+    nothing overlaps.
     """
     phase = found["phases"]["update"]
     microbatches = max(phase["microbatches"], 1)
@@ -43,26 +45,13 @@ def budget(found: dict[str, Any]) -> dict[str, Any]:
             for what, most in TARGETS.items()
         ],
         "waits": _at(phase["syncs"], OWN) | _at(phase["syncs"], UPSTREAM),
-        "exposed": exposed(found),
+        "exposed": exposed(found, world),
     }
 
 
-def exposed(found: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Return by kind, group and line the synchronous collectives of an update: their calls and bytes."""
-    rows: dict[str, dict[str, int]] = {}
-    for call in found["collectives"]:
-        name, ranks = found["groups"][call["group"]]
-        if call["phase"] != "update" or not call["on_device"] or call["is_async"] or len(ranks) == 1:
-            continue
-        row = rows.setdefault(f"{call['kind']} of {name.lower()} at {call['line']}", {"calls": 0, "bytes": 0})
-        row["calls"] += 1
-        row["bytes"] += call["nbytes"]
-    return rows
-
-
-def budget_lines(found: dict[str, Any], *, shown: int) -> list[str]:
+def budget_lines(found: dict[str, Any], world: World, *, shown: int) -> list[str]:
     """Return the budget as a person reads it: the targets, upstream's waits and the largest exposed collectives."""
-    result = budget(found)
+    result = budget(found, world)
     lines = ["  budget of an update     found   at most"]
     for target in result["targets"]:
         figure = "not seen" if target["found"] is None else f"{target['found']:.2f}"
@@ -71,10 +60,13 @@ def budget_lines(found: dict[str, Any], *, shown: int) -> list[str]:
     lines += [
         f"    {count:>22}            waits: {where}" for where, count in Counter(result["waits"]).most_common(shown)
     ]
-    largest = sorted(result["exposed"].items(), key=lambda item: -item[1]["bytes"])[:shown]
-    lines += [
-        f"    {row['bytes'] / 1e9:>19.2f} GB            exposed, {row['calls']} x {what}" for what, row in largest
-    ]
+    longest = sorted(result["exposed"].items(), key=lambda item: -item[1]["seconds"])
+    whole = sum(row["seconds"] for _, row in longest)
+    lines.append(f"    {whole * 1e3:>19.1f} ms            exposed in all; by line:")
+    for what, row in longest[:shown]:
+        lines.append(
+            f"    {row['seconds'] * 1e3:>19.1f} ms            {row['calls']} x {what}, {row['bytes'] / 1e9:.2f} GB"
+        )
     return lines
 
 

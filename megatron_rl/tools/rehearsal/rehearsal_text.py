@@ -14,6 +14,7 @@ from megatron_rl.tools.plan.plan_text import as_text as plan_as_text
 from megatron_rl.tools.rehearsal.budget import budget, budget_lines
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse
 from megatron_rl.tools.rehearsal.rehearsal_page import page_of
+from megatron_rl.tools.rehearsal.sent_bytes import traffic
 
 LAYERS = {
     "transformer_engine": "layers and optimizer of Transformer Engine 2.9.",
@@ -57,11 +58,10 @@ def write(result: Rehearsal, config: Path, folder: Path) -> Path:
 
 def as_dict(result: Rehearsal) -> dict[str, Any]:
     """Return all that was found, under the names that Ledger has for it, without each single collective."""
-    by_rank = {}
+    by_rank, world = {}, result.world
     for rank, found in result.by_rank.items():
         rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}
-        by_rank[rank] = rest | {"traffic": traffic(found, result.world), "budget": budget(found)}
-    world = result.world
+        by_rank[rank] = rest | {"traffic": traffic(found, world), "budget": budget(found, world)}
     return {
         "nodes": world.nodes,
         "gpus_per_node": world.gpus_per_node,
@@ -70,37 +70,6 @@ def as_dict(result: Rehearsal) -> dict[str, Any]:
         "links": LINKS,
         "ranks": by_rank,
     }
-
-
-def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
-    """Return the calls by phase, kind and group: their number, bytes on the wire and the time that the link gives."""
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for call in found["collectives"]:
-        name, ranks = found["groups"][call["group"]]
-        if len(ranks) == 1 or not call["on_device"]:
-            continue
-        is_inside = len({rank // world.gpus_per_node for rank in ranks}) == 1
-        key = (call["phase"], call["kind"], call["group"])
-        row = rows.setdefault(key, {"phase": key[0], "kind": key[1], "group": name, "ranks": len(ranks)})
-        row["link"] = "in a node" if is_inside else "between nodes"
-        row["calls"] = row.get("calls", 0) + 1
-        nbytes = wire_bytes(call["kind"], call["nbytes"], len(ranks))
-        row["bytes"] = row.get("bytes", 0.0) + nbytes
-        row["seconds"] = row.get("seconds", 0.0) + nbytes / LINKS[row["link"]]
-    return list(rows.values())
-
-
-def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring of them, or that the first one gathers or receives.
-
-    nbytes: of the whole tensor.
-    """
-    share = (ranks - 1) / ranks
-    if kind.startswith("allreduce"):
-        return 2 * share * nbytes
-    if kind.startswith(("allgather", "reduce_scatter", "alltoall", "gather")):
-        return share * nbytes
-    return float(nbytes)
 
 
 def as_text(result: Rehearsal) -> str:
@@ -144,7 +113,7 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
             f"    {row['kind']:<17}{row['calls']:>7,}{row['bytes'] / 1e9:>11.2f}{row['seconds'] * 1e3:>8.1f}   "
             f"{row['group'].lower()} of {row['ranks']}, {row['link']}, in {row['phase']}"
         )
-    lines += budget_lines(found, shown=SHOWN)
+    lines += budget_lines(found, world, shown=SHOWN)
     peers = ", ".join(f"{count} over {backend}" for backend, count in found["peers"].items())
     groups = ", ".join(f"{count} of {backend}" for backend, count in found["made_groups"].items())
     lines.append(f"  groups  {groups} are made; peers of this rank: {peers}")

@@ -10,7 +10,7 @@ from megatron_rl.config import load_config
 from megatron_rl.tools.plan.memory import memory_of_stage, models_of
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.plan.traffic import RankTraffic
-from megatron_rl.tools.rehearsal.rehearsal_text import wire_bytes
+from megatron_rl.tools.rehearsal.sent_bytes import wire_bytes
 from megatron_rl.tools.rehearsal.step import made_batch
 from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
 

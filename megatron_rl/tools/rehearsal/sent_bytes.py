@@ -1,0 +1,66 @@
+"""Bytes that a rehearsed rank sends to others, and the time that the stated speeds of links give for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.tools.plan.devices import LINKS
+from megatron_rl.tools.rehearsal.rehearsal import World
+
+
+def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
+    """Return the calls by phase, kind and group: their number, bytes on the wire and the time that the link gives."""
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for call, name, ranks, link, nbytes in _calls(found, world):
+        key = (call["phase"], call["kind"], call["group"])
+        row = rows.setdefault(
+            key,
+            {"phase": key[0], "kind": key[1], "group": name, "ranks": ranks, "link": link}
+            | {"calls": 0, "bytes": 0.0, "seconds": 0.0},
+        )
+        row["calls"] += 1
+        row["bytes"] += nbytes
+        row["seconds"] += nbytes / LINKS[link]
+    return list(rows.values())
+
+
+def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
+    """Return by kind, group and line the collectives of an update that nothing overlaps.
+
+    They are those that are called synchronously: their stream computes nothing meanwhile. Of each line: calls, bytes on
+    the wire, and the seconds that the link gives.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for call, name, _, link, nbytes in _calls(found, world):
+        if call["phase"] != "update" or call["is_async"]:
+            continue
+        what = f"{call['kind']} of {name.lower()} at {call['line']}"
+        row = rows.setdefault(what, {"calls": 0, "bytes": 0.0, "seconds": 0.0})
+        row["calls"] += 1
+        row["bytes"] += nbytes
+        row["seconds"] += nbytes / LINKS[link]
+    return rows
+
+
+def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring of them, or that the first one gathers or receives.
+
+    nbytes: of the whole tensor.
+    """
+    share = (ranks - 1) / ranks
+    if kind.startswith("allreduce"):
+        return 2 * share * nbytes
+    if kind.startswith(("allgather", "reduce_scatter", "alltoall", "gather")):
+        return share * nbytes
+    return float(nbytes)
+
+
+def _calls(found: dict[str, Any], world: World) -> Iterator[tuple[dict[str, Any], str, int, str, float]]:
+    """Each call on the device with others: (the call, its group's name, ranks and link, bytes on the wire)."""
+    for call in found["collectives"]:
+        name, ranks = found["groups"][call["group"]]
+        if len(ranks) > 1 and call["on_device"]:
+            is_inside = len({rank // world.gpus_per_node for rank in ranks}) == 1
+            link = "in a node" if is_inside else "between nodes"
+            yield call, name, len(ranks), link, wire_bytes(call["kind"], call["nbytes"], len(ranks))
