@@ -1,13 +1,13 @@
 """The first and the last rank of every config for clusters, rehearsed: what an update takes of a GPU that is not there.
 
     python benchmarks/rehearse_configs.py            # all layers: a minute or more for each rank
-    python benchmarks/rehearse_configs.py --few      # one and two layers of each kind on a stage, and what follows
+    python benchmarks/rehearse_configs.py --few      # two and three layers of each kind on a stage, and what follows
 
 Figures are those of one update of two microbatches, or one for each stage, and of the rank that has most. Of three
-stages and more a rank of the second is rehearsed, too. `GiB` is the
-most memory, beside what the plan says. `own` and `upstream` count where the host waits for the device, at lines of this
-package and of megatron.core, and `copies` are those between host and device. GB are what a rank sends in its node and
-to others. The last column is the rehearsal's own time.
+stages and more a rank of the second is rehearsed, too. `GiB` is the most memory, `planned` what the plan says of the
+longest replies. `own` and `upstream` count where the host waits for the device, at lines of this package and of
+megatron.core, and `copies` are those between host and device. GB are what a rank sends in its node and to others. The
+last column is the rehearsal's own time.
 
 All of them but the time are linear in the layers of a stage, so those of a model follow from few of its layers, on the
 layout of all of them.
@@ -36,8 +36,8 @@ from megatron_rl.weights.architecture import read_architecture
 MODELS = frame.ROOT / "tests" / "model_configs"
 CLUSTERS = "qwen3|llama3|deepseek"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-DEPTHS = (1, 2)
-"""Layers of each kind on a stage, of a rehearsal with few."""
+DEPTHS = (2, 3)
+"""Layers of each kind on a stage, of a rehearsal with few. One alone holds less than its share."""
 COLUMNS = {
     "ranks": "6,",
     "GiB": "8.1f",

@@ -1,7 +1,7 @@
 """Every config of a cluster is rehearsed on its whole layout with few layers, and all layers follow from those.
 
-All nine have one layer of each kind on a stage, and some have two: kernels, syncs, copies and bytes are linear in them.
-So two such rehearsals give the figures in the table of docs/cluster.md.
+Seven of nine have one layer of each kind on a stage, and two have two and three: kernels, syncs, copies and bytes are
+linear in them. So two such rehearsals give the figures in the table of docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def found(table, tmp_path_factory):
 
 
 def depths_of(path, table):
-    if path.stem == CHEAPEST:
-        return (*table.DEPTHS, 3)
-    return table.DEPTHS if path.stem in COMPARED else table.DEPTHS[:1]
+    if path.stem not in COMPARED:
+        return (1,)
+    return (*table.DEPTHS, 4) if path.stem == CHEAPEST else table.DEPTHS
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
@@ -74,9 +74,9 @@ def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_m
 
 def test_what_follows_from_few_layers_is_what_more_layers_take(table, found):
     (path,) = [path for path in LARGE if path.stem == CHEAPEST]
-    few, (_, three) = table.FewLayers(path), found[path, 3]
-    few.depths = [3]
-    expected = table.most([table.figures(part, three.world) for part in three.by_rank.values()])
+    few, (_, four) = table.FewLayers(path), found[path, 4]
+    few.depths = [4]
+    expected = table.most([table.figures(part, four.world) for part in four.by_rank.values()])
     for name, value in few.figures({depth: found[path, depth][1] for depth in table.DEPTHS}).items():
         assert value == pytest.approx(expected[name], rel=0.01), name
 
@@ -96,12 +96,12 @@ def rows(table):
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_table_says_what_a_rehearsal_says(path, table, rows, found):
-    row, (_, result) = rows[path.stem], found[path, table.DEPTHS[0]]
+    row, (_, result) = rows[path.stem], found[path, depths_of(path, table)[0]]
     expected = {"ranks": result.world.ranks, "planned": table.planned_gib(path, [], result)}
     if path.stem in COMPARED:
         few = table.FewLayers(path)
         expected |= few.figures({depth: found[path, depth][1] for depth in table.DEPTHS})
     for name, value in expected.items():
         assert row[name] == pytest.approx(value, rel=0.02, abs=0.06), name
-    assert row["GiB"] == pytest.approx(row["planned"], rel=0.05), "the plan's memory"
+    assert row["GiB"] <= 1.05 * row["planned"], "the plan is one of the longest replies"
     assert row["own"] <= 3, "waits of our own lines in an update"
