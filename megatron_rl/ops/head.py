@@ -23,11 +23,17 @@ CHUNK_BYTES = 1 << 30
 """Of a chunk's logits in float32, which have half of it again once they are a 16-bit gradient. The fewer chunks there
 are, the less often the weight's gradient is read and written."""
 MOST_ROWS = 4096
+TILE_ROWS = 256
+"""A GPU computes products in tiles of so many rows, or of a divisor: a part of one takes as long as the whole."""
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return the rows of which `[rows, V_local]` float32 logits are held at a time; columns: V_local, padding too."""
-    return min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
+    """Return the rows of which `[rows, V_local]` float32 logits are held at a time; columns: V_local, padding too.
+
+    Whole tiles, where there is room for one.
+    """
+    rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
+    return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-CHUNK_BYTES, MOST_ROWS = 1 << 30, 4096
+CHUNK_BYTES, MOST_ROWS, TILE_ROWS = 1 << 30, 4096, 256
 """Of a chunk of the head's float32 logits, as ops/head.py has them, which needs compiled operators."""
 
 
@@ -153,7 +153,8 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
 
 def rows_of_chunk(columns: int) -> int:
     """Return the rows of which `lm_head_loss` holds the logits at one time."""
-    return min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
+    rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
+    return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:

@@ -247,7 +247,7 @@ def test_parts_sum_to_the_peak_and_offloaded_models_take_turns():
 
 
 def test_head_holds_the_logits_of_as_many_rows_as_planned():
-    for columns in (33, 4_000, 151_936, 1 << 29):
+    for columns in (33, 4_000, 75_968, 151_936, 1 << 20, 1 << 29):
         assert rows_of_chunk(columns) == head.rows_of_chunk(columns)
 
 
