@@ -15,7 +15,16 @@ import frame
 import psutil
 import torch
 
-from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_gae, packed_logprobs, ppo_loss, reference
+from megatron_rl.ops import (
+    PpoOptions,
+    VocabShard,
+    lm_head_ppo_loss,
+    packed_gae,
+    packed_logprobs,
+    ppo_loss,
+    reference,
+    word_sums,
+)
 
 
 def eager_loss(logits, labels, rows, options):
@@ -167,6 +176,23 @@ def gae_table(arguments):
     )
 
 
+def checksum_table(arguments):
+    """The sums of a publication's checksum; a plain read and a copy of the same bytes take turns with them."""
+    words = torch.arange(1 << (14 if arguments.quick else 25))
+    copy, ways = torch.empty_like(words), ("word sums", "plain read", "copy")
+    calls = (lambda: word_sums([words]), words.sum, lambda: copy.copy_(words))
+    seconds = [[], [], []]
+    for _ in range(5 * arguments.repeats + 1):
+        for call, column in zip(calls, seconds, strict=True):
+            begin = time.perf_counter()
+            call()
+            column.append(time.perf_counter() - begin)
+    medians = [statistics.median(column[1:]) for column in seconds]
+    rates = (f"{way} {words.nbytes / s / 1e9:.1f} GB/s" for way, s in zip(ways, medians, strict=True))
+    share = 100 * medians[1] / medians[0]
+    print(f"\nChecksum, {words.nbytes >> 20} MB: {', '.join(rates)}; {share:.0f} % of a plain read.")
+
+
 def main(argv=None):
     parser = frame.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
@@ -180,6 +206,7 @@ def main(argv=None):
     logprob_table(arguments)
     head_table(arguments)
     gae_table(arguments)
+    checksum_table(arguments)
 
 
 if __name__ == "__main__":

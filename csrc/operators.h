@@ -24,6 +24,7 @@ std::tuple<Tensor, Tensor> packed_gae(
     Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, OptionalTensor bootstrap, double discount,
     double trace_decay);
 std::tuple<Tensor, Tensor, Tensor> packed_labels(Tensor input_ids, Tensor cu_seqlens, OptionalTensor loss_mask);
+Tensor word_sums(std::vector<Tensor> tensors);
 
 inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("logprob_partials", TORCH_BOX(&logprob_partials));
@@ -34,4 +35,5 @@ inline void implement_operators(torch::stable::detail::StableLibrary& library) {
   library.impl("packed_labels", TORCH_BOX(&packed_labels));
   library.impl("ppo_loss", TORCH_BOX(&ppo_loss));
   library.impl("packed_gae", TORCH_BOX(&packed_gae));
+  library.impl("word_sums", TORCH_BOX(&word_sums));
 }

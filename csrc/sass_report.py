@@ -1,7 +1,8 @@
 """Predict a kernel's share of the copy bandwidth from the machine code that ptxas made. Needs no GPU, and asks none.
 
 The path: among all ways through a kernel that load a given number of 16-byte pieces and take an exponential of each of
-their numbers, the one of fewest instructions. Kernels without such loads have no prediction.
+their numbers, the one of fewest instructions. Kernels without such loads have no prediction. Checksums take no
+exponentials, and the one that sums words goes round a loop.
 
 The model is a closed queue for one multiprocessor. Its customers are the resident blocks, as many as registers and
 warps allow. Each goes round three stations. Memory: the block's bytes at the bandwidth of a copy. Issue: the busiest of
@@ -62,7 +63,7 @@ PIPES = {
     "fp64": "DADD DMUL DFMA DSETP",
     "mufu": "MUFU",
     "conversion": "F2F F2I I2F FCHK",
-    "lsu": "LDG STG LD ST LDS STS SHFL ATOM ATOMG RED",
+    "lsu": "LDG STG LD ST LDS STS SHFL ATOM ATOMG RED REDG REDUX",
     "uniform": "R2UR S2R S2UR LDC UMOV ULDC LDCU UIADD3 UIMAD ULEA USHF ULOP3 USEL UISETP UPLOP3 UFSETP UFSEL UFMUL "
     "UFADD",
     "control": "BRA BSSY BSYNC EXIT NOP BAR CALL RET MEMBAR ERRBAR CCTL CGAERRBAR YIELD WARPSYNC LEPC",
@@ -128,7 +129,7 @@ class Instruction:
         parts = [part.strip() for part in self.operands.split(",")]
         predicate = len(parts) > 1 and any(re.fullmatch(r"U?P[\dT]", part) for part in parts[:2])
         targets = 2 if predicate else 1  # as in `IADD3 R5, P0, R6, R7` and `SHFL.BFLY PT, R5, R6, 0x1`
-        if self.pipe == "control" or self.name in ("STG", "ST", "STS", "RED"):
+        if self.pipe == "control" or self.name in ("STG", "ST", "STS", "RED", "REDG"):
             targets = 0
         is_pair = ".64" in self.opcode or ".WIDE" in self.opcode or self.pipe == "fp64"
         written = [r for part in parts[:targets] for r in adjacent(part, 4 if ".128" in self.opcode else 1 + is_pair)]
@@ -219,7 +220,7 @@ def paths(blocks: list[Block], exponentials: int, must_store: bool) -> dict[int,
         block = blocks[number]
         loads = sum(i.loads_piece for i in block.instructions)
         powers = sum(i.is_exponential for i in block.instructions)
-        stores = any(i.name == "STG" for i in block.instructions)
+        stores = any(i.name in ("STG", "RED", "REDG") for i in block.instructions)
         may_end = bool(block.instructions) and block.instructions[-1].name == "EXIT"
         for key, (length, _, _) in ways[number].items():
             done = (key[0] + loads, min(most, key[1] + powers), key[2] or stores)
@@ -356,6 +357,70 @@ def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
     return Kernel(registers, common, storing, moves)
 
 
+CHECKSUM_BYTES = (1 << 26, 1 << 30)
+"""Of what is summed in one launch."""
+
+
+def loop_in(blocks: list[Block]) -> list[Instruction]:
+    """The shortest way round a loop that loads PIECES pieces in each turn."""
+    order, closing = in_order(blocks)
+    found = []
+    for last, first in closing:
+        ways = {first: blocks[first].instructions}
+        for number in order[order.index(first) :]:
+            for after in blocks[number].following if number in ways else ():
+                if (number, after) not in closing:
+                    way = ways[number] + blocks[after].instructions
+                    ways[after] = min(ways.get(after, way), way, key=len)
+        found += [ways[last]] if sum(i.loads_piece for i in ways[last]) == PIECES else []
+    return min(found, key=len)
+
+
+@dataclass(frozen=True)
+class Looping:
+    """A kernel whose blocks go round a loop for a tile at a time, and read only.
+
+    A round waits and issues as the loop does, and besides for its part of what a block does before and after.
+    """
+
+    registers: int
+    loop: list[Instruction]
+    path: list[Instruction]  # through the kernel, with the loop once
+
+    def seconds(self, nbytes: int, device: Device) -> float:
+        rounds, before = nbytes / TILE_BYTES / device.multiprocessors, clocks_alone(self.path) + BLOCK_START_CLOCKS
+        turns = min(max(int(rounds / 6), 1), 8)  # of a block, as launch_word_sums chooses them
+        issue = sum(issue_clocks(p, device.architecture) / n for p, n in ((self.loop, 1), (self.path, turns)))
+        delay = clocks_alone(self.loop) - len(self.loop) + before / turns
+        rate = blocks_per_clock(blocks_resident(self.registers), (TILE_BYTES / device.bytes_per_clock, issue), delay)
+        return (rounds / rate + turns * (delay + issue)) / device.clock
+
+
+def checksum_predictions(code: dict[str, list[Block]], registers: dict[str, int], device: Device) -> dict[str, float]:
+    """`{case: per cent of the copy bandwidth}`, where a read is taken to be no faster than a copy."""
+    sums, hashes = "word_sums_kernel", "tile_hash_kernel"
+    path = paths(code[sums], 0, must_store=True)[PIECES]
+    looping = Looping(registers[sums], loop_in(code[sums]), path)
+    tiled = Kernel(registers[hashes], *(paths(code[hashes], 0, store) for store in (False, True)), moves=1)
+    found = {}
+    for nbytes in CHECKSUM_BYTES:
+        # The sums are set to zero before.
+        times = {sums: looping.seconds(nbytes, device), hashes: tiled.seconds(nbytes // TILE_BYTES, TILE_BYTES, device)}
+        for name, seconds in times.items():
+            percent = 100 * nbytes / device.copy_bandwidth / (seconds + FINISH_SECONDS)
+            found[f"{name} {nbytes >> 20} MB"] = round(percent, 1)
+    return found
+
+
+def checksum_table(predicted: dict[str, dict[str, float]]) -> list[str]:
+    lines = ["| prediction, % of a read at the copy's bandwidth | " + " | ".join(DEVICES) + " |"]
+    lines.append("|---|" + "---|" * len(DEVICES))
+    for name in ("word_sums_kernel", "tile_hash_kernel"):
+        for case in [f"{name} {nbytes >> 20} MB" for nbytes in CHECKSUM_BYTES]:
+            lines.append(f"| {case} | " + " | ".join(f"{predicted[device][case]:.0f}" for device in DEVICES) + " |")
+    return lines
+
+
 def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: dict[str, dict[str, int]]) -> dict:
     """Return the content of csrc/resources.json. cubins, registers: by architecture, sm_90a for one."""
     described: dict[str, dict] = {}
@@ -371,7 +436,7 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
         described[architecture] |= {name: kernel.described(architecture) for name, kernel in kernels.items()}
         for name, device in DEVICES.items():
             if device.architecture == architecture:
-                predicted[name] = predictions(kernels, device)
+                predicted[name] = predictions(kernels, device) | checksum_predictions(code, of_kernels, device)
     return {"nvcc": nvcc, "kernels": described, "predicted per cent of the copy bandwidth": predicted}
 
 
@@ -383,6 +448,7 @@ def tables(report: dict) -> str:
     for case in [f"{dtype} T={rows} V={width}" for dtype in ("bf16", "fp32") for rows, width in CASES]:
         found = [predicted[d][f"{what} {case}"] for what in ("forward", "forward and backward") for d in DEVICES]
         lines.append(f"| {case} | " + " | ".join(f"{percent:.0f}" for percent in found) + " |")
+    lines += ["", *checksum_table(predicted)]
     lines += [
         "",
         "| sm_90a, rows aligned | registers | blocks resident | instructions of a warp | B a clock by issue |",

@@ -60,6 +60,11 @@ X* elements(const Tensor& tensor, const char* name, int64_t count) {
   return static_cast<X*>(tensor.data_ptr());
 }
 
+inline int64_t nbytes_of(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) refuse("a tensor is not contiguous: pass tensor.contiguous()");
+  return tensor.numel() * tensor.element_size();
+}
+
 template <class X>
 X* elements_or_null(const OptionalTensor& tensor, const char* name, int64_t count) {
   return tensor ? elements<X>(*tensor, name, count) : nullptr;

@@ -17,8 +17,6 @@ const RowLoops& rows() {
   return best;
 }
 
-Tensor word_sums(Tensor tensor);
-
 namespace {
 std::string instruction_set() { return rows().instruction_set; }
 }  // namespace
@@ -26,13 +24,9 @@ std::string instruction_set() { return rows().instruction_set; }
 STABLE_TORCH_LIBRARY(megatron_rl, library) {
   define_operators(library);
   library.def("instruction_set() -> str");
-  library.def("word_sums(Tensor tensor) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) {
-  implement_operators(library);
-  library.impl("word_sums", TORCH_BOX(&word_sums));  // on a GPU torch's own sums run at the speed of memory
-}
+STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) { implement_operators(library); }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CompositeExplicitAutograd, library) {
   library.impl("instruction_set", TORCH_BOX(&instruction_set));

@@ -102,6 +102,11 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  memset(memory, value, bytes);
+  emulation_mark_written(memory);  // the whole tensor: memory is told by the tensor
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMultiProcessorCount) *value = MULTIPROCESSORS;

@@ -1,6 +1,6 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
-from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, word_sums
+from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, count_of_word_sums, tile_hashes, word_sums
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
 from megatron_rl.ops.head import lm_head_logprobs, lm_head_loss, lm_head_ppo_loss
 from megatron_rl.ops.labels import packed_labels
@@ -21,6 +21,7 @@ __all__ = [
     "TakenRows",
     "VocabParallelLogits",
     "VocabShard",
+    "count_of_word_sums",
     "gather_logprobs",
     "gather_logprobs_entropy",
     "lm_head_logprobs",
@@ -31,5 +32,6 @@ __all__ = [
     "packed_labels",
     "packed_logprobs",
     "ppo_loss",
+    "tile_hashes",
     "word_sums",
 ]

@@ -1,6 +1,8 @@
-"""The sums that a checksum of a tensor's bytes is made from."""
+"""The sums that checksums of tensors' bytes are made from, of many tensors in one launch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +14,32 @@ CHECKSUM_COLUMNS = reference.CHECKSUM_COLUMNS
 
 
 @torch.no_grad()
-def word_sums(tensor: Tensor) -> Tensor:
-    """The sums mod 2^64 of each row and each column of the tensor's bytes as 8-byte words, `[n]` int64 on its device.
+def word_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums mod 2^64 of each row and each column of a tensor's bytes as 8-byte words, `[n]` int64 on its device, of
+    one tensor behind those of another.
 
     The bytes are laid out in rows of CHECKSUM_COLUMNS words; what does not fill a row follows as it is, padded with
     zeros. Any two changed words change a row's or a column's sum, and so do moved, swapped, repeated or missing blocks.
-    One pass over memory on a CPU; on a GPU torch's own sums, for which nothing is waited.
+    One pass over memory. On a GPU one launch for each 128 tensors, and nothing is waited for.
     """
-    data = tensor.detach().contiguous()  # the bytes as they are sent, whatever the strides here
-    return ops.word_sums(data) if data.device.type == "cpu" else reference.word_sums(data)
+    return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
+
+
+def count_of_word_sums(nbytes: int) -> int:
+    """How many sums a tensor of so many bytes has."""
+    rows, rest = divmod(nbytes, 8 * CHECKSUM_COLUMNS)
+    return rows + (CHECKSUM_COLUMNS if rows else 0) + -(-rest // 8)
+
+
+@torch.no_grad()
+def tile_hashes(tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """SGLang's `gpu_tensor_hash` before its last step, `[len(tensors)]` int64 on their device: the sum mod 2^64 of the
+    hashes of all tiles of 8192 words of four bytes.
+
+    A tensor consists of parts, which lie one above the other in it. The same in SGLang 0.5.17 to 0.5.23. On a GPU one
+    launch for each 96 parts; a CPU, which never needs it, computes the reference.
+    """
+    parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
+    if parts[0][0].device.type == "cpu":
+        return torch.stack([reference.tile_hash(tensor) for tensor in parts])
+    return ops.tile_hashes([part for tensor in parts for part in tensor], [len(tensor) for tensor in parts])

@@ -158,7 +158,7 @@ def packed_labels(
 
 
 CHECKSUM_COLUMNS = 1024
-"""8-byte words in a row of the matrix that a tensor's bytes are summed as; csrc/cpu/checksum.cpp counts them too."""
+"""8-byte words in a row of the matrix that a tensor's bytes are summed as; csrc/math/checksum.h counts them too."""
 
 
 def word_sums(tensor: Tensor) -> Tensor:
@@ -172,3 +172,49 @@ def word_sums(tensor: Tensor) -> Tensor:
         return rest
     matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
     return torch.cat([matrix.sum(1), matrix.sum(0), rest])  # sums of int64 wrap around: mod 2^64
+
+
+TILE_WORDS = 8192
+TILES_AT_ONCE = 512
+"""Of the temporary memory of a hash: 16 MB for each of a few operands."""
+FIRST_SEED = 0x243F6A88
+SEEDS = (FIRST_SEED, (FIRST_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
+POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)
+POSITION_TURNS = (15, 13)
+
+
+def tile_hash(parts: list[Tensor]) -> Tensor:
+    """`ops.tile_hashes` of one tensor of contiguous parts, 0-dim."""
+    data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    words = data.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), TILE_WORDS * TILES_AT_ONCE):
+        chunk = words[start : start + TILE_WORDS * TILES_AT_ONCE]
+        # Torch has no unsigned arithmetic: int32 wraps around in the same bits, and so do the sums in int64.
+        place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=data.device).to(torch.int32)
+        halves = []
+        for seed, factor, turn in zip(SEEDS, POSITION_FACTORS, POSITION_TURNS, strict=True):
+            turned = (place << turn) | _shift_right(place, 32 - turn)
+            mixed = _mix(chunk ^ ((place * _signed(factor) + _signed(seed)) ^ turned))
+            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % TILE_WORDS)).view(-1, TILE_WORDS)
+            sums = tiles.sum(1, dtype=torch.int64).to(torch.int32)  # mod 2^32
+            halves.append(_mix(sums ^ _signed(4 * words.numel() & 0xFFFFFFFF)).to(torch.int64))
+        total += ((halves[0] << 32) | (halves[1] & 0xFFFFFFFF)).sum()
+    return total
+
+
+def _mix(words: Tensor) -> Tensor:
+    """The finalizer of MurmurHash3, of int32 taken as unsigned."""
+    for turn, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ _shift_right(words, turn)) * _signed(factor)
+    return words ^ _shift_right(words, 16)
+
+
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    return (words >> count) & ((1 << (32 - count)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
-from megatron_rl.ops import word_sums
+from megatron_rl.ops import count_of_word_sums, word_sums
 from megatron_rl.weights.sglang_checksums import SGLangChecksums
 from megatron_rl.weights.update_group import digest
 
@@ -26,29 +27,59 @@ class ExpectedChecksums:
 
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
-        self._sums: dict[tuple[str, ChecksumForm], tuple[Tensor, int]] = {}
+        self._sums: dict[ChecksumForm, list[tuple[dict[str, int], Tensor]]] = {form: [] for form in self.forms}
+        """Of tensors that were added together: their names, with their bytes, and what `word_sums` gave."""
         self._sglang = {form: SGLangChecksums(form) for form in self.forms if form.kind != "embedded"}
 
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on. On a GPU nothing is waited for: the sums are read in `of`."""
-        for name, tensor in tensors:
-            # Before the tensor goes on: its receiver may send it from where it lies, and then forget it.
-            for form in self.forms:
-                # A server that keeps another dtype rounds as it loads, and its checksums are of what it keeps.
-                self._add(name, tensor if form.dtype is None else tensor.to(getattr(torch, form.dtype)), form)
+    def watch(
+        self, tensors: Iterable[tuple[str, Tensor]], buckets: Iterable[Sequence[object]] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on.
+
+        buckets: those of each are added together on a GPU, as its last one passes, and kept until then; a tensor of no
+        bucket is added as it passes.
+        """
+        stream = iter(tensors)
+        for bucket in buckets:
+            waiting: list[tuple[str, Tensor]] = []
+            for place, (name, tensor) in enumerate(itertools.islice(stream, len(bucket)), 1):
+                waiting.append((name, tensor))
+                if place == len(bucket) or tensor.device.type == "cpu":
+                    # Before the tensor goes on: its receiver may send it from where it lies, and then forget it.
+                    self.add(waiting)
+                    waiting = []
+                yield name, tensor
+        for name, tensor in stream:
+            self.add([(name, tensor)])
             yield name, tensor
 
-    def _add(self, name: str, tensor: Tensor, form: ChecksumForm) -> None:
+    def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Take the checksums of tensors on one device. On a GPU nothing is waited for: the sums are read in `of`."""
+        for form in self.forms:
+            dtype = None if form.dtype is None else getattr(torch, form.dtype)
+            if all(dtype in (None, tensor.dtype) for _, tensor in tensors):
+                self._add(tensors, form)
+            else:
+                # A server that keeps another dtype rounds as it loads, and its checksums are of what it keeps.
+                for name, tensor in tensors:
+                    self._add([(name, tensor.to(dtype))], form)
+
+    def _add(self, tensors: Sequence[tuple[str, Tensor]], form: ChecksumForm) -> None:
         if form.kind == "embedded":
-            self._sums[name, form] = (word_sums(tensor), tensor.nbytes)
+            sizes = {name: tensor.nbytes for name, tensor in tensors}
+            self._sums[form].append((sizes, word_sums([tensor for _, tensor in tensors])))
         else:
-            self._sglang[form].add(name, tensor)
+            self._sglang[form].add(tensors)
 
     def of(self, form: ChecksumForm) -> dict[str, str]:
         """Tensor -> checksum in one form, under the names that its servers use."""
-        if form.kind == "embedded":
-            return {name: digest(*sums) for (name, own), sums in self._sums.items() if own == form}
-        return self._sglang[form].of()
+        if form.kind != "embedded":
+            return self._sglang[form].of()
+        found = {}
+        for sizes, sums in self._sums[form]:
+            parts = sums.cpu().split([count_of_word_sums(nbytes) for nbytes in sizes.values()])
+            found |= {name: digest(part, nbytes) for (name, nbytes), part in zip(sizes.items(), parts, strict=True)}
+        return found
 
 
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:

@@ -9,8 +9,9 @@ server that fails, on the way or by its checksums, is dropped, and the others ge
 
 A server that cannot be reached, is late, or holds other bits is dropped at the end of its column, and never resumed
 with weights that nobody knows. Two transports are here: buckets over a process group (NCCL or gloo), the next one being
-gathered while one is on the wire, so that two buckets and two tensors are all the extra memory; or a HF folder on a
-disk that the servers share. ipc.py has memory that both sides map, delta.py the changes alone.
+gathered while one is on the wire, so that two buckets and two tensors are all the extra memory (on a GPU also a bucket
+of small tensors, until their checksums are taken); or a HF folder on a disk that the servers share. ipc.py has memory
+that both sides map, delta.py the changes alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ FLAT_BELOW_BYTES = 256 * 1024
 processor a broadcast costs 0.1 ms before its first byte, and each byte is copied once more at either end."""
 AFTERMATH_S = 5.0
 """Time for servers to notice that a group broke."""
+SUMMED_BYTES = 1 << 26
+"""Of tensors that are kept on a GPU until their checksums are taken in one launch, by a transport that does not keep
+them anyway."""
 NAMED_TENSORS = 3
 """Tensors of a mismatch that are named in the message."""
 
@@ -107,8 +111,12 @@ class WeightPublisher(abc.ABC):
         self.last = Publication(version, nbytes=sum(spec.nbytes for spec in specs))
         started = time.perf_counter()
         checksums = ExpectedChecksums(self._forms())
-        self._deliver(specs, checksums.watch(tensors), version, checksums)
+        self._deliver(specs, checksums.watch(tensors, self._summed(specs)), version, checksums)
         self.last.seconds = time.perf_counter() - started
+
+    def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
+        """Cut the stream into runs whose checksums are taken together."""
+        return plan_buckets(specs, SUMMED_BYTES)
 
     @abc.abstractmethod
     def _deliver(
@@ -260,6 +268,9 @@ class GroupPublisher(WeightPublisher):
     def close(self) -> None:
         if self.group is not None:
             concurrent.futures.wait(self._leave().values(), timeout=self.timeout_s)
+
+    def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
+        return plan_buckets(specs, self.bucket_bytes)  # a bucket's tensors are sent from where they lie
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)

@@ -1,20 +1,21 @@
 """The checksums that SGLang takes of its weights (`/weights_checker`), taken of the HF tensors that are sent to it.
 
 SGLang hashes what each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, an embedding with its
-rows padded. On a CPU that is SHA-256; on a GPU a kernel of its own (`gpu_tensor_hash`, the same in 0.5.17 to 0.5.23),
-whose arithmetic is repeated here in torch. Left out is what SGLang keeps in other ways, such as experts, and with
+rows padded. On a CPU that is SHA-256; on a GPU a kernel of its own (`gpu_tensor_hash`), which
+`ops.tile_hashes` repeats. Left out is what SGLang keeps in other ways, such as experts, and with
 several ranks everything but the projections, embeddings and norms of a dense transformer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
+from megatron_rl.ops import tile_hashes
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's name, and the HF parts in their order in it."""
@@ -32,10 +33,24 @@ class SGLangChecksums:
         self.form = form
         self._parts: dict[str, dict[str, Tensor]] = {}
         """Of tensors that SGLang fuses, until the last part is there."""
-        self._hashes: dict[str, str | Tensor] = {}
+        self._hashes: dict[str, str] = {}
+        self._sums: list[tuple[list[str], Tensor]] = []
+        """Of tensors whose hashes were taken together: their names, and what `tile_hashes` gave."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """On a GPU nothing is waited for: the hashes are read in `of`."""
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the hashes of what is whole with these. On a GPU nothing is waited for: they are read in `of`."""
+        kept: dict[str, list[Tensor]] = {}
+        for name, tensor in tensors:
+            for whole, parts in self._whole(name, tensor):
+                by_rank = enumerate(self._kept_by_ranks(whole, parts))
+                kept |= {self.form.name_on(whole, rank): of_rank for rank, of_rank in by_rank}
+        if self.form.kind == "sglang_cpu":
+            self._hashes |= {name: _cpu_hash(parts) for name, parts in kept.items()}
+        elif kept:
+            self._sums.append((list(kept), tile_hashes(list(kept.values()))))
+
+    def _whole(self, name: str, tensor: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the tensor that is complete with this one, under SGLang's name, as its HF parts; or nothing yet."""
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         for whole, parts in FUSED.items():
@@ -46,14 +61,9 @@ class SGLangChecksums:
                 found[last] = tensor
                 if len(found) == len(parts):
                     del self._parts[key]
-                    self._hash(key, {part: found[part] for part in parts})
+                    yield key, {part: found[part] for part in parts}
                 return
-        self._hash(name, {last: tensor})
-
-    def _hash(self, name: str, parts: dict[str, Tensor]) -> None:
-        for rank, kept in enumerate(self._kept_by_ranks(name, parts)):
-            take = _cpu_hash if self.form.kind == "sglang_cpu" else gpu_hash_sum
-            self._hashes[self.form.name_on(name, rank)] = take(kept)
+        yield name, {last: tensor}
 
     def _kept_by_ranks(self, name: str, parts: dict[str, Tensor]) -> Iterator[list[Tensor]]:
         """Yield what each rank keeps, one above the other; nothing where that is not known."""
@@ -77,7 +87,8 @@ class SGLangChecksums:
 
     def of(self) -> dict[str, str]:
         """Tensor -> checksum, under the names of the servers."""
-        return {name: h if isinstance(h, str) else gpu_hash(int(h)) for name, h in self._hashes.items()}
+        of_tiles = (zip(names, sums.tolist(), strict=True) for names, sums in self._sums)
+        return self._hashes | {name: gpu_hash(total) for pairs in of_tiles for name, total in pairs}
 
 
 def _padded(embedding: Tensor, ranks: int) -> Tensor:
@@ -87,68 +98,18 @@ def _padded(embedding: Tensor, ranks: int) -> Tensor:
     return torch.nn.functional.pad(embedding, (0, 0, 0, -rows % multiple)) if rows % multiple else embedding
 
 
-def _bytes_of(parts: list[Tensor]) -> list[Tensor]:
-    return [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
-
-
 def _cpu_hash(parts: list[Tensor]) -> str:
     """The first eight bytes of SHA-256."""
     found = hashlib.sha256()
-    for part in _bytes_of(parts):
-        found.update(part.cpu().numpy().data)
+    for part in parts:
+        found.update(part.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return found.hexdigest()[:16]
 
 
-TILE_WORDS = 8192
-TILES_AT_ONCE = 512
-"""Of the temporary memory of a hash: 16 MB for each of a few operands."""
-FIRST_SEED = 0x243F6A88
-SEEDS = (FIRST_SEED, (FIRST_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
-POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)
-POSITION_TURNS = (15, 13)
-
-
-def gpu_hash_sum(parts: list[Tensor]) -> Tensor:
-    """The sum mod 2^64 of the hashes of all tiles of 8192 words of four bytes: 0-dim int64 on the parts' device."""
-    data = torch.cat(_bytes_of(parts)) if len(parts) > 1 else _bytes_of(parts)[0]
-    if data.numel() % 4 or data.storage_offset() % 4:  # padding also copies what does not begin at a word
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    words = data.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), TILE_WORDS * TILES_AT_ONCE):
-        chunk = words[start : start + TILE_WORDS * TILES_AT_ONCE]
-        # Torch has no unsigned arithmetic: int32 wraps around in the same bits, and so do the sums in int64.
-        place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=data.device).to(torch.int32)
-        halves = []
-        for seed, factor, turn in zip(SEEDS, POSITION_FACTORS, POSITION_TURNS, strict=True):
-            turned = (place << turn) | _shift_right(place, 32 - turn)
-            mixed = _mix(chunk ^ ((place * _signed(factor) + _signed(seed)) ^ turned))
-            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % TILE_WORDS)).view(-1, TILE_WORDS)
-            sums = tiles.sum(1, dtype=torch.int64).to(torch.int32)  # mod 2^32
-            halves.append(_mix(sums ^ _signed(4 * words.numel() & 0xFFFFFFFF)).to(torch.int64))
-        total += ((halves[0] << 32) | (halves[1] & 0xFFFFFFFF)).sum()
-    return total
-
-
 def gpu_hash(total: int) -> str:
-    """The checksum (hex) of what has this `gpu_hash_sum`."""
+    """The checksum (hex) of what has this sum of `tile_hashes`."""
     mask = (1 << 64) - 1
     value = total & mask
     for turn, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ value >> turn) * factor & mask
     return f"{value ^ value >> 31:016x}"
-
-
-def _mix(words: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3, of int32 taken as unsigned."""
-    for turn, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        words = (words ^ _shift_right(words, turn)) * _signed(factor)
-    return words ^ _shift_right(words, 16)
-
-
-def _shift_right(words: Tensor, count: int) -> Tensor:
-    return (words >> count) & ((1 << (32 - count)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word

@@ -179,11 +179,11 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
 
 
 def digest(sums: Tensor, nbytes: int) -> str:
-    """The checksum (hex) of a tensor of `nbytes` bytes with these `word_sums`."""
+    """The checksum (hex) of a tensor of `nbytes` bytes with these `word_sums`, on the CPU."""
     # A tensor with a few zeros more may have the same sums, so its length is hashed with them.
-    return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.numpy().tobytes()).hexdigest()
 
 
 def checksum(tensor: Tensor) -> str:
     """The checksum (hex) of a tensor's bytes, row-major, in its own dtype."""
-    return digest(word_sums(tensor), tensor.nbytes)
+    return digest(word_sums([tensor]).cpu(), tensor.nbytes)

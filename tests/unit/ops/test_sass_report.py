@@ -78,6 +78,36 @@ def test_the_path_is_the_shortest_that_loads_a_piece_and_takes_its_exponentials(
     assert sass["pipes_used"](common[1]) == {"alu": 1, "fma": 1, "mufu": 1, "lsu": 1, "uniform": 1, "control": 3}
 
 
+LOOP = """
+	.section	.text._ZN12_GLOBAL__N_16kernelEv,"ax",@progbits
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/               @P1 BRA `(.L_x_1) ;
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0030*/                   IADD3 R3, R3, 0x1, RZ ;
+.L_x_2:
+LOADS   /*0050*/                   IADD3 R3, R3, 0x1, RZ ;
+        /*0060*/               @P0 BRA `(.L_x_2) ;
+        /*0070*/                   STG.E desc[UR4][R2.64], R3 ;
+        /*0080*/               @P2 BRA `(.L_x_0) ;
+        /*0090*/                   EXIT ;
+""".replace("LOADS", "        /*0040*/                   LDG.E.128 R4, desc[UR4][R2.64] ;\n" * 8)
+
+
+def test_the_loop_is_the_one_that_loads_eight_pieces_in_each_turn():
+    ((_, blocks),) = sass["kernels_in"](LOOP).items()
+    assert [i.name for i in sass["loop_in"](blocks)] == ["LDG"] * 8 + ["IADD3", "BRA"]
+
+
+def test_a_kernel_that_loops_is_bound_by_memory_where_it_has_much_to_read():
+    device, ((_, blocks),) = sass["DEVICES"]["H200"], sass["kernels_in"](LOOP).items()
+    looping = sass["Looping"](64, sass["loop_in"](blocks), sass["paths"](blocks, 0, must_store=True)[8])
+    seconds = [looping.seconds(nbytes, device) for nbytes in (1 << 34, 1 << 35)]
+    assert (1 << 34) / device.copy_bandwidth == pytest.approx(seconds[1] - seconds[0], rel=0.02)
+    assert looping.seconds(1 << 20, device) > 2 * (1 << 20) / device.copy_bandwidth
+
+
 def test_a_warp_alone_waits_for_what_it_reads():
     ((_, blocks),) = sass["kernels_in"](LISTING).items()
     path = sass["paths"](blocks, 1, True)[1]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_rl.api import ChecksumForm
+from megatron_rl.ops import reference, tile_hashes
 from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
-from megatron_rl.weights import sglang_checksums
-from megatron_rl.weights.sglang_checksums import SGLangChecksums, gpu_hash, gpu_hash_sum
+from megatron_rl.weights.sglang_checksums import SGLangChecksums, gpu_hash
 
 KERNEL = SGLANG_CPU_PACKAGES / "sglang/kernels/ops/memory/gpu_tensor_hash.py"
 # No whole word, and a second tile of 8192 words that is not full.
@@ -39,26 +39,25 @@ def test_the_hash_is_that_of_sglangs_kernel():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
     torch.manual_seed(0)
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
-    assert [gpu_hash(int(gpu_hash_sum([tensor]))) for tensor in tensors] == json.loads(done.stdout)
+    assert [gpu_hash(int(total)) for total in tile_hashes([[tensor] for tensor in tensors])] == json.loads(done.stdout)
     empty = torch.empty(0, dtype=torch.uint8)
-    assert gpu_hash(int(gpu_hash_sum([empty]))) == "0" * 16
+    assert gpu_hash(int(tile_hashes([[empty]]))) == "0" * 16
 
 
 def test_the_hash_does_not_depend_on_how_it_is_taken(monkeypatch):
     data = torch.randint(0, 256, (4 * 8192 * 3 + 20,), dtype=torch.uint8)
-    whole = gpu_hash_sum([data])
-    assert gpu_hash_sum([data[:400], data[400:]]) == whole, "parts lie one above the other"
-    assert gpu_hash_sum([torch.cat([data[:1], data])[1:]]) == whole, "wherever they are in memory"
-    monkeypatch.setattr(sglang_checksums, "TILES_AT_ONCE", 2)
-    assert gpu_hash_sum([data]) == whole
+    whole = tile_hashes([[data]])
+    parts_above_each_other, elsewhere_in_memory = [data[:400], data[400:]], [torch.cat([data[:1], data])[1:]]
+    assert tile_hashes([parts_above_each_other, elsewhere_in_memory]).tolist() == 2 * whole.tolist()
+    monkeypatch.setattr(reference, "TILES_AT_ONCE", 2)
+    assert tile_hashes([[data]]) == whole
     data[-1] ^= 1
-    assert gpu_hash_sum([data]) != whole
+    assert tile_hashes([[data]]) != whole
 
 
 def checksums(tensors, ranks=1, kv_heads=None):
     found = SGLangChecksums(ChecksumForm("sglang_cpu", None, ranks, kv_heads))
-    for name, tensor in tensors.items():
-        found.add(name, tensor)
+    found.add(tensors.items())
     return found.of()
 
 
