@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.ops import packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
@@ -45,9 +46,9 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
     stop = min(span.start + span.count, len(request.prompt) - 1)
     for begin in range(max(request.next_score, span.start), stop, LOGIT_ROWS):
         end = min(begin + LOGIT_ROWS, stop)
-        logprobs = model.logits(hidden[begin - span.start : end - span.start]).log_softmax(-1)
-        targets = torch.tensor(request.prompt[begin + 1 : end + 1], device=logprobs.device)
-        request.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        logits = model.logits(hidden[begin - span.start : end - span.start])
+        targets = torch.tensor(request.prompt[begin + 1 : end + 1], device=logits.device)
+        request.input_logprobs += packed_logprobs(logits, targets).tolist()
 
 
 def next_tokens(

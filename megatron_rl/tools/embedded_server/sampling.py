@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.ops import packed_logprobs
 from megatron_rl.tools.embedded_server.fields import shown
 
 _MASK64 = (1 << 64) - 1
@@ -211,14 +212,12 @@ def adjust_logits(
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Draw one token per row of `[B, V]` float32 logits (overwritten). Returns ids and their log-probabilities.
+    """Draw one token per row of `[B, V]` float32 logits. Returns ids and their log-probabilities.
 
     A row with NaN gives a NaN log-probability and an arbitrary id inside the vocabulary.
     """
-    if any(p.temperature != 1 for p in params):
-        logits /= torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
-    # Always of the unfiltered distribution: what the trainer's softmax of the same logits has to agree with.
-    probs = torch.softmax(logits, -1)
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
+    probs = torch.softmax(logits if (temperatures == 1).all() else logits / temperatures.float()[:, None], -1)
     greedy = [i for i, p in enumerate(params) if p.greedy]
     filtered = [i for i, p in enumerate(params) if p.filters]
     if len(greedy) == len(params):
@@ -231,7 +230,13 @@ def sample(
         chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
         if greedy:
             chosen[greedy] = probs[greedy].argmax(-1)
-    return chosen.tolist(), probs.gather(1, chosen[:, None])[:, 0].log().tolist()
+    # Always of the unfiltered distribution, and by the operator and the number that the trainer's have: of the same
+    # logits both are the same bits, in whatever batch.
+    logprobs = torch.zeros(len(params), device=logits.device)
+    for temperature in {p.temperature for p in params}:
+        labels = chosen.where(temperatures == temperature, -100)  # rows of other temperatures are not read
+        logprobs += packed_logprobs(logits, labels, temperature=temperature)
+    return chosen.tolist(), logprobs.tolist()
 
 
 def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

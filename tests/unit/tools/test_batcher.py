@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
@@ -273,6 +274,21 @@ def test_filtered_sampling_reports_the_unfiltered_logprob():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     ids, logprobs = sampling.sample(logits.clone(), [SamplingParams(top_p=0.5)], [0.99])
     assert ids == [0] and logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 0].item(), abs=1e-6)
+
+
+def test_a_log_probability_is_the_trainers_of_the_same_logits_in_every_bit():
+    """The trainer's head multiplies by its weight: by the identity it has the server's logits."""
+    logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(3)) * 4
+    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.6}, {"temperature": 0}, {"top_k": 5}]
+    params = [SamplingParams.parse(kinds[i % 5], 700) for i in range(40)]
+    ids, logprobs = sampling.sample(logits.clone(), params, [sampling.uniform(1, k) for k in range(40)])
+    whole = VocabShard(0, 700, 700)
+    for start, temperature in enumerate((1.0, 0.7, 1.3, 1.0, 1.0)):
+        rows = slice(start, None, 5)  # in another batch than the server's
+        labels = torch.tensor(ids[rows])
+        theirs, _ = lm_head_logprobs(logits[rows], torch.eye(700), labels, shard=whole, temperature=temperature)
+        assert theirs.tolist() == logprobs[rows]
+        assert packed_logprobs(logits[rows], labels, temperature=temperature).tolist() == logprobs[rows]
 
 
 def test_penalties_and_biases_by_hand():
