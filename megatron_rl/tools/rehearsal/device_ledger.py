@@ -25,12 +25,12 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_rl.tools.rehearsal.device_memory import DeviceMemory
 from megatron_rl.tools.rehearsal.known_numbers import forget, known
+from megatron_rl.tools.rehearsal.operations import operation, tensors_in
 from megatron_rl.tools.rehearsal.te_kernels import LAUNCHES
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS, UPSTREAM = PACKAGE + os.sep, os.sep + os.path.join("megatron", "core") + os.sep
 NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "platform"))
-NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "aten::set_", "aten::resize_")
 
 
 @dataclass
@@ -129,23 +129,23 @@ class Ledger:
         if self._is_compiled:
             return
         is_new = False
-        for tensor in (made,) if isinstance(made, Tensor) else tree_leaves(made):
+        for tensor in tensors_in(made):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 is_new |= self.memory.note(tensor, self.line)
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if not (is_new or writes) or func._schema.name.startswith(NO_LAUNCH):
+        op = operation(func)
+        if not ((is_new or op.written) and op.launches):
             return
         phase = self.phases[self.phase]
         launches = LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1
         phase.kernels += launches
         self.memory.kernels += launches
-        if func._schema.name.startswith("torch_attn::"):
+        if op.name.startswith("torch_attn::"):
             phase.flops["attention"] += _attention_flops(func, args)
         elif count := flop_registry.get(func._overloadpacket):
             # Of products the counter knows matrices alone, and not the options of newer overloads.
-            is_product = func._schema.name.endswith("mm")
+            is_product = op.name.endswith("mm")
             given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
-            phase.flops[func._schema.name] += count(*given, **({} if is_product else kwargs), out_val=made)
+            phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that a device would compile be one kernel, which allocates what it returns and no more."""
@@ -221,8 +221,7 @@ class Ledger:
 
     def collective(self, func, args, kwargs) -> Any:
         """Note a call of torch.distributed and answer it as if every peer had what this rank has."""
-        names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(operation(func).arguments, args, strict=False)) | kwargs
         kind = func._schema.name.removeprefix("c10d::").strip("_")
         group = dist.ProcessGroup.unbox(given["process_group"])
         number = self.group_number(group)
@@ -290,7 +289,7 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
 
 def _attention_flops(func, args) -> int:
     """Count the products of torch's attention over packed rows, of which masks spare nothing: the counter's rule."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given = dict(zip(operation(func).arguments, args, strict=False))
     queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
     if queries is None or keys is None:
         return 0

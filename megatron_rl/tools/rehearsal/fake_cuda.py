@@ -16,7 +16,6 @@ counted; where a shape depends on one, that is an error.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +26,14 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.known_numbers import MOST_KNOWN, forget, is_large, known, value_of
+from megatron_rl.tools.rehearsal.operations import operation, tensors_in
+from megatron_rl.tools.rehearsal.result_shapes import ResultShapes
 from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class FakeCuda(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = ResultShapes()
         self._answers: dict[Any, Answer] = {
             aten._local_scalar_dense.default: self._read_number,
             aten._to_copy.default: self._copy_to,
@@ -65,6 +65,10 @@ class FakeCuda(TorchDispatchMode):
             aten._pin_memory.default: self._pin,
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and asking costs as much as an operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked far more often than all operations together
             return args[0].fake_device
@@ -72,7 +76,7 @@ class FakeCuda(TorchDispatchMode):
         if func.namespace == "c10d":
             return self.ledger.collective(func, args, kwargs)
         device = kwargs.get("device")
-        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in _tensors(args, kwargs))
+        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args, kwargs))
         is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
         if not (is_on_device or is_pinning or (device is not None and torch.device(device).type == "cuda")):
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
@@ -87,12 +91,8 @@ class FakeCuda(TorchDispatchMode):
 
     def run(self, func, args, kwargs, *, known: bool = True) -> Any:
         """Return what the operation gives, on the device and without values, and tell the ledger of it."""
-        entered = args, kwargs
-        if any(not isinstance(tensor, FakeTensor) for tensor in _tensors(args, kwargs)):
-            entered = tree_map(self._entered, args), tree_map(self._entered, kwargs)
         try:
-            with self.fake:
-                made = func(*entered[0], **entered[1])
+            made = self.results.run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             values = self._known_result(func, args, kwargs) if known else None
             if values is None:
@@ -105,28 +105,20 @@ class FakeCuda(TorchDispatchMode):
         return self._noted(func, args, kwargs, made, self._known_result(func, args, kwargs) if known else None)
 
     def _noted(self, func, args, kwargs, made, values) -> Any:
-        # An operation in place returns its own argument.
-        made = _own_arguments(func, args, kwargs, made)
         self.ledger.note_kernel(func, args, kwargs, made)
         if values is not None:
-            for tensor, value in zip(_tensors(made), _tensors(values), strict=False):
+            for tensor, value in zip(tensors_in(made), tensors_in(values), strict=False):
                 if isinstance(tensor, FakeTensor):
                     tensor.known = value
         else:
-            for tensor in _written(func, args, kwargs):
+            for tensor in operation(func).writes(args, kwargs):
                 forget(tensor)
         return made
-
-    def _entered(self, value: Any) -> Any:
-        """A tensor of the host as FakeTensorMode takes it."""
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            return self.fake.from_tensor(value, static_shapes=True)
-        return value
 
     def _on_device(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        with self.fake:
+        with self.results.fake:
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
         made.known = value
         return made
@@ -143,7 +135,7 @@ class FakeCuda(TorchDispatchMode):
             args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if is_large(args[0]):
                 return None
-        if any(known(tensor) is None for tensor in _tensors(args, kwargs)):
+        if any(known(tensor) is None for tensor in tensors_in(args, kwargs)):
             return None
         args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
         if kwargs.get("device") is not None:
@@ -155,7 +147,7 @@ class FakeCuda(TorchDispatchMode):
             values = func(*args, **kwargs)
         except NotImplementedError:
             return None
-        return None if any(is_large(value) for value in _tensors(values)) else values
+        return None if any(is_large(value) for value in tensors_in(values)) else values
 
     def _round_robin(self, func, args) -> Any:
         """The routes of a mixture, which its weights decide: as even as they can be, so that token t of k routes goes
@@ -248,36 +240,3 @@ NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
 def _is_whole(tensor: Tensor) -> bool:
     """True of a tensor that is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors of arguments or results; faster than tree_leaves, and asked several times an operation."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(*value)
-        elif isinstance(value, dict) and value:
-            found += _tensors(*value.values())
-    return found
-
-
-@functools.cache
-def _written_places(func) -> list[tuple[int, str]]:
-    """Return place and name of each argument that the operation writes to, as its schema says."""
-    arguments = enumerate(func._schema.arguments)
-    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _written(func, args, kwargs) -> list[Tensor]:
-    """Return the tensors that the operation writes to."""
-    return _tensors(*(args[n] if n < len(args) else kwargs.get(name) for n, name in _written_places(func)))
-
-
-def _own_arguments(func, args, kwargs, made: Any) -> Any:
-    """Return the caller's own tensors where the operation returns what it was given."""
-    written = _written(func, args, kwargs)
-    if len(written) == 1 and isinstance(made, Tensor) and func._schema.returns[0].alias_info is not None:
-        return written[0]
-    return made

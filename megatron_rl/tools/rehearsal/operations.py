@@ -1,0 +1,72 @@
+"""Facts about an operator of torch, read off its schema once: they are asked for with every call of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "aten::set_", "aten::resize_")
+_SHAPED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One overload."""
+
+    name: str
+    """With its namespace, without its overload."""
+    arguments: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]
+    """Place and name of each argument that it writes to."""
+    returns_argument: bool
+    """What it returns, or the first of it, is an argument or a view of one."""
+    is_view: bool
+    has_plain_results: bool
+    """The shapes of its results, and of its arguments when it is done, follow from those of its arguments."""
+    launches: bool
+    """It is a kernel if it makes or writes anything."""
+
+    def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors that a call writes to."""
+        if not self.written:
+            return []
+        return tensors_in(*(args[n] if n < len(args) else kwargs.get(name) for n, name in self.written))
+
+
+@functools.cache
+def operation(func: OpOverload) -> Operation:
+    schema = func._schema
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returns_argument = bool(schema.returns) and schema.returns[0].alias_info is not None
+    changes_form = torch.Tag.inplace_view in func.tags or schema.name.startswith(("aten::set_", "aten::resize_"))
+    return Operation(
+        name=schema.name,
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=written,
+        returns_argument=returns_argument,
+        is_view=returns_argument and not written and not schema.name.startswith("aten::lift"),
+        has_plain_results=not (changes_form or any(tag in _SHAPED_BY_VALUES for tag in func.tags)),
+        launches=not schema.name.startswith(NO_LAUNCH),
+    )
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors of arguments or results; faster than tree_leaves, and asked several times an operation."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict) and value:
+            found += tensors_in(*value.values())
+    return found
