@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
         **offload | {key: value for key, value in given.items() if key not in BUFFERS} | dtypes,
     )
     built = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)  # parallel.start makes none
+    if offload:
+        gc.collect()  # upstream builds it twice: host copies of the whole model would wait in a circle of references
     optimizer = CheckedOptimizer(built.chained_optimizers)
     for part in optimizer.chained_optimizers:
         # Megatron takes apex's or Transformer Engine's Adam where there is CUDA, and torch's unfused one elsewhere.

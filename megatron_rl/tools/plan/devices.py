@@ -53,8 +53,8 @@ NODE_LINK, CLUSTER_LINK = 450e9, 50e9
 LINKS = {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK}
 HOST_BANDWIDTH = 25e9
 """Bytes a second between a GPU and host memory."""
-HOST_TRAFFIC = 3.0
-"""Bytes between GPU, host memory and CPU in an update, over those of the optimizer that is on the CPU."""
+HOST_TRAFFIC = 2.25
+"""Bytes between GPU, host memory and CPU in an update, over those that an optimizer on the CPU has there."""
 MEAN_PROMPT = 0.5
 """Mean prompt over the longest, where no file of lengths is given."""
 MEAN_REPLY = 0.5

@@ -85,7 +85,7 @@ class ModelMemory:
     moments: dict[str, float] = field(default_factory=dict)
     """Other moments of a step, none of them at the same time as another or as `update`."""
     on_cpu: float = 0.0
-    """Of the optimizer, in host memory."""
+    """In host memory: of the optimizer, and float32 copies of gradients for it."""
 
     @property
     def kept(self) -> float:
@@ -213,7 +213,8 @@ def memory_of_stage(
         moments["publication"] = publication_bytes(model)
         if config.rollout.colocated:
             moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
-    return ModelMemory(states, update, moments, model.share_on_cpu * _optimizer_bytes(model, shares, world_size))
+    on_cpu = _optimizer_bytes(model, shares, world_size) + 4 * _of_optimizer(shares, model.engine, world_size)
+    return ModelMemory(states, update, moments, model.share_on_cpu * on_cpu)
 
 
 def publication_bytes(model: Model) -> float:

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron_rl.tools.rehearsal.device_memory import DeviceMemory
-from megatron_rl.tools.rehearsal.known_numbers import forget, known
+from megatron_rl.tools.rehearsal.known_numbers import forget, known, on_device
 from megatron_rl.tools.rehearsal.operations import operation, tensors_in
 from megatron_rl.tools.rehearsal.te_kernels import LAUNCHES
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS, UPSTREAM = PACKAGE + os.sep, os.sep + os.path.join("megatron", "core") + os.sep
+ELSEWHERE = "elsewhere"
 NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "platform"))
 
 
@@ -98,6 +99,8 @@ class Ledger:
         """Do coalesced calls, which are DDP's and do not say it themselves, go on beside the computing?"""
         self._is_compiled = False
         self.memory = DeviceMemory()
+        self.host_memory = DeviceMemory()
+        """Large tensors of the host."""
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[Any, int], str] = {}
@@ -108,6 +111,7 @@ class Ledger:
         """Count from here on as `phase`; PhaseTimers call it, with '' between two phases."""
         self.phase = phase or "between phases"
         self.memory.enter(self.phase)
+        self.host_memory.enter(self.phase)
 
     def line(self) -> str:
         """Return the innermost line of this package or of megatron.core that is being run."""
@@ -120,7 +124,7 @@ class Ledger:
             if text:
                 return text
             frame = frame.f_back
-        return "elsewhere"
+        return ELSEWHERE
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
@@ -130,10 +134,12 @@ class Ledger:
             return
         is_new = False
         for tensor in tensors_in(made):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+            if on_device(tensor):
                 is_new |= self.memory.note(tensor, self.line)
+            elif isinstance(tensor, FakeTensor):
+                self.note_on_host(tensor)
         op = operation(func)
-        if not ((is_new or op.written) and op.launches):
+        if not (op.launches and (is_new or any(map(on_device, op.writes(args, kwargs))))):
             return
         phase = self.phases[self.phase]
         launches = LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1
@@ -188,16 +194,27 @@ class Ledger:
         if is_blocking:
             self.note_sync(f"a blocking copy {direction}")
 
+    def note_on_host(self, tensor: Tensor) -> None:
+        """Count a large tensor of the host, unless it is the rehearsal's own."""
+        if (line := self.line()) != ELSEWHERE:
+            self.host_memory.note(tensor, lambda: line)
+
+    def mark(self, part: str, tensors: Iterable[Any]) -> None:
+        """Say what these tensors serve, wherever they are."""
+        tensors = list(tensors)
+        self.memory.mark(part, tensors)
+        self.host_memory.mark(part, tensors)
+
     def note_pinned(self, tensor: Tensor) -> None:
         """Keep in mind that a host tensor's memory is pinned."""
         self._pinned.add(tensor.untyped_storage())
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return True for a host tensor in pinned memory."""
-        if isinstance(tensor, FakeTensor):
-            return False
-        address = tensor.untyped_storage().data_ptr()
-        return tensor.untyped_storage() in self._pinned or any(address in span for span in self.page_locked)
+        storage = tensor.untyped_storage()
+        if isinstance(tensor, FakeTensor) or storage in self._pinned:
+            return storage in self._pinned
+        return any(storage.data_ptr() in span for span in self.page_locked)
 
     def note_assumed(self, what: str) -> None:
         """Count a number that the rehearsal made up."""
@@ -244,7 +261,7 @@ class Ledger:
                 sizes=tuple(t.numel() for t in tensors),
                 peer=ranks[peer] if isinstance(peer, int) and 0 <= peer < len(ranks) else -1,
                 nbytes=nbytes,
-                on_device=any(isinstance(t, FakeTensor) for t in tensors),
+                on_device=any(map(on_device, tensors)),
                 is_async=bool(given.get("async_op", False)) or (self.overlaps and kind.endswith("coalesced")),
                 line=self.line(),
             )

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "head", "exchange", "other")
@@ -59,7 +58,7 @@ class DeviceMemory:
         """Count what comes from here on as of this phase."""
         self._phase = self._phases.setdefault(phase, len(self._phases))
 
-    def note(self, tensor: FakeTensor, find_line: Callable[[], str]) -> bool:
+    def note(self, tensor: Tensor, find_line: Callable[[], str]) -> bool:
         """Count a tensor's storage, if it is new, as of the line that is found; return whether it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -79,9 +78,9 @@ class DeviceMemory:
             self._set(found[1], nbytes)
 
     def mark(self, part: str, tensors: Iterable[Any]) -> None:
-        """Say what the storages of these tensors serve; tensors of the host are passed over."""
+        """Say what the storages of these tensors serve; those that are not counted here are passed over."""
         for tensor in tensors:
-            found = self._numbers.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
+            found = self._numbers.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
             # What engines keep stays theirs, and of what passes the head's is the head's, also where autograd keeps it.
             if found and (part in KEPT_PARTS[:3] or self._parts[found[1]] in ("other", "exchange")):
                 self._parts[found[1]] = part

@@ -1,7 +1,8 @@
 """A CUDA device without memory: tensors on it have shapes, dtypes and autograd, and a Ledger hears of each call.
 
 The shim (csrc/rehearsal) makes torch believe in the device; torch's FakeTensorMode works out shapes and refuses tensors
-of two devices in one operation. Tensors on the host stay real.
+of two devices in one operation. Tensors on the host stay real, but for large ones that the device gives and whatever is
+made like them: the parts of an optimizer on the CPU. They have no memory either, and no known numbers.
 
 Numbers are not computed on the device, with one exception. What was copied from the host, and whatever follows from it
 alone, is *known*: token counts, masks, positions, routes. Such a tensor carries its values on the host, and operations
@@ -31,7 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
-from megatron_rl.tools.rehearsal.known_numbers import MOST_KNOWN, forget, is_large, known, value_of
+from megatron_rl.tools.rehearsal.known_numbers import (
+    MOST_KNOWN,
+    MOST_ON_HOST,
+    forget,
+    is_large,
+    known,
+    on_device,
+    value_of,
+)
 from megatron_rl.tools.rehearsal.operations import operation, tensors_in
 from megatron_rl.tools.rehearsal.result_shapes import ResultShapes
 from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
@@ -76,12 +85,14 @@ class FakeCuda(TorchDispatchMode):
         if func.namespace == "c10d":
             return self.ledger.collective(func, args, kwargs)
         device = kwargs.get("device")
-        is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args, kwargs))
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args, kwargs))
         is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
-        if not (is_on_device or is_pinning or (device is not None and torch.device(device).type == "cuda")):
+        if not (is_fake or is_pinning or (device is not None and torch.device(device).type == "cuda")):
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
             if kwargs.get("pin_memory"):
                 self.ledger.note_pinned(made)
+            if isinstance(made, Tensor) and made.numel() > MOST_ON_HOST and made.device.type == "cpu":
+                self.ledger.note_on_host(made)
             return made
         if answer := self._answers.get(func):
             return answer(func, *args, **kwargs)
@@ -132,9 +143,9 @@ class FakeCuda(TorchDispatchMode):
         if func in NEVER_KNOWN:
             return self._round_robin(func, args) if func is aten.topk.default else None
         if func in LIKE:  # of whose first argument the shape is asked alone
-            args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
-            if is_large(args[0]):
+            if is_large(args[0]) or (isinstance(args[0], FakeTensor) and not on_device(args[0])):
                 return None
+            args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
         if any(known(tensor) is None for tensor in tensors_in(args, kwargs)):
             return None
         args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
@@ -164,7 +175,8 @@ class FakeCuda(TorchDispatchMode):
     # -- what needs an answer of its own ------------------------------------------------------------------------------
 
     def _read_number(self, func, tensor: Tensor) -> Any:
-        self.ledger.note_sync("a number read")
+        if on_device(tensor):
+            self.ledger.note_sync("a number read")
         value = known(tensor)
         if value is not None:
             return func(value)
@@ -174,21 +186,24 @@ class FakeCuda(TorchDispatchMode):
     def _copy_to(self, func, source: Tensor, **kwargs) -> Any:
         device = kwargs.get("device")
         is_to_host = device is not None and torch.device(device).type == "cpu"
-        if isinstance(source, FakeTensor) and is_to_host:
-            dtype = kwargs.get("dtype") or source.dtype
-            target = torch.empty(source.shape, dtype=dtype, pin_memory=False)
-            self._to_host(source, target, is_blocking=not kwargs.get("non_blocking"))
+        is_blocking = not kwargs.get("non_blocking")
+        if is_to_host and on_device(source):
+            if source.is_floating_point() and source.numel() > MOST_ON_HOST and known(source) is None:
+                target = self.run(func, (source,), kwargs)
+            else:
+                target = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=False)
+            self._to_host(source, target, is_blocking=is_blocking)
             return target
         made = self.run(func, (source,), kwargs)
-        if not isinstance(source, FakeTensor):
-            self.ledger.note_copy("to device", source, is_blocking=not kwargs.get("non_blocking"))
+        if on_device(made) and not on_device(source):
+            self.ledger.note_copy("to device", source, is_blocking=is_blocking)
         return made
 
     def _copy_into(self, func, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-        if not isinstance(target, FakeTensor):
+        if not on_device(target) and (on_device(source) or not isinstance(target, FakeTensor)):
             self._to_host(source, target, is_blocking=not non_blocking)
             return target
-        if not isinstance(source, FakeTensor):
+        if on_device(target) and not on_device(source):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
         made = self.run(func, (target, source, non_blocking), {})
         # Weights are not known, though the host gave them: a model's would fill the host's memory.
@@ -198,8 +213,11 @@ class FakeCuda(TorchDispatchMode):
         return made
 
     def _to_host(self, source: Tensor, target: Tensor, *, is_blocking: bool) -> None:
-        self.ledger.note_copy("to host", target, is_blocking=is_blocking)
+        if on_device(source):
+            self.ledger.note_copy("to host", target, is_blocking=is_blocking)
         value = known(source)
+        if isinstance(target, FakeTensor):
+            return
         if value is None:
             self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
             if not is_large(target):  # what nobody has touched takes no memory
@@ -226,7 +244,7 @@ class FakeCuda(TorchDispatchMode):
         return self._index(aten.index.Tensor, source, [mask])
 
     def _pin(self, func, tensor: Tensor, *_, **__) -> Tensor:
-        made = tensor.clone()
+        made = self.run(aten.clone.default, (tensor,), {}) if isinstance(tensor, FakeTensor) else tensor.clone()
         self.ledger.note_pinned(made)
         return made
 

@@ -18,6 +18,15 @@ MOST_ROWS = 1 << 18
 gradients and moments, which would fill the host's memory with zeros."""
 
 
+MOST_ON_HOST = 1 << 20
+"""Elements of the largest fractions that the host has memory for, where the device gives them and they are unknown."""
+
+
+def on_device(tensor: Any) -> bool:
+    """Return True for a tensor on the device; others without memory are parts of an optimizer on the host."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
 def known(tensor: Tensor) -> Tensor | None:
     """Return a tensor's values, on the host, or None where they are unknown."""
     if not isinstance(tensor, FakeTensor):

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "aten::set_", "aten::resize_")
-_SHAPED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,9 @@ class Operation:
     returns_argument: bool
     """What it returns, or the first of it, is an argument or a view of one."""
     is_view: bool
-    has_plain_results: bool
-    """The shapes of its results, and of its arguments when it is done, follow from those of its arguments."""
+    """It makes nothing and writes nothing: its results have the storage of its first argument."""
+    changes_form: bool
+    """It may give its arguments other shapes or storages."""
     launches: bool
     """It is a kernel if it makes or writes anything."""
 
@@ -47,14 +47,13 @@ def operation(func: OpOverload) -> Operation:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     returns_argument = bool(schema.returns) and schema.returns[0].alias_info is not None
-    changes_form = torch.Tag.inplace_view in func.tags or schema.name.startswith(("aten::set_", "aten::resize_"))
     return Operation(
         name=schema.name,
         arguments=tuple(argument.name for argument in schema.arguments),
         written=written,
         returns_argument=returns_argument,
         is_view=returns_argument and not written and not schema.name.startswith("aten::lift"),
-        has_plain_results=not (changes_form or any(tag in _SHAPED_BY_VALUES for tag in func.tags)),
+        changes_form=torch.Tag.inplace_view in func.tags or schema.name.startswith(("aten::set_", "aten::resize_")),
         launches=not schema.name.startswith(NO_LAUNCH),
     )
 

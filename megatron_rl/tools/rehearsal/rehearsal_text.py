@@ -94,6 +94,11 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
     ]
     for line, nbytes in Counter(found["peak_by_line"]).most_common(SHOWN):
         lines.append(f"    {nbytes / GIB:7.2f} GiB  {line}")
+    if most := found["host"]["peak_bytes"]:
+        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in found["host"]["peak_by_part"].items() if size)
+        lines.append(
+            f"  host    {most / GIB:.1f} GiB at most in large tensors, in {found['host']['peak_phase']}: {parts}"
+        )
     lines.append("  phase                kernels   TFLOP   peak GiB   syncs   copies       MB")
     for name, phase in found["phases"].items():
         flops, copied = sum(phase["flops"].values()), sum(phase["copied_bytes"].values())

@@ -63,6 +63,7 @@ def prepare(memory_bytes: int) -> Ledger:
     # In front of megatron.core's first import: its modules take the name over.
     upstream.FIXES["megatron.core.jit"] = lambda module: setattr(module, "jit_fuser", ledger.compiled)
     platform.prepare()  # which asks whether CUDA is there
+    import megatron_rl.tools.rehearsal.layer_kernels
     import megatron_rl.tools.rehearsal.step  # noqa: F401
 
     return ledger
@@ -110,9 +111,10 @@ def innermost(error: Exception) -> str:
 
 
 def as_dict(ledger: Ledger) -> dict[str, Any]:
-    memory = ledger.memory.report()
+    memory, host = ledger.memory.report(), ledger.host_memory.report()
     peaks = memory.pop("phase_peaks")
     return memory | {
+        "host": {name: host[name] for name in ("peak_bytes", "peak_phase", "peak_by_line", "peak_by_part")},
         "phases": {name: vars(ledger.phases[name]) | {"peak_bytes": peak} for name, peak in peaks.items()},
         "collectives": [asdict(call) for call in ledger.collectives],
         "groups": ledger.groups,

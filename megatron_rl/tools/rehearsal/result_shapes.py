@@ -51,12 +51,10 @@ class ResultShapes:
         op = operation(func)
         if op.is_view and isinstance(args[0], FakeTensor):
             return self._view(func, args, kwargs)
-        key = None
-        if op.has_plain_results:
-            try:
-                key = func, torch.get_default_dtype(), _key(args), _key(kwargs)
-            except TypeError:
-                pass
+        try:
+            key = None if op.changes_form else (func, torch.get_default_dtype(), _key(args), _key(kwargs))
+        except TypeError:
+            key = None
         if key is not None and (found := self._made.get(key)):
             kind, forms = found
             if op.written:

@@ -71,7 +71,7 @@ def rehearse_step(
         for engine in run.engines:
             kept, gradients = tensors_of(engine)
             for part, tensors in (("optimizer", kept), ("weights", engine.parameters()), ("gradients", gradients)):
-                ledger.memory.mark(part, tensors)
+                ledger.mark(part, tensors)
         ledger.layers = run.engine.chunks[0].config.transformer_impl
         ledger.overlaps = config.optimizer.overlap
         ledger.enter("step")
@@ -85,6 +85,8 @@ def rehearse_step(
         with run.timers("update"):
             run.actor.update(updates)
         run.update_critic(batch, 0)
+        for engine in run.trained.values():
+            ledger.mark("gradients", host_gradients(engine))
         with run.timers("publish"):
             receiver = NoServers() if run.groups.is_main else None
             run.engine.publisher = BucketsAlone(receiver, ledger, bucket_bytes=run.engine.config.bucket_bytes)
@@ -96,6 +98,12 @@ def rehearse_step(
                 run.engine.offload()
                 run.engine.onload()
         yield run
+
+
+def host_gradients(engine: MegatronEngine) -> Iterator[Tensor]:
+    """Yield what an optimizer on the CPU copies the gradients of its parameters to."""
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        yield from getattr(part.optimizer, "cpu_copy_map_grad", {}).values()
 
 
 def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:

@@ -9,6 +9,7 @@ done first. The shim comes before torch, so this needs an interpreter of its own
 import ctypes
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_rl"
+MOST_RESIDENT_KB = 2_500_000
 SHIM = PACKAGE / "_C_rehearsal.so"
 NEEDS_SHIM = [
     pytest.mark.slow,
@@ -46,6 +48,7 @@ def rehearsed(folder, cases):
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run([sys.executable, "-P", __file__, folder], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert int((folder / "most_resident").read_text()) < MOST_RESIDENT_KB, "large tensors have no memory"
     return {
         case: {order["rank"]: result(folder / case / str(order["rank"])) for order in said["orders"]}
         for case, said in cases.items()
@@ -88,6 +91,7 @@ def main(folder: Path) -> None:
     while under_way:
         os.wait()
         under_way -= 1
+    (folder / "most_resident").write_text(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import load_config
 from megatron_rl.tools.plan.devices import DEVICES
+from megatron_rl.tools.plan.memory import memory_of_stage, models_of
+from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
 from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed
 
@@ -70,6 +73,21 @@ def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_m
             syncs = part["phases"]["update"]["syncs"]
             own = {what: count for what, count in syncs.items() if " at megatron_rl/" in what}
             assert sum(own.values()) <= 3 and all(count == 1 for count in own.values()), (rank, own)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LARGE if "optimizer_cpu_offload" in path.read_text()], ids=lambda p: p.stem
+)
+def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, table, found):
+    settings, result = found[path, 1]
+    config, tokens = load_config(path, settings), PromptTokens.of([1])
+    (model,) = models_of(config)
+    for rank, part in result.by_rank.items():
+        stage, of_part = rank // result.world.ranks_of_stage, part["host"]["peak_by_part"]
+        batch = plan_batch(config, tokens, 1)
+        planned = memory_of_stage(model, stage, config, batch, tokens, result.world.ranks).on_cpu
+        assert of_part["optimizer"] + of_part["gradients"] == pytest.approx(planned, rel=0.02)
+        assert part["host"]["peak_bytes"] < 1.02 * planned
 
 
 def test_what_follows_from_few_layers_is_what_more_layers_take(table, found):
