@@ -4,7 +4,8 @@
 #include "tensors.h"
 
 Tensor logprob_partials(
-    Tensor logits, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns);
+    Tensor logits, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns,
+    bool with_entropy);
 Tensor logprob_fold(Tensor partials, Tensor labels, double temperature, OptionalTensor temperatures);
 std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
     Tensor logits, Tensor partials, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start,

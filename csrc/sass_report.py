@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-WARP, QUARTERS, WARPS_RESIDENT, REGISTERS = 32, 4, 64, 65536
-THREADS, PIECES = 256, 8
-TILE_BYTES = THREADS * PIECES * 16
-"""Of a block of the log-probability kernels (csrc/kernels/logprobs.cu)."""
+WARP, QUARTERS, WARPS_RESIDENT, BLOCKS_RESIDENT, REGISTERS = 32, 4, 64, 32, 65536
+BLOCK_WARPS, PIECES = 8, 8
+SLICE_BYTES = WARP * PIECES * 16
+TILE_BYTES = BLOCK_WARPS * SLICE_BYTES
+"""Of a warp, and at most of a block, of the log-probability kernels (csrc/kernels/logprobs.cu)."""
 
 USABLE_SLOTS = 0.92
 BLOCK_START_CLOCKS = 200
@@ -59,13 +60,13 @@ PIPES = {
     "fma": "FADD FMUL FFMA FADD2 FMUL2 FFMA2 HADD2 HMUL2 HFMA2",
     "imad": "IMAD",
     "alu": "FMNMX FMNMX3 FSEL FSETP FSET ISETP LOP3 SHF IADD3 VIADD VIADDMNMX LEA PRMT SEL MOV F2FP HMNMX2 VHMNMX "
-    "HSETP2 PLOP3 VIMNMX VIMNMX3 IABS POPC FLO P2R R2P CS2R I2FP VOTE",
+    "HSETP2 PLOP3 VIMNMX VIMNMX3 IABS POPC FLO IMNMX P2R R2P CS2R I2FP VOTE",
     "fp64": "DADD DMUL DFMA DSETP",
     "mufu": "MUFU",
     "conversion": "F2F F2I I2F FCHK",
     "lsu": "LDG STG LD ST LDS STS SHFL ATOM ATOMG RED REDG REDUX",
     "uniform": "R2UR S2R S2UR LDC UMOV ULDC LDCU UIADD3 UIMAD ULEA USHF ULOP3 USEL UISETP UPLOP3 UFSETP UFSEL UFMUL "
-    "UFADD",
+    "UFADD VOTEU UP2UR",
     "control": "BRA BSSY BSYNC EXIT NOP BAR CALL RET MEMBAR ERRBAR CCTL CGAERRBAR YIELD WARPSYNC LEPC",
 }
 PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
@@ -203,32 +204,34 @@ def in_order(blocks: list[Block]) -> tuple[list[int], set[tuple[int, int]]]:
     return order[::-1], closing
 
 
-Done = tuple[int, int, bool]
-"""On a way so far: 16-byte loads, exponentials, whether something was stored in global memory."""
+Done = tuple[int, int, int, bool]
+"""On a way so far: 16-byte loads, exponentials, shuffles, whether something was stored in global memory."""
 Way = tuple[int, int, Done]
 """Instructions so far, the block before and what was done on entering it."""
 
 
-def paths(blocks: list[Block], exponentials: int, must_store: bool) -> dict[int, list[Instruction]]:
-    """The shortest way for each number of 16-byte loads, with `exponentials` for each of them or more."""
-    most = PIECES * exponentials
+def paths(blocks: list[Block], exponentials: int, must_store: bool, shuffles: int = 0) -> dict[int, list[Instruction]]:
+    """The shortest way for each number of 16-byte loads, with `exponentials` and `shuffles` for each, or more."""
+    most, moved = PIECES * exponentials, PIECES * shuffles
     order, closing = in_order(blocks)
     ways: dict[int, dict[Done, Way]] = {number: {} for number in order}
-    ways[0][0, 0, False] = (0, -1, (0, 0, False))
+    ways[0][0, 0, 0, False] = (0, -1, (0, 0, 0, False))
     ends: dict[int, Way] = {}
     for number in order:
         block = blocks[number]
         loads = sum(i.loads_piece for i in block.instructions)
         powers = sum(i.is_exponential for i in block.instructions)
+        moves = sum(i.name == "SHFL" for i in block.instructions)
         stores = any(i.name in ("STG", "RED", "REDG") for i in block.instructions)
         may_end = bool(block.instructions) and block.instructions[-1].name == "EXIT"
         for key, (length, _, _) in ways[number].items():
-            done = (key[0] + loads, min(most, key[1] + powers), key[2] or stores)
+            done = (key[0] + loads, min(most, key[1] + powers), min(moved, key[2] + moves), key[3] or stores)
             way = (length + len(block.instructions), number, key)
             for following in block.following:
                 if (number, following) not in closing and done[0] <= PIECES:
                     ways[following][done] = min(ways[following].get(done, way), way)
-            if may_end and done[1] >= done[0] * exponentials and done[2] >= must_store:
+            enough = done[1] >= done[0] * exponentials and done[2] >= done[0] * shuffles and done[3] >= must_store
+            if may_end and enough:
                 ends[done[0]] = min(ends.get(done[0], way), way)
     found = {}
     for loads, (_, number, key) in ends.items():
@@ -258,9 +261,8 @@ def pipes_used(path: list[Instruction]) -> dict[str, int]:
     return {pipe: counts[pipe] for pipe in PIPES if counts[pipe]}
 
 
-def issue_clocks(path: list[Instruction], architecture: str) -> float:
+def issue_clocks(path: list[Instruction], architecture: str, warps: int = BLOCK_WARPS) -> float:
     """Of one block, whose warps share the quarters evenly."""
-    warps = THREADS / WARP
     turns: Counter[str] = Counter()
     for instruction in path:
         turns["mufu" if instruction.pipe == "conversion" else instruction.pipe] += instruction.turns
@@ -268,10 +270,10 @@ def issue_clocks(path: list[Instruction], architecture: str) -> float:
     return max(len(path) * warps / QUARTERS / USABLE_SLOTS, *of_pipes)
 
 
-def blocks_resident(registers: int) -> int:
-    """Of 256 threads on one multiprocessor; registers are given to a warp of a quarter in units of 256."""
+def blocks_resident(registers: int, warps: int = BLOCK_WARPS) -> int:
+    """Of so many warps on one multiprocessor; registers are given to a warp of a quarter in units of 256."""
     of_warp = -(-registers * WARP // 256) * 256
-    return min(REGISTERS // QUARTERS // of_warp * QUARTERS, WARPS_RESIDENT) // (THREADS // WARP)
+    return min(min(REGISTERS // QUARTERS // of_warp * QUARTERS, WARPS_RESIDENT) // warps, BLOCKS_RESIDENT)
 
 
 def blocks_per_clock(resident: int, services: tuple[float, float], delay: float) -> float:
@@ -286,7 +288,7 @@ def blocks_per_clock(resident: int, services: tuple[float, float], delay: float)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A streaming kernel: blocks of 256 threads that each take a tile of a row, 16 bytes at a time."""
+    """A streaming kernel: a warp takes a slice of a row, 16 bytes for a lane, and a block as many as a tile fills."""
 
     registers: int
     paths: dict[int, list[Instruction]]  # by 16-byte loads: of most warps
@@ -295,20 +297,24 @@ class Kernel:
         float  # bytes that go through memory for a byte of the tile: 1 read, 2 read and written, 1.5 written as 16 bits
     )
 
-    def tile(self, share: float, device: Device) -> tuple[float, float, float]:
-        """Clocks of (memory, issue, delay) for a tile of which this share is filled."""
-        loads = min(used for used in self.paths if used >= share * PIECES)
-        memory = share * TILE_BYTES * self.moves / device.bytes_per_clock
-        issue = issue_clocks(self.paths[loads], device.architecture)
-        last = self.storing[loads]
+    def tile(self, size: int, warps: int, device: Device) -> tuple[float, float, float]:
+        """Clocks of (memory, issue, delay) for a tile of so many bytes, of which full warps come first."""
+        full, rest = divmod(size, SLICE_BYTES)
+        wanted = [PIECES] * full + [-(-rest * PIECES // SLICE_BYTES)] * (rest > 0)
+        loads = [min(n for n in self.paths if n >= want) for want in [*wanted, *[0] * (warps - len(wanted))]]
+        memory = size * self.moves / device.bytes_per_clock
+        issue = sum(issue_clocks(self.paths[n], device.architecture, 1) for n in loads)
+        last = self.storing[max(loads)]
         return memory, issue, clocks_alone(last) - len(last) + BLOCK_START_CLOCKS
 
     def seconds(self, rows: int, row_bytes: int, device: Device) -> float:
-        full, rest = divmod(row_bytes / TILE_BYTES, 1)
-        tiles = [self.tile(1.0, device)] * int(full) + ([self.tile(rest, device)] if rest else [])
-        memory, issue, delay = (sum(column) / len(tiles) for column in zip(*tiles, strict=True))
-        rate = blocks_per_clock(blocks_resident(self.registers), (memory, issue), delay)
-        return (rows * len(tiles) / device.multiprocessors / rate + delay + issue) / device.clock
+        count = -(-row_bytes // TILE_BYTES)
+        warps = -(-row_bytes // (count * SLICE_BYTES))
+        sizes = [min(warps * SLICE_BYTES, row_bytes - i * warps * SLICE_BYTES) for i in range(count)]
+        tiles = [self.tile(size, warps, device) for size in sizes]
+        memory, issue, delay = (sum(column) / count for column in zip(*tiles, strict=True))
+        rate = blocks_per_clock(blocks_resident(self.registers, warps), (memory, issue), delay)
+        return (rows * count / device.multiprocessors / rate + delay + issue) / device.clock
 
     def described(self, architecture: str) -> dict[str, object]:
         path, resident = self.paths[PIECES], blocks_resident(self.registers)
@@ -323,25 +329,31 @@ class Kernel:
 
 
 STORED = {"bf16": ("BF16", 2), "fp16": ("F16", 2), "fp32": ("float", 4)}
-CASES = [(rows, columns) for rows in (4096, 16384) for columns in (32000, 128256, 151936, 18992, 4000)]
-"""(T, V): three vocabularies, and what one of 8 ranks holds of the largest and of the smallest."""
+WIDTHS = (32000, 128256, 151936, 18992, 4000, 151935)
+"""Three vocabularies, one of 8 ranks' part of the largest and of the smallest, and one whose rows are not aligned."""
+CASES = [(rows, columns) for rows in (4096, 16384) for columns in WIDTHS]
+"""(T, V)"""
 
 
 def predictions(kernels: dict[str, Kernel], device: Device) -> dict[str, float]:
-    """`{case: per cent of the copy bandwidth}` of the aligned kernels, the gradient without the entropy's."""
+    """`{case: per cent of the copy bandwidth}`, the gradient without the entropy's."""
     found = {}
     for dtype, (name, size) in STORED.items():
-        forward, backward = (
-            kernels[f"partials_kernel<{name}, true>"],
-            kernels[f"gradient_kernel<{name}, {name}, true, false>"],
-        )
         for rows, columns in CASES:
-            seconds = forward.seconds(rows, columns * size, device) + FINISH_SECONDS
-            both = seconds + backward.seconds(rows, columns * size, device)
+            aligned = str(columns * size % 16 == 0).lower()
+            forward, logprobs, backward = (
+                kernels[f"{kernel}, {aligned}, {entropy}>"].seconds(rows, columns * size, device)
+                for kernel, entropy in (
+                    (f"partials_kernel<{name}", "true"),
+                    (f"partials_kernel<{name}", "false"),
+                    (f"gradient_kernel<{name}, {name}", "false"),
+                )
+            )
             read = rows * columns * size / device.copy_bandwidth
             case = f"{dtype} T={rows} V={columns}"
-            found[f"forward {case}"] = round(100 * read / seconds, 1)
-            found[f"forward and backward {case}"] = round(100 * 3 * read / both, 1)
+            found[f"log-probs {case}"] = round(100 * read / (logprobs + FINISH_SECONDS), 1)
+            found[f"forward {case}"] = round(100 * read / (forward + FINISH_SECONDS), 1)
+            found[f"forward and backward {case}"] = round(100 * 3 * read / (forward + FINISH_SECONDS + backward), 1)
     return found
 
 
@@ -352,7 +364,9 @@ def disassemble(nvdisasm: str, cubin: Path) -> dict[str, list[Block]]:
 
 def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
     exponentials = 4 if "<float" in name else 8  # numbers in 16 bytes
-    common, storing = (paths(blocks, exponentials, must_store) for must_store in (False, True))
+    # Rows that are not aligned: the way through all moves to the left. No other has as many shuffles.
+    shuffles = 0 if not re.match(r"partials_kernel<\w+, false", name) else exponentials // 4 + 3
+    common, storing = (paths(blocks, exponentials, must_store, shuffles) for must_store in (False, True))
     moves = 1 if name.startswith("partials") else 1.5 if re.search("<float, B?F16", name) else 2
     return Kernel(registers, common, storing, moves)
 
@@ -431,7 +445,7 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
         kernels = {
             name: streaming(name, code[name], of_kernels[name])
             for name in of_kernels
-            if re.match(r"(partials|gradient)_kernel<(\w+, )?\w+, true", name)
+            if re.match("partials|gradient", name)
         }
         described[architecture] |= {name: kernel.described(architecture) for name, kernel in kernels.items()}
         for name, device in DEVICES.items():
@@ -443,10 +457,11 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
 def tables(report: dict) -> str:
     """Markdown for csrc/README.md."""
     predicted = report["predicted per cent of the copy bandwidth"]
-    columns = [f"{what}, {device}" for what in ("forward", "both") for device in DEVICES]
+    columns = [f"{what}, {device}" for what in ("log-probs", "forward", "both") for device in DEVICES]
     lines = ["| prediction, % of copy | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for case in [f"{dtype} T={rows} V={width}" for dtype in ("bf16", "fp32") for rows, width in CASES]:
-        found = [predicted[d][f"{what} {case}"] for what in ("forward", "forward and backward") for d in DEVICES]
+        kinds = ("log-probs", "forward", "forward and backward")
+        found = [predicted[device][f"{what} {case}"] for what in kinds for device in DEVICES]
         lines.append(f"| {case} | " + " | ".join(f"{percent:.0f}" for percent in found) + " |")
     lines += ["", *checksum_table(predicted)]
     lines += [
@@ -455,7 +470,7 @@ def tables(report: dict) -> str:
     ]
     lines.append("|---|---|---|---|---|")
     for name, kernel in report["kernels"]["sm_90a"].items():
-        if "instructions of a warp" in kernel:
+        if "instructions of a warp" in kernel and name.split(", ")[-2] == "true":
             pipes = kernel["instructions of a warp"]
             counts = ", ".join(f"{pipe} {count}" for pipe, count in pipes.items())
             cells = [f"`{name}`", kernel["registers"], kernel["blocks resident"], f"{sum(pipes.values())}: {counts}"]

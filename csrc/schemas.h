@@ -6,7 +6,7 @@
 inline void define_operators(torch::stable::detail::StableLibrary& library) {
   library.def(
       "logprob_partials(Tensor logits, Tensor labels, float temperature, Tensor? temperatures, int vocab_start, "
-      "int columns) -> Tensor");
+      "int columns, bool with_entropy=True) -> Tensor");
   library.def("logprob_fold(Tensor partials, Tensor labels, float temperature, Tensor? temperatures) -> Tensor");
   library.def(
       "logprob_finish(Tensor logits, Tensor partials, Tensor labels, float temperature, Tensor? temperatures, "

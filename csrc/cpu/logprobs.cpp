@@ -18,7 +18,7 @@ int64_t grain_of(int64_t columns) { return columns > 4096 ? 1 : 4096 / (columns 
 template <class X>
 void partials_of(
     const Tensor& logits, const Logits& shape, const int64_t* labels, const Temperature& temperature, int64_t start,
-    int64_t columns, const Tensor& out) {
+    int64_t columns, bool with_entropy, const Tensor& out) {
   using A = typename Accumulator<X>::type;
   const X* x = static_cast<const X*>(logits.data_ptr());
   auto* found = reinterpret_cast<Partial<A>*>(out.data_ptr());
@@ -32,7 +32,7 @@ void partials_of(
       }
       int64_t count = std::min(tile, columns - first), label = labels[row] - start - first;
       const X* at = x + row * shape.stride + first;
-      Partial<double> p = rows().partial[STORED_AS<X>](at, count, inverse_of(temperature, row));
+      Partial<double> p = rows().partial[with_entropy][STORED_AS<X>](at, count, inverse_of(temperature, row));
       if (label >= 0 && label < count) p.chosen = value_of(at[label]);
       found[i % tiles * shape.rows + row] = {A(p.peak), A(p.sum), A(p.moment), A(p.chosen)};
     }
@@ -75,8 +75,9 @@ void gradient_of(
         memset(result, 0, width * sizeof(Y));  // the logits are not read
         continue;
       }
+      const double own_entropy = by_entropy == 0 ? 0.0 : entropies[row];  // NaN where it was not computed
       auto gradient = row_gradient<double>(
-          peaks[row], log_sums[row], entropies[row], inverse_of(temperature, row), by_logprob, by_entropy);
+          peaks[row], log_sums[row], own_entropy, inverse_of(temperature, row), by_logprob, by_entropy);
       const X* at = x + row * from.stride + first;
       int64_t label = labels[row] - start - first;
       bool chosen = label >= 0 && label < count;
@@ -84,7 +85,7 @@ void gradient_of(
       rows().gradient[STORED_AS<X>][STORED_AS<Y>](at, result, count, gradient);
       if (chosen) {  // g (1 - p) is formed before rounding: where p is near 1 its digits would cancel
         double log_p = (x_label - gradient.peak) * gradient.inverse_temperature - gradient.log_sum;
-        double rest = by_entropy == 0 ? 0.0 : std::exp(log_p) * gradient.slope * (log_p + double(entropies[row]));
+        double rest = by_entropy == 0 ? 0.0 : std::exp(log_p) * gradient.slope * (log_p + own_entropy);
         double dx_label = -gradient.chosen * std::expm1(log_p) + (log_p == NEGATIVE_INFINITY<double> ? 0.0 : rest);
         if constexpr (__is_same(Y, double)) {
           result[label] = dx_label;
@@ -101,7 +102,7 @@ void gradient_of(
 
 Tensor logprob_partials(
     Tensor logits, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
+    int64_t columns, bool with_entropy) {
   Logits shape(logits, columns);
   Temperature heat(temperature, temperatures, shape.rows);
   const int64_t* label = elements<int64_t>(labels, "labels", shape.rows);
@@ -109,7 +110,7 @@ Tensor logprob_partials(
   with_stored_type<float, double, BF16, F16>(logits, "logits", [&]<class X>(X) {
     using A = typename Accumulator<X>::type;
     out = new_tensor(logits, {tiles_of(columns, sizeof(X)), shape.rows, 4}, TypeOf<A>::type);
-    partials_of<X>(logits, shape, label, heat, vocab_start, columns, out);
+    partials_of<X>(logits, shape, label, heat, vocab_start, columns, with_entropy, out);
   });
   return out;
 }

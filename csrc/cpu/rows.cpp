@@ -44,7 +44,7 @@ INLINE Acc<X> largest(const X* x) {
   return result;
 }
 
-template <class X>
+template <bool WITH_ENTROPY, class X>
 INLINE void add_block(const X* x, Acc<X> peak, Acc<X> inverse_temperature, double& sum, double& moment) {
   using V = typename LanesOf<Acc<X>>::type;
   V sums[CHAINS] = {}, moments[CHAINS] = {};
@@ -53,7 +53,7 @@ INLINE void add_block(const X* x, Acc<X> peak, Acc<X> inverse_temperature, doubl
       V d = (widen(x + i + c * WIDTH<Acc<X>>) - peak) * inverse_temperature;
       V e = exp_of_negative(d);
       sums[c] += e;
-      moments[c] += e * (d < Acc<X>(-1000) ? V{} : d);  // e is 0 there, and 0 * -inf would be NaN
+      if (WITH_ENTROPY) moments[c] += e * (d < Acc<X>(-1000) ? V{} : d);  // e is 0 there, and 0 * -inf would be NaN
     }
   }
   for (int c = 0; c < CHAINS; c++) {
@@ -64,7 +64,7 @@ INLINE void add_block(const X* x, Acc<X> peak, Acc<X> inverse_temperature, doubl
   }
 }
 
-template <class X>
+template <bool WITH_ENTROPY, class X>
 Partial<double> partial(const void* columns, int64_t count, double inverse_temperature) {
   const X* x = static_cast<const X*>(columns);
   X buffer[BLOCK];
@@ -78,8 +78,9 @@ Partial<double> partial(const void* columns, int64_t count, double inverse_tempe
       total = moved;
     }
     Acc<X> shift = total.peak == NEGATIVE_INFINITY<double> ? 0 : Acc<X>(total.peak);
-    add_block(block, shift, Acc<X>(inverse_temperature), total.sum, total.moment);
+    add_block<WITH_ENTROPY>(block, shift, Acc<X>(inverse_temperature), total.sum, total.moment);
   }
+  if (!WITH_ENTROPY) total.moment = NAN;
   return total;
 }
 
@@ -127,7 +128,8 @@ constexpr const char* INSTRUCTION_SET = "baseline";
 
 extern const RowLoops ROWS = {
     INSTRUCTION_SET,
-    {partial<float>, partial<double>, partial<BF16>, partial<F16>},
+    {{partial<false, float>, partial<false, double>, partial<false, BF16>, partial<false, F16>},
+     {partial<true, float>, partial<true, double>, partial<true, BF16>, partial<true, F16>}},
     {{gradient<float, float>, nullptr, gradient<float, BF16>, gradient<float, F16>},
      {nullptr, gradient<double, double>},
      {nullptr, nullptr, gradient<BF16, BF16>},

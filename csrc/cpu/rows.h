@@ -7,8 +7,8 @@ enum Stored { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, STORED_TYPES };
 
 struct RowLoops {
   const char* instruction_set;
-  // Statistics of `count` adjacent columns; `chosen` is left at -inf.
-  Partial<double> (*partial[STORED_TYPES])(const void* x, int64_t count, double inverse_temperature);
+  // Statistics of `count` adjacent columns, without and with entropy (else `moment` is NaN); `chosen` is left at -inf.
+  Partial<double> (*partial[2][STORED_TYPES])(const void* x, int64_t count, double inverse_temperature);
   // By what is read and what is written: out = p (constant + slope log p) for `count` adjacent columns; out may be x
   // where both are the same.
   void (*gradient[STORED_TYPES][STORED_TYPES])(const void* x, void* out, int64_t count, const RowGradient<double>& row);

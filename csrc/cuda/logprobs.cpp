@@ -16,7 +16,7 @@ LogitRows rows_of(
     const Tensor& logits, const Tensor& labels, double temperature, const OptionalTensor& temperatures,
     int64_t vocab_start, int64_t columns) {
   Logits shape(logits, columns);
-  if (shape.width > 0x7fffffff) refuse("logits has ", shape.width, " columns: 2^31 - 1 are allowed");
+  if (shape.width > 1 << 30) refuse("logits has ", shape.width, " columns: 2^30 are allowed");
   LogitRows rows = rows_of(labels, shape.rows, temperature, temperatures);
   rows.stride = shape.stride, rows.width = int(shape.width), rows.columns = int(columns), rows.vocab_start = vocab_start;
   return rows;
@@ -53,7 +53,7 @@ void gradient_into(
 
 Tensor logprob_partials(
     Tensor logits, Tensor labels, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
+    int64_t columns, bool with_entropy) {
   OnDeviceOf device({"logits", logits}, {{"labels", labels}, {"temperatures", temperatures}});
   LogitRows rows = rows_of(logits, labels, temperature, temperatures, vocab_start, columns);
   Tensor out;
@@ -61,7 +61,7 @@ Tensor logprob_partials(
     int64_t tiles = tiles_of(columns, sizeof(X));
     out = new_tensor(logits, {tiles, rows.rows, 4}, ScalarType::Float);
     launch_partials(
-        static_cast<const X*>(logits.data_ptr()), rows, partials_in(out, tiles * rows.rows), device.stream);
+        static_cast<const X*>(logits.data_ptr()), rows, with_entropy, partials_in(out, tiles * rows.rows), device.stream);
   });
   return out;
 }

@@ -13,14 +13,19 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 
-// One-dimensional launch on the stream; a launch that the driver refuses is an error here and not at some later call.
+// Launch on the stream; a launch that the driver refuses is an error here and not at some later call.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
-  if (blocks == 0) return;
-  if (blocks > 0x7fffffffll) throw std::runtime_error("a launch of " + std::to_string(blocks) + " blocks: 2^31 - 1 are allowed");
-  kernel<<<unsigned(blocks), threads, 0, stream>>>(arguments...);
+void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, Arguments... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  kernel<<<grid, threads, 0, stream>>>(arguments...);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) throw std::runtime_error(std::string("kernel launch: ") + cudaGetErrorString(error));
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+  if (blocks > 0x7fffffffll) throw std::runtime_error("a launch of " + std::to_string(blocks) + " blocks: 2^31 - 1 are allowed");
+  launch(kernel, dim3(unsigned(blocks)), threads, stream, arguments...);
 }
 
 // 2^x to 2 ulp, 0 for results below 2^-126.
@@ -63,6 +68,13 @@ struct Piece {
     else return {uint16_t(words[i / 2] >> (i % 2 * 16))};
   }
 
+  __device__ __forceinline__ static Piece filled(X fill) {
+    X x[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = fill;
+    return of(x);
+  }
+
   __device__ __forceinline__ static Piece of(const X (&x)[N]) {
     Piece piece = {};
 #pragma unroll
@@ -84,30 +96,29 @@ struct Piece {
     return piece;
   }
 
-  // Elements at and after `count` become `fill`. ALIGNED says that `from` is a multiple of 16 bytes.
-  template <bool ALIGNED>
-  __device__ __forceinline__ static Piece load(const X* from, int count, X fill) {
-    if (ALIGNED && count >= N) return bits_as<Piece>(*reinterpret_cast<const Vector*>(from));
+  // Of the 16 bytes at `from`, a multiple of 16: elements outside of [begin, end) are not read and become `fill`.
+  __device__ __forceinline__ static Piece load(const X* from, int begin, int end, X fill) {
+    if (begin <= 0 && end >= N) return bits_as<Piece>(*reinterpret_cast<const Vector*>(from));
     X x[N];
 #pragma unroll
     for (int i = 0; i < N; i++) x[i] = fill;
-    if (count <= 0) return of(x);
+    if (begin >= N || end <= 0) return of(x);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      if (i < count) x[i] = from[i];
+      if (i >= begin && i < end) x[i] = from[i];
     }
     return of(x);
   }
 
-  template <bool ALIGNED>
-  __device__ __forceinline__ void store(X* to, int count) const {
-    if (ALIGNED && count >= N) {
+  // Elements of [begin, end); whole at once where `to` is a multiple of the piece's bytes.
+  __device__ __forceinline__ void store(X* to, int begin, int end, bool aligned = true) const {
+    if (aligned && begin <= 0 && end >= N) {
       *reinterpret_cast<Vector*>(to) = bits_as<Vector>(*this);
       return;
     }
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      if (i < count) to[i] = element(i);
+      if (i >= begin && i < end) to[i] = element(i);
     }
   }
 };

@@ -21,7 +21,8 @@ struct LogitGradient {
 };
 
 template <class X>
-void launch_partials(const X* logits, const LogitRows& rows, Partial<float>* out, cudaStream_t stream);
+void launch_partials(
+    const X* logits, const LogitRows& rows, bool with_entropy, Partial<float>* out, cudaStream_t stream);
 template <class X, class Y>  // Y is X, or a 16-bit type where X is float
 void launch_gradient(const X* logits, Y* out, const LogitRows& rows, const LogitGradient& gradient, cudaStream_t stream);
 void launch_fold(const Partial<float>* parts, int64_t count, const LogitRows& rows, Partial<float>* out, cudaStream_t stream);

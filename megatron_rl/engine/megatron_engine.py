@@ -195,7 +195,7 @@ class MegatronEngine(ModelEngine):
             if self.arch.head == "value":
                 values = head.values(hidden, rows["labels"], packed)
             elif post_hook is None:
-                values = head.logprobs(hidden, rows["labels"], packed, temperature)[entropy]  # one of the pair
+                values = head.logprobs(hidden, rows["labels"], packed, temperature, entropy)[int(entropy)]
             else:
                 values = post_hook(head.logits(hidden, packed), TensorDict(rows))
             # The schedule wants a loss and a weight of every microbatch; the values are what is kept.

@@ -32,12 +32,14 @@ class Head:
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
 
-    def logprobs(self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log p(label) and entropy, both `[T]` float32."""
-        parts = lm_head_logprobs(hidden, labels=labels, **self._weight(), **self._rows(packed, temperature))
+    def logprobs(
+        self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float, with_entropy: bool = True
+    ) -> Tensor:
+        """Return log p(label), and entropy where it is wanted: `[1 or 2, T]` float32."""
+        options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
+        parts = lm_head_logprobs(hidden, labels=labels, **options)
         # A row is computed on one context rank and 0 on the others.
-        logprobs, entropy = sum_for_all(torch.stack(parts), self.context)
-        return logprobs, entropy
+        return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
     def logprob_loss(
         self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows

@@ -96,9 +96,11 @@ def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[f
     return temperature, None, shard.start, max(0, min(len(weight), shard.stop - shard.start))
 
 
-def logits_results(logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple) -> tuple[Tensor, ...]:
-    """(log-probs, entropy, peak, log-sum) of logits that need no gradient."""
-    partials = ops.logprob_partials(logits, labels, *rest)  # [tiles, c, 4]: peak, sum, moment, the label's logit
+def logits_results(
+    logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True
+) -> tuple[Tensor, ...]:
+    """(log-probs, entropy, peak, log-sum) of logits that need no gradient; entropy that is not wanted is NaN."""
+    partials = ops.logprob_partials(logits, labels, *rest, with_entropy)
     if shard.is_split:
         assert shard.group is not None
         partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
@@ -122,13 +124,13 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
-        temperature: float, chunk: int,
+        temperature: float, chunk: int, with_entropy: bool,
     ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
         logits = None
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # without rows one empty chunk
             logits = head_logits(h, weight, logits)  # [c, V_local]
-            parts.append(logits_results(logits, y, shard, rest))
+            parts.append(logits_results(logits, y, shard, rest, with_entropy))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no more memory than the chunk that had to be there anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
@@ -159,7 +161,7 @@ class HeadLogprobs(torch.autograd.Function):
             by_weight = found.to(weight.dtype)
         elif needs_weight:
             by_weight = placeholder(weight)
-        return grad_hidden, by_weight, *(None,) * 5
+        return grad_hidden, by_weight, *(None,) * 6
 
 
 class HeadLoss(torch.autograd.Function):
@@ -315,6 +317,7 @@ def lm_head_logprobs(
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
     rows_per_chunk: int | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]`.
 
@@ -325,13 +328,14 @@ def lm_head_logprobs(
     every time. Rows go through the head in chunks; the backward forms the logits of each again, unless there is one
     chunk only. The weight's gradient is summed over the chunks in float32, in main_grad where that is given: a tensor
     like the weight, to which it is added. Autograd then gets a gradient without meaning, if the weight asks for one.
+    with_entropy: where False, the time for the entropy is saved and what is returned for it is NaN.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
     chunk = rows_per_chunk or rows_of_chunk(len(weight))
-    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, main_grad, shard, temperature, chunk)
+    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, main_grad, shard, temperature, chunk, with_entropy)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)
 

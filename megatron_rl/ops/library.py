@@ -80,7 +80,7 @@ def tiles(columns: int, dtype: torch.dtype) -> int:
 
 
 @torch.library.register_fake("megatron_rl::logprob_partials")
-def _(logits, labels, temperature, temperatures, vocab_start, columns):
+def _(logits, labels, temperature, temperatures, vocab_start, columns, with_entropy=True):
     return logits.new_empty((tiles(columns, logits.dtype), logits.shape[0], 4), dtype=accumulator(logits.dtype))
 
 

@@ -132,7 +132,8 @@ def packed_logprobs(
     columns = max(0, min(logits.shape[1], size - vocab_start))  # the last rank may hold padding, or nothing else
     one, each = check_temperature(temperature, labels)
     # Detached, as the backward of logprob_finish gives the whole gradient of the logits.
-    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns)  # [tiles, T, 4]
+    # [tiles, T, 4]: peak, sum, moment, the label's logit
+    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns, return_entropy)
     if tp_group is not None:
         partials = gather_partials(ops.logprob_fold(partials, labels, one, each), tp_group)
     logprobs, entropy, _, _ = ops.logprob_finish(
@@ -182,14 +183,20 @@ def gather_logprobs_entropy(
     logits: `[T, V_local]`, plain or as the engine hands them to a loss (then they know their columns). labels: `[T]`
     int64 over the whole vocabulary; negative ones are ignored. temperature divides the logits.
     """
-    if isinstance(logits, VocabParallelLogits):
-        shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
-    shard = shard or VocabShard(0, logits.shape[-1], logits.shape[-1])
-    return packed_logprobs(logits, labels, temperature=temperature, return_entropy=True, **shard.columns)
+    plain, columns = with_columns(logits, shard)
+    return packed_logprobs(plain, labels, temperature=temperature, return_entropy=True, **columns)
 
 
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, shard: VocabShard | None = None
 ) -> Tensor:
     """Return log p(label), `[T]` float32: `gather_logprobs_entropy` without the entropy."""
-    return gather_logprobs_entropy(logits, labels, temperature=temperature, shard=shard)[0]
+    plain, columns = with_columns(logits, shard)
+    return packed_logprobs(plain, labels, temperature=temperature, **columns)
+
+
+def with_columns(logits: Tensor, shard: VocabShard | None) -> tuple[Tensor, dict[str, Any]]:
+    """Return plain logits, and their columns as `packed_logprobs` takes them."""
+    if isinstance(logits, VocabParallelLogits):
+        shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
+    return logits, (shard or VocabShard(0, logits.shape[-1], logits.shape[-1])).columns

@@ -23,6 +23,10 @@ def on(device, arguments):
 def logprobs_by(device, logits, labels, columns, start=0, temperatures=None):
     logits, labels, temperatures = on(device, (logits, labels, temperatures))
     partials = ops.logprob_partials(logits, labels, 0.7, temperatures, start, columns)
+    only = ops.logprob_partials(logits, labels, 0.7, temperatures, start, columns, with_entropy=False)
+    assert only[:, labels >= 0, 2].isnan().all()
+    same = [part[:, :, [0, 1, 3]].nan_to_num(1e30) for part in (only, partials)]
+    assert torch.equal(*same), "a log-probability is the same bits with entropy and without"
     folded = ops.logprob_fold(partials, labels, 0.7, temperatures)
     vocabulary = start + columns
     results = ops.logprob_finish(logits, partials, labels, 0.7, temperatures, start, columns, vocabulary, False)
@@ -92,21 +96,29 @@ def test_a_tensor_on_another_device_is_refused_by_name():
         ops.packed_labels(bounds, bounds.cpu(), None)
 
 
-def test_log_prob_kernels_with_padding_a_shard_and_a_temperature_for_each_row():
-    logits, labels = rows(width=64)
-    padded = torch.nn.functional.pad(logits, (0, 8), value=float("nan"))
-    assert_agree(padded, labels + 7, 64, start=7, temperatures=torch.rand(6) + 0.5)
+# Rows that are aligned and that are not; a part of a warp's columns, a warp's, and a warp's with some of the next's.
+@pytest.mark.parametrize("padding", [8, 7])
+@pytest.mark.parametrize("width", [64, 1024, 1027])
+def test_log_prob_kernels_with_padding_a_shard_and_a_temperature_for_each_row(width, padding):
+    logits, labels = rows(width=width)
+    padded = torch.nn.functional.pad(logits, (0, padding), value=float("nan"))
+    assert_agree(padded, labels + 7, width, start=7, temperatures=torch.rand(6) + 0.5)
 
 
-def test_log_prob_kernels_give_a_row_the_same_bits_alone_and_unaligned():
-    logits, labels = rows(width=20000, dtype=torch.bfloat16, count=3)
-    whole = logprobs_by("cuda", logits, labels, 20000)
-    store = torch.zeros(3, 20003, dtype=torch.bfloat16, device="cuda")
-    store[:, 1:20001] = logits.cuda()
-    for other in (store[:, 1:20001],):
-        for a, b in zip(whole, logprobs_by("cuda", other, labels, 20000), strict=True):
-            assert torch.equal(a, b)
-    alone = logprobs_by("cuda", logits[1:2], labels[1:2], 20000)
+# Fewer columns than 16 bytes hold, one tile of two warps and two tiles of five; rows that begin at every place.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [3, 2560, 20000])
+def test_log_prob_kernels_give_a_row_the_same_bits_alone_and_unaligned(width, dtype):
+    logits, labels = rows(width=width, dtype=dtype, count=9)
+    logits[3, ::2] = float("-inf")
+    whole = logprobs_by("cuda", logits, labels, width)
+    for past, stride in ((0, width + 1 + width % 2), (1, width + 8 + width % 2)):
+        store = torch.full((9, stride), float("nan"), dtype=dtype, device="cuda")
+        other = store[:, past : past + width]
+        other.copy_(logits)
+        for a, b in zip(whole, logprobs_by("cuda", other, labels, width), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    alone = logprobs_by("cuda", logits[1:2], labels[1:2], width)
     assert all(torch.equal(a[1:2], b) for a, b in zip(whole[:3], alone[:3], strict=True))
 
 
@@ -164,7 +176,7 @@ def test_labels_kernel_equals_the_reference(lengths, masked):
 
 
 def test_a_row_past_four_thousand_million_logits_is_found_where_all_others_are_masked():
-    count, stride, width = 33000, 131072, 1000
+    count, stride, width = 66000, 65536, 1000  # and more rows than a grid is high
     logits = torch.empty(count, stride, dtype=torch.bfloat16, device="cuda")[:, :width]  # one row is written and read
     logits[-1] = rows(width=width, dtype=torch.bfloat16, count=1)[0][0].cuda()
     labels = torch.full((count,), -100).index_fill(0, torch.tensor([count - 1]), 5)
