@@ -78,12 +78,17 @@ INLINE FloatLanes widen(const float* from) { return load_lanes<FloatLanes>(from)
 INLINE DoubleLanes widen(const double* from) { return load_lanes<DoubleLanes>(from); }
 
 INLINE FloatLanes widen(const BF16* from) {
-  return (FloatLanes)(__builtin_convertvector(load_lanes<HalfLanes>(from), WordLanes) << 16);
+#ifdef __AVX512F__  // GCC 12 converts in two halves by itself, and warns of the intrinsics without a mask
+  WordLanes word = (WordLanes)_mm512_maskz_cvtepu16_epi32(0xffff, load_lanes<__m256i>(from));
+#else
+  WordLanes word = __builtin_convertvector(load_lanes<HalfLanes>(from), WordLanes);
+#endif
+  return (FloatLanes)(word << 16);
 }
 
 INLINE FloatLanes widen(const F16* from) {
-#if defined(__AVX512F__)
-  return (FloatLanes)_mm512_maskz_cvtph_ps(0xffff, load_lanes<__m256i>(from));  // unmasked GCC 12 warns
+#ifdef __AVX512F__
+  return (FloatLanes)_mm512_maskz_cvtph_ps(0xffff, load_lanes<__m256i>(from));
 #elif defined(__F16C__)
   return (FloatLanes)_mm256_cvtph_ps(load_lanes<__m128i>(from));
 #else  // numbers.h tells how
@@ -102,11 +107,15 @@ INLINE void narrow(BF16* to, FloatLanes x) {
   WordLanes word = (WordLanes)x;
   WordLanes rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   rounded = (x == x) ? rounded : WordLanes{} + 0x7fc0u;
+#ifdef __AVX512F__
+  store_lanes(to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)rounded));
+#else
   store_lanes(to, __builtin_convertvector(rounded, HalfLanes));
+#endif
 }
 
 INLINE void narrow(F16* to, FloatLanes x) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
   store_lanes(to, _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   store_lanes(to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megatron_rl.ops import packed_logprobs, reference
+from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs, reference
 from megatron_rl.ops.library import ops
 from tests.unit.logit_cases import KINDS, WIDTHS, assert_rounded, exact, rows
 
@@ -30,6 +30,22 @@ def test_results_and_gradient_equal_float64(kind, dtype, inplace):
     for mine, right in zip(found[:2], true[:2], strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-6, atol=limit)
     assert_rounded(found[2], true[2], dtype, atol=5e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_without_entropy_are_the_same_bits(kind, dtype):
+    logits, labels = rows(kind, 1100, dtype)
+    both = forward_backward(logits, labels, torch.ones(6), torch.zeros(6))
+    x = logits.clone().requires_grad_()
+    logprobs = packed_logprobs(x, labels)
+    logprobs.sum().backward()
+    assert torch.equal(logprobs, both[0]) and torch.equal(x.grad, both[2])
+    hidden, weight = (torch.randn(n, 8) for n in (3, 33))
+    for chunk in (2, 3):
+        given = {"shard": VocabShard(0, 33, 33), "rows_per_chunk": chunk}
+        found, none = lm_head_logprobs(hidden, weight, torch.arange(3), **given, with_entropy=False)
+        assert torch.equal(found, lm_head_logprobs(hidden, weight, torch.arange(3), **given)[0]) and none.isnan().all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
