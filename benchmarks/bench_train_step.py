@@ -20,12 +20,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import frame
 import torch
 
+import megatron_rl
 from megatron_rl import platform
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
@@ -223,7 +226,9 @@ def measure_side(args: argparse.Namespace) -> dict:
         for _ in range(2):
             step()
         times = [frame.seconds(step) for _ in range(args.steps)]
-    peak = peak_memory_bytes()
+        peak = peak_memory_bytes()
+        microbatches = -(-int(batch.cu_seqlens[-1]) // args.tokens_per_microbatch)  # it takes no fewer
+        beside = device_costs(step, microbatches) if args.side == "megatron_rl" and platform.has_cuda() else {}
     dtype, size = (torch.bfloat16, 8192) if platform.has_cuda() else (torch.float32, 1024)
     return {
         "times": times,
@@ -231,7 +236,24 @@ def measure_side(args: argparse.Namespace) -> dict:
         "flops": model_flops(arch, batch),
         "tokens": int(batch.cu_seqlens[-1]),
         "matmul": matmul_rate(dtype, platform.device(), size),
+        "beside": beside,
     }
+
+
+def device_costs(step: Callable[[], object], microbatches: int) -> dict[str, float]:
+    """What a step has beside its computing: waits of the host, those in lines of our own, copies to the device."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = [told_of.filename for told_of in told if "synchronizing CUDA operation" in str(told_of.message)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    copies = sum(event.name.startswith("Memcpy HtoD") for event in trace.events())
+    own = sum(place.startswith(str(Path(megatron_rl.__file__).parent)) for place in places)
+    return {"waits": len(places), "own waits": own, "copies a microbatch": copies / microbatches}
 
 
 def run_side(side: str, workload: str, args: argparse.Namespace) -> dict:
@@ -254,6 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each side, in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="file for what a step has beside its computing, on a GPU")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # what a child process is to measure
     parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
     args = frame.arguments(parser, argv, shape="tiny", tokens_per_microbatch=64, steps=1, rounds=1, threads=1)
@@ -289,6 +312,10 @@ def main(argv: list[str] | None = None) -> None:
     print("| workload | tokens | side | s/step (range) | tokens/s | ratio | peak GiB | ratio | TFLOP/s | of matmul |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
+    if beside := results["megatron_rl"][-1]["beside"]:
+        print(f"\nA step of megatron_rl: {', '.join(f'{value:g} {name}' for name, value in beside.items())}.")
+    if args.json is not None:
+        args.json.write_text(json.dumps(beside) + "\n")
 
 
 if __name__ == "__main__":

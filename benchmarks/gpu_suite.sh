@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command of at most nine minutes: build, tests, compute-sanitizer, the operators
-# beside their peers, a training step, and where SGLang is installed a real run with it.
+# beside their peers, a training step, and where SGLang is installed a real run with it. What it prints at its end begins
+# with a yes or no to each bar that the project has set itself (suite_bars.py).
 # Usage: benchmarks/gpu_suite.sh [RESULTS_FOLDER] [WHEELS_FOLDER]
 # On a machine without a network, WHEELS_FOLDER holds what benchmarks/gpu_wheels.sh downloaded elsewhere. Each part has a
-# time limit, and its whole output in RESULTS_FOLDER; the tables are gpu_suite.md and gpu_suite.json. A part that fails
-# does not stop the next one; the exit status is 1 if any failed.
+# time limit, and its whole output in RESULTS_FOLDER; all that is printed is in gpu_suite.md, its figures in
+# gpu_suite.json and train_step.json. A part that fails does not stop the next one; the exit status is 1 if any failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -21,6 +22,7 @@ part() {
   shift 2
   if ((left < limit)); then limit=$left; fi
   if ((limit < 5)); then echo "not begun: the suite's time is used up" && return 1; fi
+  echo "gpu_suite: $name, at most $limit s" >&3
   timeout --kill-after=10 "$limit" "$@" 2>>"$results/$name.txt"
 }
 
@@ -60,12 +62,6 @@ install_wheels() {
 suite() {
   local status site pair
   local sanitizers=()
-  rm -f "$results"/{install,build,tests,memcheck,racecheck,operators,step,sglang}.txt
-  echo "# GPU suite"
-  echo
-  echo "$(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-  nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv,noheader 2>/dev/null
-
   if [ -n "$wheels" ]; then
     site=$(mktemp -d)
     install_wheels "$site" >"$results/install.txt" 2>&1
@@ -99,7 +95,7 @@ suite() {
   outcome operators $?
 
   printf '\n## Training step\n\n'
-  part step 130 "$python" -W ignore benchmarks/bench_train_step.py --rounds 1
+  part step 130 "$python" -W ignore benchmarks/bench_train_step.py --rounds 1 --json "$results/train_step.json"
   outcome step $?
 
   if "$python" -c 'import sglang' 2>/dev/null && [ -f models/smollm2-135m-instruct/config.json ]; then
@@ -113,5 +109,22 @@ suite() {
   ((${#failed[@]} == 0))
 }
 
-suite | tee "$results/gpu_suite.md"
-exit "${PIPESTATUS[0]}"
+# answers STATUS: what is printed, the bars first.
+answers() {
+  echo "# GPU suite"
+  echo
+  echo "$(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv,noheader 2>/dev/null
+  if (($1 != 0)); then echo "**A part failed: the last line says which.**"; fi
+  echo
+  "$python" benchmarks/suite_bars.py "$results"
+  cat "$results/parts.md"
+}
+
+exec 3>&2
+rm -f "$results"/{install,build,tests,memcheck,racecheck,operators,step,sglang}.txt "$results"/{gpu_suite,train_step}.json
+suite >"$results/parts.md"
+status=$?
+answers "$status" | tee "$results/gpu_suite.md"
+rm "$results/parts.md"
+exit "$status"

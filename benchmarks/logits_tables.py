@@ -19,10 +19,12 @@ from operator_peers import (
     Given,
     Peer,
 )
+from suite_bars import HEADS, LOGPROBS
 from suite_report import Budget, Report, each_case, guarded
 from torch import Tensor
 
 from megatron_rl.ops import VocabShard, lm_head_logprobs, reference
+from megatron_rl.ops.head import rows_of_chunk
 from megatron_rl.ops.library import ops
 
 VOCABULARIES = (151936, 128256, 32000)
@@ -127,9 +129,6 @@ def measure_peer(clock: DeviceClock, peer: Peer, mode: str, source: Tensor, give
         measured[f"err {name}"] = None if mine is None else float((mine - right).abs().max())
     measured["repeats alike"] = all(a is None or torch.equal(a, b) for a, b in zip(found, again, strict=True))
     return measured | clock.cost(lambda: call(logits, given), prepare)
-
-
-LOGPROBS = "Log-probabilities of materialised logits"
 
 
 def logprob_table(clock: DeviceClock, report: Report, budget: Budget, peers: list[Peer], cases: list[Logits]) -> None:
@@ -244,6 +243,7 @@ def make_head(case: Head, device: str) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.empty(case.rows, case.hidden, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     weight = torch.empty(case.vocab, case.hidden, dtype=torch.bfloat16, device=device)
     weight.normal_(0, 2 * case.hidden**-0.5, generator=generator)
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # Megatron's buffer, which is there in any case
     return hidden, weight, torch.randint(0, case.vocab, (case.rows,), generator=generator, device=device)
 
 
@@ -276,18 +276,16 @@ def measure_head(clock: DeviceClock, peer: Peer, hidden: Tensor, weight: Tensor,
     return {"err": error()} | clock.cost(lambda: head(hidden, weight, labels, ones))
 
 
-HEADS = "Output layer and loss, bfloat16 weights"
-
-
 def head_table(clock: DeviceClock, report: Report, budget: Budget, peers: list[Peer], cases: list[Head]) -> None:
     report.table(
         HEADS,
         f"{COST_LEGEND} The floor is three bare matrix products by cuBLAS in bfloat16 (one for the pass without "
         "gradient), the faster of whole and in chunks of 4096 rows. TFLOP/s: 6 T H V, without gradient 2 T H V. over "
         "floor: time over the floor's. ours: the policy loss at ratio 1 and advantage 1 with all statistics; its "
-        "gradient is that of the cross-entropy, which the peers have. err: relative, gradient of sampled rows of "
-        "hidden from float64.",
-        ("T", "V", "H", "what", *COST, "TFLOP/s", "over floor", "err", "error"),
+        "gradient is that of the cross-entropy, which the peers have; the weight's is added to a buffer, as the engine "
+        "does. err: relative, gradient of sampled rows of hidden from float64. chunks: extra memory but for two "
+        "tensors of hidden's size, in float32 logits of one chunk.",
+        ("T", "V", "H", "what", *COST, "TFLOP/s", "over floor", "chunks", "err", "error"),
     )
 
     def measure(case: Head) -> None:
@@ -297,6 +295,9 @@ def head_table(clock: DeviceClock, report: Report, budget: Budget, peers: list[P
             if measured["us"]:
                 flops = 2 * products * case.rows * case.vocab * case.hidden
                 measured |= {"TFLOP/s": flops / measured["us"] / 1e6, "over floor": measured["us"] / floor}
+            if what == "ours" and measured["us"]:
+                chunk = 4 * case.vocab * min(case.rows, rows_of_chunk(case.vocab))
+                measured["chunks"] = (measured["extra_mb"] * 1e6 - 2 * hidden.nbytes) / chunk
             report.row(T=case.rows, V=case.vocab, H=case.hidden, what=what, **measured)
 
         chunks = sorted({min(4096, case.rows), case.rows})

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from frame import commit
+from suite_bars import ENTROPY, LOGP_BACKWARD
 from torch import Tensor
 
-from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_logprobs, ppo_loss, reference
+from megatron_rl.ops import PpoOptions, VocabShard, lm_head_loss, packed_logprobs, ppo_loss, reference
 
-LOGP, ENTROPY = "logp", "logp, entropy"
-LOGP_BACKWARD, ENTROPY_BACKWARD = "logp, backward", "logp, entropy, backward"
+LOGP, ENTROPY_BACKWARD = "logp", "logp, entropy, backward"
 POLICY = "policy loss, backward"
 FORWARD = (LOGP, ENTROPY)
 BACKWARD = (LOGP_BACKWARD, ENTROPY_BACKWARD, POLICY)
@@ -123,10 +123,12 @@ def ours() -> Peer:
         return ppo_loss(own, given.proximal, None, given.advantages, given.labels >= 0, POLICY_OPTIONS)[0]
 
     def head(hidden, weight, labels, advantages):
-        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        shard = VocabShard(0, len(weight), len(weight))
-        loss, _ = lm_head_ppo_loss(h, w, labels, None, None, advantages, POLICY_OPTIONS, shard=shard)
-        return loss.detach(), *torch.autograd.grad(loss, (h, w))
+        def of_some(logprobs, entropy, places):
+            return ppo_loss(logprobs, None, None, advantages[places], labels[places] >= 0, POLICY_OPTIONS)
+
+        h, shard = hidden.detach().requires_grad_(), VocabShard(0, len(weight), len(weight))
+        loss, _ = lm_head_loss(h, weight, labels, of_some, shard=shard, main_grad=weight.main_grad)
+        return loss.detach(), *torch.autograd.grad(loss, h), weight.main_grad
 
     return Peer(
         name="ours",

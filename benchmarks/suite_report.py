@@ -54,11 +54,6 @@ class Report:
     def write(self) -> None:
         self.path.write_text(json.dumps(self.facts | {"tables": self.tables}, indent=1) + "\n")
 
-    def found(self, table: str, **wanted: Any) -> list[dict[str, Any]]:
-        """Measured rows with these values; none where the table was not reached."""
-        rows = self.tables.get(table, {"rows": []})["rows"]
-        return [row for row in rows if row.get("us") and all(row.get(key) == value for key, value in wanted.items())]
-
 
 def shown(value: Any) -> str:
     if value is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from device_clock import COST, COST_LEGEND, DeviceClock
+from suite_bars import GAE, LOSSES, OUR_LOSS
 from suite_report import Budget, Report, each_case, guarded
 from torch import Tensor
 
@@ -75,10 +76,6 @@ def measure_call(clock: DeviceClock, call: Callable[[], Tensor], true: Tensor, r
     return found | clock.cost(call) | ({"replayed us": clock.replay_us(call)} if replays else {})
 
 
-LOSSES = "Policy loss from log-probabilities"
-OUR_LOSS = "ours, loss, gradient and statistics"
-
-
 def loss_calls(columns: Columns, options: PpoOptions) -> dict[str, tuple[Callable[[], Tensor], str, bool]]:
     """{name: (call, what its error is of, whether it is replayed as a graph)}"""
     calls: dict[str, tuple[Callable[[], Tensor], str, bool]] = {
@@ -131,9 +128,6 @@ def padded_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float
         following = torch.where(mask[:, t], values[:, t], following)
         advantages[:, t] = carried
     return advantages.masked_fill(~mask, 0.0)
-
-
-GAE = "Advantages of packed sequences"
 
 
 def gae_calls(columns: Columns, sequences: int) -> dict[str, tuple[Callable[[], Tensor], bool]]:

@@ -1,15 +1,20 @@
-"""The GPU suite's tables without a GPU: their rows, budget and JSON, and every line of them on small CPU tensors."""
+"""The GPU suite without a GPU: its tables on small CPU tensors, its answers, and its whole command on stand-ins."""
 
-import contextlib
 import json
+import os
+import re
+import subprocess
 import sys
-import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.device_stand_ins import stand_in
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
@@ -24,38 +29,10 @@ def suite(monkeypatch):
         del sys.modules[name]
 
 
-class HostEvent:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end):
-        return (end.at - self.at) * 1e3
-
-
-class HostGraph:
-    def replay(self):
-        pass
-
-
-class HostStream:
-    def wait_stream(self, other):
-        pass
-
-
 @pytest.fixture
 def clock(suite, monkeypatch):
     """The clock of the suite, with the host's time where the device's events would be."""
-    nothing = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 0, "max_memory_allocated": 64}
-    for name, value in nothing.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for name, value in {"Event": HostEvent, "CUDAGraph": HostGraph, "Stream": HostStream}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "current_stream", HostStream)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    stand_in(monkeypatch.setattr)
     return suite.DeviceClock("cpu", seconds=0.0)
 
 
@@ -113,6 +90,7 @@ def test_a_cost_has_every_column(clock):
 
 
 def test_every_table_runs_and_agrees_with_float64(suite, clock, report, capsys, monkeypatch):
+    import checksum_table
     import logits_tables
     import operator_peers
     import token_tables
@@ -130,8 +108,8 @@ def test_every_table_runs_and_agrees_with_float64(suite, clock, report, capsys, 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)  # seconds, and not what is tested
     suite.loss_table(clock, report, budget, tokens)
     suite.gae_table(clock, report, budget, tokens)
+    suite.checksum_table(clock, report, budget, [checksum_table.Bucket(1 << 16, 3)])
     suite.print_facts(report)
-    suite.print_bars(report)
     rows = [row for table in tables.values() for row in table["rows"]]
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row.get("repeats alike", True) for row in rows)
@@ -141,4 +119,116 @@ def test_every_table_runs_and_agrees_with_float64(suite, clock, report, capsys, 
     assert {row["what"] for row in tables[logits_tables.LOGPROBS]["rows"]} == set(operator_peers.MODES)
     for name in (token_tables.LOSSES, token_tables.GAE):
         assert all(row["err"] < 1e-5 for row in tables[name]["rows"])
+    assert all(row["equal"] for row in tables[checksum_table.CHECKSUMS]["rows"])
     assert "| someone | absent | not here |" in capsys.readouterr().out
+
+
+# ---- the answers
+
+
+def test_a_bar_counts_the_worst_row_and_one_without_rows_is_not_measured(suite, tmp_path):
+    import suite_bars
+
+    def answers():
+        return [line.split(" | ")[-1].rstrip(" |") for line in suite_bars.lines_of(suite_bars.Found.read(tmp_path))][2:]
+
+    elsewhere = [f"not of a GPU: `{command}`" for command in suite_bars.ELSEWHERE.values()]
+    assert answers() == ["not measured"] * len(suite_bars.BARS) + elsewhere
+    names = {"peer": "ours", "logits": "bfloat16", "masked": 0.0}
+    rows = [{"T": 4096, "what": suite_bars.ENTROPY, **names, "of copy": share} for share in (0.95, 0.92)]
+    not_asked = [rows[0] | {"T": 512, "of copy": 0.1}, rows[0] | {"logits": "float32", "of copy": 0.1}]
+    loss = {"T": 32768, "sequences": 1, "what": suite_bars.OUR_LOSS, "loss": "by sequence", "us": 20.1, "launches": 1}
+    sums = [{"peer": peer, "GB/s": rate} for peer, rate in (("ours", 2000.0), ("ours", 1100.0), ("torch eager", 90.0))]
+    tables = {suite_bars.LOGPROBS: rows + not_asked, suite_bars.LOSSES: [loss], suite_bars.CHECKSUMS: sums}
+    found = {"tables": {name: {"rows": of_table} for name, of_table in tables.items()}}
+    (tmp_path / suite_bars.OPERATORS).write_text(json.dumps(found))
+    (tmp_path / suite_bars.STEP).write_text(json.dumps({"own waits": 4, "copies a microbatch": 2.0}))
+    said = dict(zip([bar.what.partition(",")[0].partition(":")[0] for bar in suite_bars.BARS], answers(), strict=False))
+    assert said["bf16 log-prob and entropy"] == "yes" and said["policy loss by sequence"] == "NO"
+    assert said["checksums of a publication at 400 Gb/s"] == "yes" and said["GAE of 32k tokens"] == "not measured"
+    assert [line for line in answers() if line in ("yes", "NO")] == ["yes", "NO", "yes", "yes", "NO", "yes"]
+    rows[0]["of copy"] = 0.919
+    (tmp_path / suite_bars.OPERATORS).write_text(json.dumps(found))
+    assert answers()[0] == "NO"
+
+
+def test_the_commands_for_what_a_gpu_does_not_tell_are_there(suite):
+    import suite_bars
+
+    for command in suite_bars.ELSEWHERE.values():
+        if command.startswith("python "):
+            assert (ROOT / command.split()[1]).is_file(), command
+
+
+# ---- the whole command
+
+
+def write_program(path, text):
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def run_suite(tmp_path):
+    """Run gpu_suite.sh on a machine whose tools are stand-ins; return (status, what it printed, its folder)."""
+    tools, results, wheels = (tmp_path / name for name in ("tools", "results", "wheels"))
+    for folder in (tools, wheels):
+        folder.mkdir()
+    write_program(tools / "nvidia-smi", "echo 'a stand-in, 580.1, 1980 MHz, 2619 MHz, 30'")
+    write_program(tools / "compute-sanitizer", '[ "$1 $3 $4" = "--tool --error-exitcode 1" ] && shift 4 && exec "$@"')
+    write_program(tools / "python", f'exec {sys.executable} {ROOT}/tests/gpu_suite_python.py "$@"')
+    (wheels / "one_more_module.py").write_text("")
+    with zipfile.ZipFile(wheels / "a_peer-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a_peer.py", "")
+        wheel.writestr("a_peer-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: a-peer\nVersion: 1.0\n")
+        wheel.writestr("a_peer-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("a_peer-1.0.dist-info/RECORD", "")
+
+    def run(*, python=tools / "python", **variables):
+        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(python)} | variables
+        command = ["bash", str(BENCHMARKS / "gpu_suite.sh"), str(results), str(wheels)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (results / "gpu_suite.md").read_text() == done.stdout, done.stderr
+        return done.returncode, done.stdout, results
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_suite_runs_through_on_stand_ins_and_begins_with_its_answers(run_suite, suite):
+    import suite_bars
+
+    status, said, results = run_suite()
+    logs = "".join(path.read_text() for path in results.glob("*.txt"))
+    assert status == 0 and said.endswith("Parts that failed: none.\n"), said[-2000:] + logs[-4000:]
+    lines = said.splitlines()
+    assert lines[0] == "# GPU suite" and re.fullmatch(r"\d{4}-\d\d-\d\d, commit \w+", lines[2])
+    assert lines[3].startswith("a stand-in, 580.1")
+    answers = lines[7 : 7 + len(suite_bars.BARS)]
+    assert lines[5].startswith("| bar |") and all(re.search(r"\| (yes|NO) \|$", line) for line in answers), answers
+    for name in ("build", "tests", "memcheck", "racecheck", "Operators", "Training step", "sglang"):
+        assert f"\n## {name}\n" in said
+    assert "a stand-in for yes and ('90a',)" in said and said.count("tests/gpu/test_operators_cuda.py: ") == 3
+    assert "| torch eager |" in said and "| 1b |" not in said and "1b, bfloat16, a stand-in" in said
+    assert "A step of megatron_rl: 0 waits, 0 own waits" in said
+    tables = json.loads((results / suite_bars.OPERATORS).read_text())["tables"]
+    assert len(tables) == 6 and all(table["rows"] and not table["skipped"] for table in tables.values())
+    assert not [row["error"] for table in tables.values() for row in table["rows"] if "error" in row]
+    assert not (results / "install.txt").exists()
+
+
+def test_a_part_that_fails_does_not_stop_the_others_and_its_bars_are_not_measured(run_suite, tmp_path):
+    # Fails at once in whatever it is asked for, but for the answers.
+    write_program(tmp_path / "broken", f'[[ $1 == *suite_bars.py ]] && exec {sys.executable} "$@"; echo no >&2; exit 3')
+    status, said, results = run_suite(python=tmp_path / "broken")
+    assert status == 1 and "**A part failed" in said.splitlines()[4]
+    assert said.endswith("Parts that failed: install build tests memcheck racecheck operators step.\n")
+    assert said.count("| not measured |") > 10 and "failed with status 3" in said and "## sglang\n\nNot run" in said
+    assert (results / "operators.txt").read_text() == "no\n"
+
+
+def test_what_is_left_when_the_time_is_used_up_is_said(run_suite, tmp_path):
+    write_program(tmp_path / "broken", f'[[ $1 == *suite_bars.py ]] && exec {sys.executable} "$@"; exit 0')
+    status, said, _ = run_suite(python=tmp_path / "broken", SUITE_SECONDS="3")
+    assert status == 1 and "not begun: the suite's time is used up" in said

@@ -1,0 +1,106 @@
+"""The `python` that a test gives benchmarks/gpu_suite.sh: each command with its real arguments, on stand-ins.
+
+What needs no GPU runs as it is. The build only reads its arguments, tests are only collected, the benchmarks run on a
+CPU with sizes that take seconds, and a training run is only configured.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build() -> None:
+    from csrc import build
+
+    build.build = lambda cuda, architectures: [f"a stand-in for {cuda} and {architectures}"]
+    build.main()
+
+
+def operators() -> None:
+    import bench_ops_cuda as suite
+    import torch
+    from checksum_table import Bucket
+    from device_clock import DeviceClock
+    from logits_tables import Head, Logits, Shard
+    from token_tables import Tokens
+
+    class Clock(DeviceClock):
+        def __init__(self) -> None:
+            super().__init__("cpu", seconds=0.0)
+
+        def ceilings(self) -> dict[str, float]:
+            return super().ceilings(1 << 12)
+
+        def launches_and_waits(self, *_) -> tuple[int, int]:
+            return 1, 0
+
+    suite.DeviceClock = Clock
+    suite.logits_cases = lambda: [Logits(4096, 50), Logits(512, 50, torch.float32, 0.5, slow_peers=True)]
+    suite.head_cases = lambda: [Head(8192, 100, 16)]
+    suite.token_cases = lambda: [Tokens(32768, 64), Tokens(32768, 1)]
+    suite.bucket_cases = lambda: [Bucket(1 << 20, 3)]
+    suite.shard_cases = lambda: [Shard(16, 64, 4)]
+    torch.compile = lambda function=None, **_: function or (lambda given: given)
+    suite.main()
+
+
+def step() -> None:
+    import bench_train_step as bench
+    import torch
+
+    from megatron_rl import platform
+
+    # The engine asks the real platform, and is on the CPU; the benchmark asks this one.
+    bench.platform = SimpleNamespace(has_cuda=lambda: True, device=platform.device)
+    bench.SHAPES["1b"], bench.WORKLOADS["long"] = bench.SHAPES["tiny"], bench.WORKLOADS["quick"]
+    bench.matmul_rate = lambda *_: 1.0
+    copies = [SimpleNamespace(name="Memcpy HtoD (Pinned -> Device)")]
+    trace = contextlib.nullcontext(SimpleNamespace(events=lambda: copies))
+    torch.profiler.profile = lambda activities: trace
+
+    def run_side(side, workload, args):
+        args.side, args.workload = side, workload
+        return bench.measure_side(args)
+
+    bench.run_side = run_side
+    bench.main()
+
+
+def configured(path: str, *overrides: str) -> None:
+    from megatron_rl.config import load_config
+
+    print(load_config(path, list(overrides)).rollout.backend)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[:2] == ["-W", "ignore"]:
+        words = words[2:]
+    failing = os.environ.get("STAND_IN_FAILS", "").split()
+    sys.path[0:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    what = words[1] if words[0] == "-m" else Path(words[0]).stem
+    if what in failing:
+        sys.exit(f"{what} fails, as it was told to")
+    if words == ["-c", "import sglang"]:
+        return
+    if words[:2] == ["-m", "megatron_rl.train"]:
+        return configured(*words[2:])
+    parts = {"build": build, "bench_ops_cuda": operators, "bench_train_step": step}
+    if words[0] != "-m" and what in parts:
+        if what != "build":
+            from tests.device_stand_ins import stand_in
+
+            stand_in(setattr)
+        sys.argv = words
+        return parts[what]()
+    if words[:2] == ["-m", "pytest"]:
+        words.append("--collect-only")
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+if __name__ == "__main__":
+    main()
