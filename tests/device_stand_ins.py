@@ -29,14 +29,24 @@ class HostStream:
         pass
 
 
+class HostGenerator:
+    """Makes the host's generator: an emulated device has none, and its numbers are drawn on the host."""
+
+    made = torch.Generator
+
+    def __new__(cls, device=None):
+        return cls.made()
+
+
 def stand_in(patch):
     """Replace what the benchmarks ask of torch.cuda, by `patch(object, name, value)`."""
     nothing = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 0, "max_memory_allocated": 64}
-    nothing |= {"get_device_name": "a stand-in", "set_sync_debug_mode": None}
+    nothing |= {"get_device_name": "a stand-in", "set_sync_debug_mode": None, "empty_cache": None}
     for name, value in nothing.items():
         patch(torch.cuda, name, lambda *_, value=value: value)
     for name, value in {"Event": HostEvent, "CUDAGraph": HostGraph, "Stream": HostStream}.items():
         patch(torch.cuda, name, value)
     patch(torch.cuda, "current_stream", HostStream)
+    patch(torch, "Generator", HostGenerator)
     for name in ("stream", "graph"):
         patch(torch.cuda, name, lambda _: contextlib.nullcontext())

@@ -1,7 +1,7 @@
 """The `python` that a test gives benchmarks/gpu_suite.sh: each command with its real arguments, on stand-ins.
 
-What needs no GPU runs as it is. The build only reads its arguments, tests are only collected, the benchmarks run on a
-CPU with sizes that take seconds, and a training run is only configured.
+What needs no GPU runs as it is. The build only reads its arguments and tests are only collected. The operators' tables
+run small on the emulated device, or where nvcc is not there on a CPU, and so does a step. A training run is configured.
 """
 
 import contextlib
@@ -20,17 +20,28 @@ def build() -> None:
     build.main()
 
 
+SCALE = 8
+"""Rows are so much fewer than the tables say."""
+
+
 def operators() -> None:
+    from csrc.emulation import emulated
+
+    device = "cpu" if emulated.missing() else "cuda"
+    if device == "cuda":
+        import tests.emulated_device  # noqa: F401  before torch
     import bench_ops_cuda as suite
+    import device_clock
     import torch
     from checksum_table import Bucket
-    from device_clock import DeviceClock
     from logits_tables import Head, Logits, Shard
     from token_tables import Tokens
 
-    class Clock(DeviceClock):
+    from tests.device_stand_ins import stand_in
+
+    class Clock(device_clock.DeviceClock):
         def __init__(self) -> None:
-            super().__init__("cpu", seconds=0.0)
+            super().__init__(device, seconds=0.0)
 
         def ceilings(self) -> dict[str, float]:
             return super().ceilings(1 << 12)
@@ -38,10 +49,22 @@ def operators() -> None:
         def launches_and_waits(self, *_) -> tuple[int, int]:
             return 1, 0
 
-    suite.DeviceClock = Clock
-    suite.logits_cases = lambda: [Logits(4096, 50), Logits(512, 50, torch.float32, 0.5, slow_peers=True)]
-    suite.head_cases = lambda: [Head(8192, 100, 16)]
-    suite.token_cases = lambda: [Tokens(32768, 64), Tokens(32768, 1)]
+        def times_us(self, call, prepare, repeats: int) -> list[float]:
+            return super().times_us(call, prepare, 1) * repeats
+
+        def host_us(self, call, repeats: int = 1) -> float:
+            return super().host_us(call, repeats)
+
+    class Report(suite.Report):
+        def row(self, **values) -> None:
+            super().row(**values | ({"T": values["T"] * SCALE} if "T" in values else {}))
+
+    stand_in(setattr)
+    device_clock.SCRATCH_BYTES = 1024
+    suite.DeviceClock, suite.Report = Clock, Report
+    suite.logits_cases = lambda: [Logits(512, 50), Logits(64, 50, torch.float32, 0.5, slow_peers=True)]
+    suite.head_cases = lambda: [Head(1024, 100, 16)]
+    suite.token_cases = lambda: [Tokens(4096, 64), Tokens(4096, 1)]
     suite.bucket_cases = lambda: [Bucket(1 << 20, 3)]
     suite.shard_cases = lambda: [Shard(16, 64, 4)]
     torch.compile = lambda function=None, **_: function or (lambda given: given)
@@ -53,7 +76,9 @@ def step() -> None:
     import torch
 
     from megatron_rl import platform
+    from tests.device_stand_ins import stand_in
 
+    stand_in(setattr)
     # The engine asks the real platform, and is on the CPU; the benchmark asks this one.
     bench.platform = SimpleNamespace(has_cuda=lambda: True, device=platform.device)
     bench.SHAPES["1b"], bench.WORKLOADS["long"] = bench.SHAPES["tiny"], bench.WORKLOADS["quick"]
@@ -91,10 +116,6 @@ def main() -> None:
         return configured(*words[2:])
     parts = {"build": build, "bench_ops_cuda": operators, "bench_train_step": step}
     if words[0] != "-m" and what in parts:
-        if what != "build":
-            from tests.device_stand_ins import stand_in
-
-            stand_in(setattr)
         sys.argv = words
         return parts[what]()
     if words[:2] == ["-m", "pytest"]:

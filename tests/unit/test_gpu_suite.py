@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from csrc.emulation import emulated
 from tests.device_stand_ins import stand_in
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +212,7 @@ def test_the_whole_suite_runs_through_on_stand_ins_and_begins_with_its_answers(r
         assert f"\n## {name}\n" in said
     assert "a stand-in for yes and ('90a',)" in said and said.count("tests/gpu/test_operators_cuda.py: ") == 3
     assert "| torch eager |" in said and "| 1b |" not in said and "1b, bfloat16, a stand-in" in said
+    assert emulated.missing() or "\na stand-in, torch" in said, "the tables ran on the emulated device"
     assert "A step of megatron_rl: 0 waits, 0 own waits" in said
     tables = json.loads((results / suite_bars.OPERATORS).read_text())["tables"]
     assert len(tables) == 6 and all(table["rows"] and not table["skipped"] for table in tables.values())
