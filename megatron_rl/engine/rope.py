@@ -36,7 +36,9 @@ class Rope:
             max_position_embeddings=arch.max_positions,
             rope_parameters={"rope_theta": arch.rope_theta} | arch.rope_scaling,
         )
-        return cls(*ROPE_INIT_FUNCTIONS[arch.rope_scaling["rope_type"]](config, torch.device("cpu")))
+        with torch.device("cpu"):
+            frequencies, factor = ROPE_INIT_FUNCTIONS[arch.rope_scaling["rope_type"]](config, torch.device("cpu"))
+        return cls(frequencies.to(torch.get_default_device()), factor)  # here, so that no update waits for it
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Return what rotates rows at `[R]` positions."""

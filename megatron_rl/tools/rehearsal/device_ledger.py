@@ -7,7 +7,6 @@ in a backward pass of torch's own it is the one that called backward.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 import weakref
@@ -145,7 +144,7 @@ class Ledger:
         launches = LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1
         phase.kernels += launches
         self.memory.kernels += launches
-        if op.name.startswith("torch_attn::"):
+        if "cu_seq_q" in op.arguments:
             phase.flops["attention"] += _attention_flops(func, args)
         elif count := flop_registry.get(func._overloadpacket):
             # Of products the counter knows matrices alone, and not the options of newer overloads.
@@ -305,14 +304,15 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
 
 
 def _attention_flops(func, args) -> int:
-    """Count the products of torch's attention over packed rows, of which masks spare nothing: the counter's rule."""
+    """Count the products of attention over packed rows, of which masks spare nothing: the counter's rule."""
     given = dict(zip(operation(func).arguments, args, strict=False))
     queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
     if queries is None or keys is None:
         return 0
     pairs = int((queries.diff().long() * keys.diff()).sum())
-    products = 5 if "backward" in func._schema.name else 2
-    return 2 * products * pairs * math.prod(given["query"].shape[1:])
+    width, of_values = given["query"].shape[2], given["value"].shape[2]
+    products = 3 * width + 2 * of_values if "backward" in func._schema.name else width + of_values
+    return 2 * pairs * given["query"].shape[1] * products
 
 
 def shown(filename: str, line: int) -> str:

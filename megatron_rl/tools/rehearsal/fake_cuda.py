@@ -192,6 +192,8 @@ class FakeCuda(TorchDispatchMode):
                 target = self.run(func, (source,), kwargs)
             else:
                 target = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=False)
+            if not is_blocking:
+                self.ledger.note_pinned(target)  # torch allocates it so, or the copy would wait
             self._to_host(source, target, is_blocking=is_blocking)
             return target
         made = self.run(func, (source,), kwargs)

@@ -175,6 +175,23 @@ def apply_rotary_pos_emb(
     return RotaryFunction.apply(t, freqs[: t.shape[0]].float())
 
 
+class AttentionFunction(torch.autograd.Function):
+    """Attention over packed rows. It keeps queries, keys, values, its result and the statistics of the softmax."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, query_cu, key_cu) -> Tensor:
+        is_one = key.untyped_storage()._cdata == value.untyped_storage()._cdata and key.stride() == value.stride()
+        if not is_one:  # keys and values side by side are read where they are
+            query, key, value = (x.contiguous() for x in (query, key, value))
+        out, *kept = kernels.attention(query, key, value, query_cu, key_cu)
+        ctx.save_for_backward(query, key, value, out, *kept, query_cu, key_cu)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return *kernels.attention_backward(gradient.contiguous(), *ctx.saved_tensors), None, None
+
+
 # -- tokens and experts ------------------------------------------------------------------------------------------------
 
 

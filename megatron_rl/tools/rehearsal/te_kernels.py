@@ -21,16 +21,18 @@ LAUNCHES: dict[Any, Callable[..., int]] = {}
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
 """Of a launch over lists of tensors: elements of a block, most blocks, and most tensors by the number of lists."""
 
+_ROWS = torch.contiguous_format
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None = None, flops: Callable | None = None):
     """Make a function an operator; `without_memory` returns tensors like its results, `flops` takes shapes."""
 
-    def define(compute: Callable) -> Any:
+    def define(compute: Callable | None) -> Any:
         name = schema.partition("(")[0]
         _library.define(schema)
-        _library.impl(name, compute, "CPU")
+        if compute is not None:
+            _library.impl(name, compute, "CPU")
         _library.impl(name, without_memory, "Meta")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if launches is not None:
@@ -161,6 +163,32 @@ def rotate(x, angles, back):
     sines = -angles.sin() if back else angles.sin()
     rotated = rotated * angles.cos() + torch.cat([-high, low], dim=-1) * sines
     return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+
+
+# -- attention by cuDNN; on the host DotProductAttention computes by itself --------------------------------------------
+
+
+def _rows_of_statistics(tokens: int) -> int:
+    """Return the rows that cuDNN's plans are made for: a power of 2 from 1,024 on, from 32,768 on multiples of it."""
+    return max(1024, 1 << (tokens - 1).bit_length()) if tokens <= 1 << 15 else -(-tokens >> 15) << 15
+
+
+# Zeros first, where rows may be padding; then lengths and offsets of the segments, and forward a random state.
+attention = _kernel(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k) -> (Tensor, Tensor, Tensor)",
+    without_memory=lambda query, key, value, *_: (
+        query.new_empty(*query.shape[:2], value.shape[2]),
+        query.new_empty(_rows_of_statistics(query.shape[0]), query.shape[1], 1, dtype=torch.float32),
+        query.new_empty(2, dtype=torch.int64),
+    ),
+    launches=lambda *_: 1 + 2 + 1 + 1,
+)(None)
+attention_backward = _kernel(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor statistics, Tensor "
+    "random, Tensor cu_seq_q, Tensor cu_seq_k) -> (Tensor, Tensor, Tensor)",
+    without_memory=lambda gradient, *qkv: tuple(torch.empty_like(x, memory_format=_ROWS) for x in qkv[:3]),
+    launches=lambda *_: 3 + 2 + 2,
+)(None)
 
 
 # -- tokens and experts ------------------------------------------------------------------------------------------------

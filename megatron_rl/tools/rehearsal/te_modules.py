@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.tools.rehearsal.te_functions import GroupedLinearFunction, LinearFunction, RMSNormFunction
+from megatron_rl.tools.rehearsal.te_functions import (
+    AttentionFunction,
+    GroupedLinearFunction,
+    LinearFunction,
+    RMSNormFunction,
+)
 
 
 def _mark_split(parameter: Tensor, dim: int) -> None:
@@ -285,9 +290,9 @@ class LayerNorm(nn.Module):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Attention over packed rows, one segment after the other; the queries are the last of their segment's keys.
+    """Attention over packed rows, by cuDNN on a device; the queries are the last of their segment's keys.
 
-    On the host alone: what it launches and keeps on a device is not stood in for.
+    On the host one segment follows the other.
     """
 
     def __init__(
@@ -304,7 +309,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.widths = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.heads, self.groups = num_attention_heads, num_gqa_groups or num_attention_heads
         self.scale = softmax_scale or self.widths[0] ** -0.5
-        self.is_stood_in_for = (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
+        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
 
     def forward(
         self,
@@ -318,14 +323,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         max_seqlen_kv: int,
         window_size: tuple[int, int] = (-1, 0),
     ) -> Tensor:
-        if not self.is_stood_in_for or query_layer.is_cuda:
-            raise NotImplementedError(
-                "Transformer Engine's attention is stood in for over packed rows on the host alone: rehearse with "
-                "model.flash_attention=torch."
-            )
         assert tuple(query_layer.shape[1:]) == (self.heads, self.widths[0])
         assert [tuple(x.shape[1:]) for x in (key_layer, value_layer)] == [(self.groups, n) for n in self.widths]
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32 and window_size[1] == 0
+        if query_layer.is_cuda:
+            layers = query_layer, key_layer, value_layer
+            return AttentionFunction.apply(*layers, cu_seqlens_q, cu_seqlens_kv).flatten(1)
         counts, key_counts = cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist()
         assert max(counts) == max_seqlen_q and max(key_counts) == max_seqlen_kv
         segments = zip(

@@ -7,15 +7,19 @@ What it stands in for, read off Transformer Engine's published sources at v2.9, 
   the product.
 - GroupedLinear keeps its input, and is one product per expert with rows, on streams of their own.
 - RMSNorm is one kernel, and two in backward. It keeps its input and the factor of each row.
+- Attention is cuDNN's, as on GPUs from Hopper on. It keeps queries, keys, values, its result and four bytes for each
+  row and head. Keys and values that do not lie side by side are copied where they are not dense. It is one kernel, and
+  two in backward; zeros, lengths, offsets and a random state are four launches more, and five.
 - Rotation is one kernel and keeps the angles. Tokens are permuted by four kernels (three make the map, which is kept:
   int32, twice the experts and one for each token), put back by one, and chunks of them sorted by two.
 - Adam, the gradients' norm and their scaling are a launch for every 320 blocks of 65,536 elements or 30 to 110 tensors.
   Moments of 16 bits are unpacked to float32 for the whole step.
 - With `fuse_wgrad_accumulation` products add to `main_grad`.
 
-Left out: the 32 MiB that cuBLAS works in, for each of up to 5 streams, and a bias' gradient as a part of the product.
-What is not stood in for raises ImportError, NotImplementedError or AssertionError: quantisation, LayerNorm, attention,
-cross entropy, overlapped communication, biases of experts. On the host all of it computes with plain torch.
+Left out: the 32 MiB that cuBLAS works in, for each of up to 5 streams, what cuDNN works in, and a bias' gradient
+as a part of the product. What is not stood in for raises ImportError, NotImplementedError or AssertionError:
+quantisation, LayerNorm, cross entropy, overlapped communication, biases of experts. On the host all of it computes with
+plain torch.
 
 Call `install()` before anything imports megatron.core, in a process of its own.
 """

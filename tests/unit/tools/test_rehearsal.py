@@ -37,6 +37,7 @@ TINY = dict(
 )
 CONFIG = "configs/gsm8k_qwen3_4b.yaml"
 SMALL = ("batch.tokens_per_microbatch=1024", "generation.max_new_tokens=128", "data.max_prompt_tokens=64")
+CUDNN = "attention by cuDNN"
 STAGES = ("parallel.pipeline=2",)  # beside the config's two tensor ranks: 0 and 4 are the first of both stages
 FAILS = {
     "a_mask_left_on_the_host": "at least two devices",
@@ -82,12 +83,14 @@ def cases(model, tmp_path_factory):
     """By case and rank: what it found, or the text of the fault that ended it."""
     folder = tmp_path_factory.mktemp("cases")
     words = [f"model.path={model}", *SMALL, *STAGES]
-    faults = {"sound": [], "waits": list(WAITS), "memory": list(MEMORY)} | {name: [name] for name in [*FAILS, *APART]}
+    faults = {"sound": [], CUDNN: [], "waits": list(WAITS), "memory": list(MEMORY)}
+    faults |= {name: [name] for name in [*FAILS, *APART]}
+    settings = {name: [*words, f"model.flash_attention={'TE' if name == CUDNN else 'torch'}"] for name in faults}
     ranks = {name: [7, 4, 0] if name == "sound" else [4, 0] if name in APART else [7] for name in faults}
     return rehearsed(
         folder,
         {
-            case: {"faults": names, "orders": [order_of(CONFIG, 8, words, rank=rank) for rank in ranks[case]]}
+            case: {"faults": names, "orders": [order_of(CONFIG, 8, settings[case], rank=rank) for rank in ranks[case]]}
             | ({} if case == "sound" else {"hears": "sound"})
             for case, names in faults.items()
         },
@@ -149,6 +152,18 @@ def test_memory_is_of_the_parts_that_it_serves(cases):
     usual, found = (cases[case][7]["peak_by_part"] for case in ("sound", "memory"))
     assert found["activations"] < 1.1 * usual["activations"], "what only the code keeps, autograd does not"
     assert found["other"] > usual["other"] + 150_000
+
+
+def test_attention_by_cudnn_keeps_what_flash_attention_keeps_and_launches_more(cases):
+    usual, found = cases["sound"][7], cases[CUDNN][7]
+    assert isinstance(found, dict), found
+    before, after = usual["phases"]["update"], found["phases"]["update"]
+    assert after["flops"] == before["flops"] and after["syncs"] == before["syncs"]
+    # Five launches and seven of a layer, for one each way and two zeros for what has no gradient.
+    assert after["kernels"] - before["kernels"] == (5 + 7 - 4) * after["microbatches"]
+    # A number for each row and each of two heads, as if there were 1,024 rows: some 800 in two microbatches under way.
+    more = found["peak_by_part"]["activations"] - usual["peak_by_part"]["activations"]
+    assert 0 < more < 2 * 4 * 2 * 300 and more % 512 == 0
 
 
 def test_what_autograd_keeps_is_found_in_the_graph():
