@@ -26,10 +26,10 @@ PpoTokens<X> ppo_tokens(
   PpoTokens<X> tokens = {
       count,
       elements<X>(logprobs, "logprobs", count),
-      elements_or_null<X>(proximal, "proximal_logprobs", count),
+      elements<X>(proximal ? *proximal : logprobs, "proximal_logprobs", count),
       elements_or_null<X>(behavior, "behavior_logprobs", count),
       elements<X>(advantages, "advantages", count),
-      elements_or_null<X>(ref, "ref_logprobs", count),
+      elements<X>(ref ? *ref : logprobs, "ref_logprobs", count),
       elements_or_null<X>(entropy, "entropy", count),
       elements_or_null<X>(row_weights, "row_weights", count),
       elements<bool>(mask, "mask", count),

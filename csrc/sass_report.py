@@ -1,8 +1,8 @@
-"""Predict a kernel's share of the copy bandwidth from the machine code that ptxas made. Needs no GPU, and asks none.
+"""Predict what the kernels take of a GPU's time from the machine code that ptxas made. Needs no GPU, and asks none.
 
-The path: among all ways through a kernel that load a given number of 16-byte pieces and take an exponential of each of
-their numbers, the one of fewest instructions. Kernels without such loads have no prediction. Checksums take no
-exponentials, and the one that sums words goes round a loop.
+The log-probability kernels, as a share of the copy bandwidth. The path: among all ways through a kernel that load a
+given number of 16-byte pieces and take an exponential of each of their numbers, the one of fewest instructions.
+Checksums take no exponentials, and the one that sums words goes round a loop.
 
 The model is a closed queue for one multiprocessor. Its customers are the resident blocks, as many as registers and
 warps allow. Each goes round three stations. Memory: the block's bytes at the bandwidth of a copy. Issue: the busiest of
@@ -11,6 +11,13 @@ delay: the latency of one warp alone by LATENCY, on the shortest path that also 
 its last warp is), which other resident blocks hide as far as there are enough of them (Little's law). Services are
 constant, so a block that finds another being served waits half of its time on average (mean value analysis with that
 correction). A launch pays the delay and the issue of one block once more, where it fills and drains.
+
+The policy loss and the advantages, in microseconds. The path: the longest way, every option on, without what is seldom.
+Loops go round once, but for the search among many sequences and the addition of many pieces, whose rounds are counted.
+The same queue holds as many blocks as one multiprocessor gets. Where blocks are fewer than multiprocessors, each has
+more of the bandwidth, up to 64 bytes a clock. The delay is that of a block that finishes last and adds up what all have
+left. Two sweeps: the blocks of both begin together, and when the first sweep is done, the second goes on behind its
+wait. Where they are not all resident, the second begins anew. A launch pays LAUNCH_SECONDS.
 """
 
 from __future__ import annotations
@@ -31,8 +38,8 @@ TILE_BYTES = BLOCK_WARPS * SLICE_BYTES
 
 USABLE_SLOTS = 0.92
 BLOCK_START_CLOCKS = 200
-FINISH_SECONDS = 2.0e-6
-"""Time of finish_kernel, which follows partials_kernel, with the gap between two kernels of a stream."""
+FINISH_SECONDS = LAUNCH_SECONDS = 2.0e-6
+"""Time of finish_kernel, which follows partials_kernel, with the gap between two kernels of a stream; that gap."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ PIPES = {
     "lsu": "LDG STG LD ST LDS STS SHFL ATOM ATOMG RED REDG REDUX",
     "uniform": "R2UR S2R S2UR LDC UMOV ULDC LDCU UIADD3 UIMAD ULEA USHF ULOP3 USEL UISETP UPLOP3 UFSETP UFSEL UFMUL "
     "UFADD VOTEU UP2UR",
-    "control": "BRA BSSY BSYNC EXIT NOP BAR CALL RET MEMBAR ERRBAR CCTL CGAERRBAR YIELD WARPSYNC LEPC",
+    "control": "BRA BSSY BSYNC EXIT NOP BAR CALL RET MEMBAR ERRBAR CCTL CGAERRBAR YIELD WARPSYNC LEPC ENDCOLLECTIVE",
 }
 PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
 
@@ -78,8 +85,10 @@ RATES_OF = {"sm_80": RATES | {"fma": 64, "fp64": 32}, "sm_90a": RATES, "sm_100":
 LATENCY = {
     "fma": 5, "imad": 5, "alu": 5, "fp64": 9, "mufu": 20, "conversion": 20, "lsu": 30, "uniform": 12, "control": 1,
 }  # fmt: skip
-DRAM_CLOCKS, CACHE_CLOCKS, BARRIER_CLOCKS = 650, 280, 30
-"""A 16-byte load comes from memory. A narrower one is a number of the row, which its other blocks have fetched."""
+DRAM_CLOCKS, CACHE_CLOCKS, BARRIER_CLOCKS, FENCE_CLOCKS = 650, 280, 30, 500
+"""A 16-byte load comes from memory. A narrower one is a number of the row, which its other blocks have fetched; of a
+policy loss or advantages it comes from memory, too, but for what other blocks of the launch have left. A fence waits
+until the stores of its block have arrived."""
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P[\dT]))?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
 LABEL = re.compile(r"(\.L_x_\d+)")
@@ -121,8 +130,13 @@ class Instruction:
     @property
     def latency(self) -> int:
         if self.name in ("LDG", "LD", "ATOMG", "ATOM"):
-            return DRAM_CLOCKS if self.loads_piece else CACHE_CLOCKS
+            return DRAM_CLOCKS if self.loads_piece and self.loads_column else CACHE_CLOCKS
         return BARRIER_CLOCKS if self.name == "BAR" else LATENCY[self.pipe]
+
+    @property
+    def loads_column(self) -> bool:
+        """It reads what the launch was given; a strong load reads what other blocks of it have written."""
+        return self.name == "LDG" and ".STRONG" not in self.opcode
 
     @cached_property
     def registers(self) -> tuple[list[str], list[str]]:
@@ -243,16 +257,57 @@ def paths(blocks: list[Block], exponentials: int, must_store: bool, shuffles: in
     return found
 
 
-def clocks_alone(path: list[Instruction]) -> int:
+def longest(blocks: list[Block], through: str, around: str, start: int = 0, end: int = -1) -> list[Instruction]:
+    """The longest way that meets an instruction like `through` and none like `around`, each loop once.
+
+    From one block to another, or to where the kernel ends.
+    """
+    order, closing = in_order(blocks)
+    ways: dict[tuple[int, bool], tuple[int, list[int]]] = {(start, False): (0, [])}
+    best: tuple[int, list[int]] = (0, [])
+    for number in order:
+        instructions = blocks[number].instructions
+        if any(re.match(around, i.opcode) for i in instructions):
+            continue
+        meets = any(re.match(through, i.opcode) for i in instructions)
+        for met in (False, True):
+            if (number, met) not in ways:
+                continue
+            length, way = ways[number, met]
+            longer = (length + len(instructions), [*way, number])
+            ends = number == end or (end < 0 and bool(instructions) and instructions[-1].name == "EXIT")
+            if ends and (met or meets):
+                best = max(best, longer)
+            for following in blocks[number].following:
+                if (number, following) not in closing:
+                    key = (following, met or meets)
+                    ways[key] = max(ways.get(key, longer), longer)
+    if not best[1]:
+        raise ValueError(f"no way meets an instruction like {through} and none like {around}")
+    return [i for number in best[1] for i in blocks[number].instructions]
+
+
+def round_of_loop(blocks: list[Block], through: str) -> list[Instruction]:
+    """The longest way once round the shortest loop with such an instruction."""
+    rounds = []
+    for last, first in in_order(blocks)[1]:
+        try:
+            rounds.append(longest(blocks, through, NOTHING, first, last))
+        except ValueError:
+            continue
+    return min(rounds, key=len)
+
+
+def clocks_alone(path: list[Instruction], column_clocks: int = CACHE_CLOCKS) -> int:
     """Of one warp, which issues in order and waits for what an instruction reads."""
     ready: Counter[str] = Counter()
     clock = 0
     for instruction in path:
         written, read = instruction.registers
         clock = max([clock + 1, *(ready[register] for register in read)])
-        ready.update({register: clock + instruction.latency - ready[register] for register in written})
-        if instruction.name == "BAR":
-            clock += BARRIER_CLOCKS
+        latency = max(instruction.latency, column_clocks) if instruction.loads_column else instruction.latency
+        ready.update({register: clock + latency - ready[register] for register in written})
+        clock += {"BAR": BARRIER_CLOCKS, "MEMBAR": FENCE_CLOCKS}.get(instruction.name, 0)
     return clock
 
 
@@ -328,6 +383,84 @@ class Kernel:
         }
 
 
+STRONG, SLOW, NOTHING = r"LDG.*STRONG", r"CALL|WARPSYNC.COLLECTIVE|ENDCOLLECTIVE", r"$"
+"""Opcodes by which ways are told apart: a load of what other blocks have left (the first of these is the wait for the
+first sweep), and what is seldom: divisions by denormal numbers, shuffles of a warp that has come apart."""
+TILE_MAP, PIECE_MEANS, STATISTICS = r"STG\.E\.(64|128)", r"STG\.E\.128", r"STG\.E\.64"
+"""Of the stores: what the first sweep leaves, of advantages and of the policy loss, and the last block's sums."""
+SEARCH, ADDITION = r"VOTE", r"DADD"
+"""In a loop: the search of a sequence, and the last block's addition of what the pieces have left."""
+SEARCHED_AT_ONCE, ADDED_AT_ONCE, MOST_BYTES_PER_CLOCK = 64, 128, 64
+TOKENS = 32768
+PPO_CASES = {"by token": 0, "one sequence": 1, "64 sequences": 64}
+GAE_CASES = {"one sequence": 1, "64 sequences": 64, "2048 sequences": 2048}
+PPO_PIECE, PPO_BYTES, GAE_TILE, GAE_BYTES = 256, 37, 1024, 17
+"""Tokens of a block and bytes of a token, read and written (csrc/kernels/ppo.cu and gae.cu)."""
+
+
+@dataclass(frozen=True)
+class TokenKernel:
+    """A kernel of one number a token: blocks of 256 threads that mostly wait, for memory and for each other."""
+
+    registers: int
+    block_bytes: int
+    first: list[Instruction]  # the first of two sweeps; empty where there is one
+    second: list[Instruction]
+    search: list[Instruction]  # a further round of it, and of the addition
+    addition: list[Instruction]
+
+    def clocks(self, path: list[Instruction], blocks: int, device: Device, more: int = 0) -> float:
+        on_one = -(-blocks // device.multiprocessors)
+        bytes_per_clock = device.bytes_per_clock * max(1.0, device.multiprocessors / blocks)
+        memory = self.block_bytes / min(bytes_per_clock, MOST_BYTES_PER_CLOCK)
+        services = (memory, issue_clocks(path, device.architecture))
+        delay = BLOCK_START_CLOCKS + clocks_alone(path, DRAM_CLOCKS) - len(path) + more
+        return on_one / blocks_per_clock(min(on_one, blocks_resident(self.registers)), services, delay)
+
+    def seconds(self, blocks: int, sequences: int, device: Device) -> float:
+        """Of a launch with so many blocks a sweep."""
+        clocks = (blocks - 1) // ADDED_AT_ONCE * clocks_alone(self.addition)
+        search = sum(SEARCHED_AT_ONCE**i < sequences for i in range(1, 8)) * clocks_alone(self.search, DRAM_CLOCKS)
+        if not self.first:
+            clocks += self.clocks(self.second, blocks, device)
+        elif 2 * blocks <= blocks_resident(self.registers) * device.multiprocessors:
+            wait = next(i for i, step in enumerate(self.second) if re.match(STRONG, step.opcode))
+            clocks += self.clocks(self.first, 2 * blocks, device, search)
+            clocks += self.clocks(self.second[wait:], blocks, device) - BLOCK_START_CLOCKS
+        else:
+            clocks += sum(self.clocks(path, blocks, device, search) for path in (self.first, self.second))
+        return LAUNCH_SECONDS + clocks / device.clock
+
+    def described(self) -> dict[str, object]:
+        return {
+            "registers": self.registers,
+            "blocks resident": blocks_resident(self.registers),
+            "clocks of a warp alone": clocks_alone(self.second, DRAM_CLOCKS),
+        }
+
+
+def token_kernel(name: str, blocks: list[Block], registers: int) -> TokenKernel:
+    if name == "gae_kernel":
+        first, second = longest(blocks, TILE_MAP, f"{SLOW}|{STRONG}"), longest(blocks, STRONG, SLOW)
+        return TokenKernel(registers, GAE_TILE * GAE_BYTES, first, second, round_of_loop(blocks, SEARCH), [])
+    last, addition = longest(blocks, STATISTICS, SLOW), round_of_loop(blocks, ADDITION)
+    if name == "ppo_kernel<false>":
+        return TokenKernel(registers, PPO_PIECE * PPO_BYTES, [], last, [], addition)
+    first = longest(blocks, PIECE_MEANS, f"{SLOW}|{STRONG}")
+    return TokenKernel(registers, PPO_PIECE * PPO_BYTES, first, last, round_of_loop(blocks, SEARCH), addition)
+
+
+def microseconds(kernels: dict[str, TokenKernel], device: Device) -> dict[str, float]:
+    """`{case: microseconds}` of 32,768 tokens. By sequence the policy loss has a piece more for each."""
+    seconds = {}
+    for case, sequences in PPO_CASES.items():
+        kernel = kernels["ppo_kernel<true>" if sequences else "ppo_kernel<false>"]
+        seconds[f"policy loss, {case}"] = kernel.seconds(TOKENS // PPO_PIECE + sequences, sequences, device)
+    for case, sequences in GAE_CASES.items():
+        seconds[f"advantages, {case}"] = kernels["gae_kernel"].seconds(TOKENS // GAE_TILE, sequences, device)
+    return {case: round(1e6 * found, 1) for case, found in seconds.items()}
+
+
 STORED = {"bf16": ("BF16", 2), "fp16": ("F16", 2), "fp32": ("float", 4)}
 WIDTHS = (32000, 128256, 151936, 18992, 4000, 151935)
 """Three vocabularies, one of 8 ranks' part of the largest and of the smallest, and one whose rows are not aligned."""
@@ -355,6 +488,9 @@ def predictions(kernels: dict[str, Kernel], device: Device) -> dict[str, float]:
             found[f"forward {case}"] = round(100 * read / (forward + FINISH_SECONDS), 1)
             found[f"forward and backward {case}"] = round(100 * 3 * read / (forward + FINISH_SECONDS + backward), 1)
     return found
+
+
+PERCENT, MICROSECONDS = "predicted per cent of the copy bandwidth", "predicted microseconds of 32768 tokens"
 
 
 def disassemble(nvdisasm: str, cubin: Path) -> dict[str, list[Block]]:
@@ -439,6 +575,7 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
     """Return the content of csrc/resources.json. cubins, registers: by architecture, sm_90a for one."""
     described: dict[str, dict] = {}
     predicted: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for architecture, of_kernels in registers.items():
         described[architecture] = {name: {"registers": count} for name, count in of_kernels.items()}
         code = {name: blocks for cubin in cubins[architecture] for name, blocks in disassemble(nvdisasm, cubin).items()}
@@ -448,22 +585,32 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
             if re.match("partials|gradient", name)
         }
         described[architecture] |= {name: kernel.described(architecture) for name, kernel in kernels.items()}
+        by_token = {
+            name: token_kernel(name, code[name], of_kernels[name])
+            for name in of_kernels
+            if re.match(r"(ppo|gae)_kernel", name)
+        }
+        described[architecture] |= {name: kernel.described() for name, kernel in by_token.items()}
         for name, device in DEVICES.items():
             if device.architecture == architecture:
                 predicted[name] = predictions(kernels, device) | checksum_predictions(code, of_kernels, device)
-    return {"nvcc": nvcc, "kernels": described, "predicted per cent of the copy bandwidth": predicted}
+                times[name] = microseconds(by_token, device)
+    return {"nvcc": nvcc, "kernels": described, PERCENT: predicted, MICROSECONDS: times}
 
 
 def tables(report: dict) -> str:
     """Markdown for csrc/README.md."""
-    predicted = report["predicted per cent of the copy bandwidth"]
+    predicted, times = report[PERCENT], report[MICROSECONDS]
     columns = [f"{what}, {device}" for what in ("log-probs", "forward", "both") for device in DEVICES]
     lines = ["| prediction, % of copy | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for case in [f"{dtype} T={rows} V={width}" for dtype in ("bf16", "fp32") for rows, width in CASES]:
         kinds = ("log-probs", "forward", "forward and backward")
         found = [predicted[device][f"{what} {case}"] for what in kinds for device in DEVICES]
         lines.append(f"| {case} | " + " | ".join(f"{percent:.0f}" for percent in found) + " |")
-    lines += ["", *checksum_table(predicted)]
+    lines += ["", *checksum_table(predicted), ""]
+    lines += ["| prediction, us of 32,768 tokens | " + " | ".join(DEVICES) + " |", "|---|" + "---|" * len(DEVICES)]
+    for case in times["H200"]:
+        lines.append(f"| {case} | " + " | ".join(f"{times[device][case]:.1f}" for device in DEVICES) + " |")
     lines += [
         "",
         "| sm_90a, rows aligned | registers | blocks resident | instructions of a warp | B a clock by issue |",

@@ -21,11 +21,13 @@ std::tuple<Tensor, Tensor> packed_gae(
     const int64_t grain = 65536 * sequences / (tokens + 1) + 1;
     torch::stable::parallel_for(0, sequences, grain, [&](int64_t begin, int64_t end) {
       for (int64_t s = begin; s < end; s++) {
-        GaeState state = {0, after ? double(after[s]) : 0};
+        double later = after ? double(after[s]) : 0.0;
         for (int64_t t = bounds[s + 1] - 1; t >= bounds[s]; t--) {
-          if (trained[t]) state = gae_apply(gae_token(reward[t], value[t], discount, trace_decay), state);
-          advantage[t] = trained[t] ? X(state.advantage) : X(0);
-          target[t] = trained[t] ? X(state.advantage + double(value[t])) : X(0);
+          advantage[t] = target[t] = X(0);
+          if (!trained[t]) continue;
+          const double found = gae_advantage(reward[t], value[t], discount, later);
+          advantage[t] = X(found), target[t] = X(found + double(value[t]));
+          later = gae_apply(gae_token(reward[t], value[t], discount, trace_decay), later);
         }
       }
     });

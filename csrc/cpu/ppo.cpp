@@ -21,7 +21,7 @@ void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums
   log_ratio /= count > 0 ? count : 1, behavior /= count > 0 ? count : 1;
   for (int64_t i = begin; i < end; i++) {
     const bool trained = tokens.mask[i];
-    tokens.grad_entropy[i] = trained ? X(tokens.template entropy_slope<double>(i)) : X(0);
+    tokens.grad_entropy[i] = trained ? X(tokens.entropy_slope(tokens.template row_weight<double>(i))) : X(0);
     tokens.grad_logprobs[i] =
         trained ? X(ppo_token<X>(tokens.options, tokens.template token<double>(i), log_ratio, behavior, sums)) : X(0);
   }

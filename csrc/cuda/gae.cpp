@@ -11,6 +11,8 @@ std::tuple<Tensor, Tensor> packed_gae(
       {"values", values}, {{"rewards", rewards}, {"mask", mask}, {"cu_seqlens", cu_seqlens}, {"bootstrap", bootstrap}});
   const int64_t tokens = rewards.numel(), sequences = cu_seqlens.numel() - 1;
   GaeTokens given = {
+      tokens,
+      sequences,
       elements<float>(rewards, "rewards", tokens),
       elements<float>(values, "values", tokens),
       elements<bool>(mask, "mask", tokens),
@@ -21,8 +23,9 @@ std::tuple<Tensor, Tensor> packed_gae(
   };
   Tensor advantages = new_tensor(values, {tokens}, ScalarType::Float);
   Tensor returns = new_tensor(values, {tokens}, ScalarType::Float);
+  Tensor of_tiles = new_tensor(values, {gae_tiles(tokens), sizeof(GaeMap) / sizeof(double)}, ScalarType::Double);
   launch_gae(
-      given, sequences, static_cast<float*>(advantages.data_ptr()), static_cast<float*>(returns.data_ptr()),
-      device.stream);
+      given, static_cast<GaeMap*>(of_tiles.data_ptr()), static_cast<float*>(advantages.data_ptr()),
+      static_cast<float*>(returns.data_ptr()), device.stream);
   return {advantages, returns};
 }

@@ -16,10 +16,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
   PpoResults results(logprobs);
   PpoTokens<float> tokens = ppo_tokens<float>(
       logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options, results);
-  const int64_t pieces = cu_seqlens ? cu_seqlens->numel() - 1 : ppo_pieces(tokens.count);
-  Tensor partials = new_tensor(logprobs, {pieces, PPO_SUMS}, ScalarType::Float);
+  const int64_t sequences = cu_seqlens ? cu_seqlens->numel() - 1 : 0;
+  Tensor scratch = new_tensor(logprobs, {ppo_scratch(tokens.count, sequences)}, ScalarType::Float);
   launch_ppo(
-      tokens, pieces, static_cast<float*>(partials.data_ptr()), static_cast<float*>(results.loss.data_ptr()),
+      tokens, sequences, static_cast<float*>(scratch.data_ptr()), static_cast<float*>(results.loss.data_ptr()),
       static_cast<double*>(results.sums.data_ptr()), device.stream);
   return results.all();
 }

@@ -214,8 +214,10 @@ struct Resident {
   Cluster blocks;
 };
 
-// A block that waits for a value of another has those that come next run beside it.
+// In ascending and descending order blocks run one by one, in other orders up to seven take turns at the places where they
+// wait. A block that waits for a value of another has those that come next run beside it.
 void run_in_order(const Launch& launch, u64 order) {
+  const size_t beside = order < 2 ? 1 : 1 + order % 7;
   const u32 size = u32(launch.cluster.count());
   const std::vector<u32> clusters = arranged(launch.grid.count() / size, order);
   const std::vector<u32> threads = arranged(launch.block.count(), order);
@@ -237,7 +239,7 @@ void run_in_order(const Launch& launch, u64 order) {
     started++;
   };
   while (started < clusters.size() || !resident.empty()) {
-    if (resident.empty()) start();
+    while (resident.size() < beside && started < clusters.size()) start();
     Progress progress = NO_PROGRESS;
     for (auto one = resident.begin(); one != resident.end();) {
       const Progress its = advance(one->blocks);
@@ -300,12 +302,13 @@ extern "C" {
 
 void emulation_set_order(u64 order) { order_of_launches = order; }
 
-const char* emulation_launch(const char* name, u32 blocks, u32 threads, u32 cluster, char* const* parameters) {
+const char* emulation_launch(
+    const char* name, u32 blocks, u32 rows, u32 threads, u32 cluster, char* const* parameters) {
   static std::string said;
   const Kernel* kernel = kernel_named(name);
   if (!kernel) return "no such kernel";
   try {
-    run({kernel, {blocks}, {threads}, {cluster}, parameters, 0});
+    run({kernel, {blocks, rows}, {threads}, {cluster}, parameters, 0});
   } catch (const Fault& error) {
     said = error.what();
     return said.c_str();

@@ -1,7 +1,7 @@
-// The machine that translated kernels run on. A launch's blocks run one after another, in an order that differs from launch
-// to launch, as does the order of a block's threads. A thread runs until it waits for others (a barrier, a shuffle) and
-// goes on when they have come. Every access to memory is checked. What a device would do to a wrong kernel in silence,
-// a Fault says here, with the line of its source.
+// The machine that translated kernels run on. A launch's blocks run one after another, or several in turns, in an order that
+// differs from launch to launch, as does the order of a block's threads. A thread runs until it waits for others (a
+// barrier, a shuffle) and goes on when they have come. Every access to memory is checked. What a device would do to a
+// wrong kernel in silence, a Fault says here, with the line of its source.
 #pragma once
 
 #include <memory>
@@ -152,6 +152,7 @@ void emulation_remove_memory(void* begin);
 void emulation_mark_written(void* anywhere_in_it);
 // Of the launches that follow: 0 runs blocks and threads in ascending order, 1 in descending, more in one of many others.
 void emulation_set_order(u64 order);
-// Null, or what is wrong; `parameters` as a launch passes them.
-const char* emulation_launch(const char* kernel, u32 blocks, u32 threads, u32 cluster, char* const* parameters);
+// Null, or what is wrong, of a grid of (blocks, rows); `parameters` as a launch passes them.
+const char* emulation_launch(
+    const char* kernel, u32 blocks, u32 rows, u32 threads, u32 cluster, char* const* parameters);
 }

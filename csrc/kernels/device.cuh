@@ -28,6 +28,9 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStre
   launch(kernel, dim3(unsigned(blocks)), threads, stream, arguments...);
 }
 
+// What loads x stays before this place, what computes with it behind: so loads wait together, and none in a branch.
+__device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)); }
+
 // 2^x to 2 ulp, 0 for results below 2^-126.
 __device__ __forceinline__ float fast_exp2(float x) {
   float result;

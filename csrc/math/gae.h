@@ -1,34 +1,33 @@
-// Generalised advantage estimation as a scan. Reading a sequence from its end, the state is (advantage, next value); a
-// token maps it affinely, a token that is not trained leaves it as it is, and maps compose.
+// Generalised advantage estimation as a scan of one number. With S_t = V_t + trace_decay A_t, the definition
+// A_t = r_t + discount V_t' - V_t + discount trace_decay A_t' becomes A_t = r_t - V_t + discount S_t'. Reading a sequence
+// from its end, a token maps S affinely, one that is not trained leaves it as it is, and the end begins anew; maps compose.
 #pragma once
 
 #include "numbers.h"
 
-struct GaeState {
-  double advantage, next_value;
-};
-
-// (A, V) -> (by_advantage A + by_value V + constant, keep_value V + value)
+// S -> factor S + constant. Where the factor is 0, S may be anything: another sequence's NaN, too.
 struct GaeMap {
-  double by_advantage, by_value, constant, keep_value, value;
+  double factor, constant;
 };
 
-HD GaeMap gae_identity() { return {1, 0, 0, 1, 0}; }
+HD GaeMap gae_identity() { return {1, 0}; }
+
+// What follows the last token of a sequence; 0 where that is its end.
+HD GaeMap gae_end(double bootstrap) { return {0, bootstrap}; }
 
 HD GaeMap gae_token(double reward, double value, double discount, double trace_decay) {
-  return {discount * trace_decay, discount, reward - value, 0, value};
+  return {discount * trace_decay, value + trace_decay * (reward - value)};
 }
 
-HD GaeState gae_apply(const GaeMap& map, const GaeState& state) {
-  return {map.by_advantage * state.advantage + map.by_value * state.next_value + map.constant,
-          map.keep_value * state.next_value + map.value};
+HD double gae_advantage(double reward, double value, double discount, double after) {
+  return reward - value + discount * after;
+}
+
+HD double gae_apply(const GaeMap& map, double after) {
+  return map.factor == 0 ? map.constant : map.factor * after + map.constant;
 }
 
 // `first`, then `then`.
 HD GaeMap gae_compose(const GaeMap& first, const GaeMap& then) {
-  return {then.by_advantage * first.by_advantage,
-          then.by_advantage * first.by_value + then.by_value * first.keep_value,
-          then.by_advantage * first.constant + then.by_value * first.value + then.constant,
-          then.keep_value * first.keep_value,
-          then.keep_value * first.value + then.value};
+  return {then.factor * first.factor, gae_apply(then, first.constant)};
 }

@@ -152,8 +152,8 @@ HD T ppo_token(
   return gradient;
 }
 
-// Where a token's numbers are. proximal null: the policy itself, ratio 1. behavior null: no mismatch. row_weights null:
-// every row counts once.
+// Where a token's numbers are. proximal and ref are logprobs where there are none: ratio 1. behavior null: no mismatch.
+// row_weights null: every row counts once.
 template <class X>
 struct PpoTokens {
   int64_t count;
@@ -165,9 +165,9 @@ struct PpoTokens {
 
   template <class T>
   HD PpoToken<T> token(int64_t i) const {
-    const T own = T(logprobs[i]), before = proximal ? T(proximal[i]) : own;
+    const T own = T(logprobs[i]), before = T(proximal[i]);
     return {own, own - before, behavior ? before - T(behavior[i]) : T(0), T(advantages[i]),
-            ref ? T(ref[i]) : own, entropy ? T(entropy[i]) : T(0), row_weight<T>(i)};
+            T(ref[i]), entropy ? T(entropy[i]) : T(0), row_weight<T>(i)};
   }
 
   template <class T>
@@ -175,7 +175,7 @@ struct PpoTokens {
 
   // d loss / d entropy of a trained token
   template <class T>
-  HD T entropy_slope(int64_t i) const { return -T(options.entropy_coefficient) * T(options.scale) * row_weight<T>(i); }
+  HD T entropy_slope(T row_weight) const { return -T(options.entropy_coefficient) * T(options.scale) * row_weight; }
 };
 
 // Without sequences, tokens are cut into pieces of this length for the sums.

@@ -155,11 +155,46 @@ def test_policy_loss_kernel_bounds_the_same_tokens(options):
     assert all(tensor.isfinite().all() for tensor in found)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_advantage_kernel_equals_the_operator(lengths):
-    arguments = (*gae_case(lengths), 0.97, 0.9)
-    for mine, right in zip(ops.packed_gae(*on("cuda", arguments)), ops.packed_gae(*arguments), strict=True):
+SPLITS = {
+    "pieces of one sequence by the hundred": (70000,),
+    "more sequences than threads, many of them empty": (1,) * 600 + (0,) * 200 + (1500,),
+    "ends before, at and behind a tile's": (1023, 1, 1024, 0, 0, 1025, 256, 255, 257),
+    "nothing but empty ones": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("trained", [0.01, 0.7])
+@pytest.mark.parametrize("lengths", [*LENGTHS, *SPLITS.values()], ids=[*map(str, LENGTHS), *SPLITS])
+def test_advantage_kernel_equals_the_operator_and_repeats(lengths, trained):
+    arguments = (*gae_case(lengths, trained=trained), 0.97, 0.9)
+    found, again = (ops.packed_gae(*on("cuda", arguments)) for _ in range(2))
+    for mine, twice, right in zip(found, again, ops.packed_gae(*arguments), strict=True):
         torch.testing.assert_close(mine.cpu(), right, rtol=1e-6, atol=1e-6)
+        assert torch.equal(mine, twice)
+
+
+@pytest.mark.parametrize("discount", [0.97, 0.0])
+def test_advantage_kernel_keeps_numbers_that_are_none_in_their_sequence(discount):
+    rewards, values, mask, bounds, bootstrap = gae_case((700, 600, 1500), trained=1.0)
+    rewards[1000], values[2000], bootstrap[2] = float("nan"), float("inf"), float("nan")
+    for mine in ops.packed_gae(*on("cuda", (rewards, values, mask, bounds, bootstrap, discount, 0.9))):
+        assert mine[:700].isfinite().all() and mine[1001:1300].isfinite().all() and mine[1000].isnan()
+        assert not mine[2000].isfinite()
+
+
+@pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)
+def test_policy_loss_kernel_by_sequence_equals_the_operator_on_any_split(lengths):
+    generator, count = torch.Generator().manual_seed(0), sum(lengths)
+    own, *noise = torch.randn(4, count, generator=generator)
+    mask, bounds = torch.rand(count, generator=generator) < 0.7, torch.tensor([0, *lengths]).cumsum(0)
+    columns = (own, own + 0.1 * noise[0], own + 0.2 * noise[1], noise[2], mask, None, None, None, bounds)
+    arguments = (*columns, OPTIONS["gspo, clamped sequence weight"].packed(0.5))
+    found, again = (ops.ppo_loss(*on("cuda", arguments)) for _ in range(2))
+    # of the statistics: a sequence's ratio is rounded once, and its deviation from 1 added for each token
+    limits = (1e-5, 1e-5 + 3e-7 * count, 1e-5, 1e-5)
+    for mine, twice, right, limit in zip(found, again, ops.ppo_loss(*arguments), limits, strict=True):
+        torch.testing.assert_close(mine.cpu(), right, rtol=2e-5, atol=limit)
+        assert torch.equal(mine, twice)
 
 
 # none, an empty sequence between others, one of one token, more than a block of the kernel

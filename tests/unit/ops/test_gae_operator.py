@@ -34,6 +34,14 @@ def test_equals_the_loop_with_masks_and_bootstrap(lengths, trained):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 
+def test_numbers_that_are_none_stay_in_their_sequence():
+    rewards, values, mask, bounds, bootstrap = case((7, 6, 5), trained=1.0)
+    rewards[10], bootstrap[2] = float("nan"), float("inf")
+    for found in ops.packed_gae(rewards, values, mask, bounds, discount=0.9, trace_decay=0.8, bootstrap=bootstrap):
+        assert found[:7].isfinite().all() and found[7:11].isnan().all() and found[11:13].isfinite().all()
+        assert found[13:].isinf().all()
+
+
 def test_discounted_returns_by_hand():
     rewards, mask = torch.tensor([1.0, 5.0, 2.0, 4.0]), torch.tensor([True, False, True, True])
     returns = ops.packed_discounted_returns(rewards, mask, torch.tensor([0, 3, 4]), discount=0.5)

@@ -1,6 +1,7 @@
 """nvcc's PTX of every kernel, run on the CPU by csrc/emulation: tests/gpu as they are, and what must be found."""
 
 import ctypes
+import functools
 import math
 import re
 import struct
@@ -13,6 +14,7 @@ import pytest
 from csrc.emulation import emulated
 from csrc.emulation.ptx import Unsupported
 from csrc.emulation.translate import translate
+from megatron_rl.ops import PpoOptions
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(bool(emulated.missing()), reason=emulated.missing())
@@ -29,13 +31,14 @@ def test_every_case_of_tests_gpu_passes_on_the_compiled_kernels():
     assert done.returncode == 0 and passed and int(passed[1]) > 100, done.stdout[-8000:] + done.stderr[-4000:]
 
 
-# ---- faults planted in the PTX of the advantage kernel, one at a time
+# ---- faults planted in the PTX of the kernels
 
 
 GUARD = 1 << 16
 """Bytes before and behind each tensor that are no tensor's: an address that is a little out of range is in none."""
 FRAMES = []
 """Never freed: a machine still knows of them."""
+F32, I64 = ctypes.c_float, ctypes.c_int64
 
 
 class Machine:
@@ -44,6 +47,8 @@ class Machine:
     def __init__(self, ptx):
         self.library = ctypes.CDLL(str(emulated.program(ptx)))
         self.library.emulation_launch.restype = ctypes.c_char_p
+        self.entry = re.search(r"\.entry\s+(\w+)", ptx)[1]
+        self.launches = 0
 
     def tensor(self, kind, values, written=True):
         shape = kind * len(values)
@@ -54,78 +59,215 @@ class Machine:
         self.library.emulation_add_memory(ctypes.byref(array), bytes_, ctypes.c_int(written))
         return array
 
-    def launch(self, kernel, parameters, blocks=1, threads=32, cluster=1, order=0):
+    def scratch(self, kind, count):
+        return self.tensor(kind, [0] * count, written=False)
+
+    def slot(self):
+        """An argument of two sweeps: counters that no launch has used, for one that failed leaves them as they are."""
+        self.launches += 1
+        return struct.pack("<I", self.launches)
+
+    def launch(self, kernel, parameters, blocks=1, threads=32, cluster=1, order=0, rows=1):
         """What is wrong, as text; empty where nothing is."""
         self.library.emulation_set_order(ctypes.c_uint64(order))
         buffers = [ctypes.create_string_buffer(value, len(value)) for value in parameters]
         pointers = (ctypes.c_char_p * len(buffers))(*(ctypes.addressof(buffer) for buffer in buffers))
-        said = self.library.emulation_launch(kernel.encode(), blocks, threads, cluster, pointers)
+        said = self.library.emulation_launch(kernel.encode(), blocks, rows, threads, cluster, pointers)
         return (said or b"").decode()
 
 
+def address(array):
+    return ctypes.addressof(array) if array is not None else 0
+
+
 def pointer(array, offset=0):
-    return struct.pack("<Q", ctypes.addressof(array) + offset if array is not None else 0)
+    return struct.pack("<Q", address(array) + offset)
 
 
-@pytest.fixture(scope="module")
-def gae_ptx():
-    return (emulated.compile_kernel(ROOT / "csrc" / "kernels" / "gae.cu") / "kernel.ptx").read_text()
+def pointers(*arrays):
+    return b"".join(map(pointer, arrays))
 
 
-def run_gae(ptx, tokens=1500, order=0):
-    machine = Machine(ptx)
-    rewards = [math.sin(i) for i in range(tokens)]
-    columns = [machine.tensor(ctypes.c_float, rewards) for _ in range(2)]
-    columns += [machine.tensor(ctypes.c_bool, [True] * tokens), machine.tensor(ctypes.c_int64, [0, tokens])]
-    given = b"".join(map(pointer, [*columns, None])) + struct.pack("<dd", 0.97, 0.9)
-    results = [machine.tensor(ctypes.c_float, [0.0] * tokens, written=False) for _ in range(2)]
-    name = re.search(r"\.entry\s+(\w+)", ptx)[1]
-    return machine.launch(name, [given, *map(pointer, results)], threads=256, order=order), list(results[0])
+def waves(count, k=1):
+    return [math.sin(k * i) for i in range(count)]
 
 
-def test_the_advantage_kernel_is_clean_and_gives_the_same_bits_in_every_order(gae_ptx):
-    (said, first), *others = (run_gae(gae_ptx, order=order) for order in range(4))
+def run_gae(machine, fault, order, tokens=1500):
+    columns = [machine.tensor(F32, waves(tokens)) for _ in range(2)]
+    columns += [machine.tensor(ctypes.c_bool, [True] * tokens), machine.tensor(I64, [0, tokens])]
+    given = struct.pack("<qq", tokens, 1) + pointers(*columns, None) + struct.pack("<dd", 0.97, 0.9)
+    maps, *results = machine.scratch(ctypes.c_double, 4), *(machine.scratch(F32, tokens) for _ in range(2))
+    arguments = [given, struct.pack("<q", 2), pointer(maps), machine.slot(), *map(pointer, results), fault]
+    return machine.launch(machine.entry, arguments, blocks=4, threads=256, order=order), list(results[0])
+
+
+def run_ppo(machine, fault, order):
+    """By sequence: of 520 tokens, none, one and 100, in 2 + 4 pieces."""
+    bounds = [0, 520, 520, 521, 621]
+    tokens, pieces = bounds[-1], bounds[-1] // 256 + len(bounds) - 1
+    own, proximal, advantages = (machine.tensor(F32, waves(tokens, k)) for k in (1, 2, 3))
+    columns = pointers(own, proximal, None, advantages, own, None, None)
+    trained = machine.tensor(ctypes.c_bool, [i % 3 > 0 for i in range(tokens)])
+    options = struct.pack("<16d", *PpoOptions(sequence_ratio=True).packed(1.0))
+    results = [machine.scratch(F32, tokens) for _ in range(2)]
+    columns += pointers(trained, machine.tensor(I64, bounds))
+    given = struct.pack("<q", tokens) + columns + options + pointers(*results)
+    scratch, loss, sums = (machine.scratch(*of) for of in ((F32, pieces * 24), (F32, 1), (ctypes.c_double, 20)))
+    counts = [struct.pack("<q", n) for n in (len(bounds) - 1, pieces)]
+    arguments = [given, *counts, pointer(scratch), machine.slot(), pointer(loss), pointer(sums), fault]
+    return machine.launch(machine.entry, arguments, blocks=2 * pieces, threads=256, order=order), [*results[0], *sums]
+
+
+FAR = (1 << 31) + 64
+"""A row's stride: the elements of row 1 lie past what 32 bits can say. Row 0 has no label, and is nowhere."""
+WIDTH = 8200  # two tiles, of five warps
+
+
+def rows_of_logits(machine):
+    """The logits' address and their LogitRows."""
+    row, labels = machine.tensor(F32, waves(WIDTH)), machine.tensor(I64, [-100, 8195])
+    return pointer(row, -4 * FAR), struct.pack("<qqiiqQf4xQ", 2, FAR, WIDTH, WIDTH, 0, address(labels), 0.7, 0)
+
+
+def run_partials(machine, fault, order):
+    found = machine.scratch(F32, 2 * 2 * 4)
+    arguments = [*rows_of_logits(machine), pointer(found), fault]
+    return machine.launch(machine.entry, arguments, blocks=2, rows=2, threads=160, order=order), list(found)
+
+
+def run_gradient(machine, fault, order):
+    logits, rows = rows_of_logits(machine)
+    columns = [machine.tensor(F32, [0.0, value]) for value in (1.0, 8.0, 8.0, 0.5)]
+    out, given = machine.scratch(F32, 2 * WIDTH), pointers(*columns, None) + struct.pack("<q", WIDTH)
+    arguments = [logits, pointer(out), rows, given, fault]
+    return machine.launch(machine.entry, arguments, blocks=2, rows=2, threads=160, order=order), list(out)
+
+
+def moved(opcode, by):
+    """(pattern, replacement): such a statement with its address moved by so many bytes."""
+    return rf"({opcode}\s+[^;]*\[%\w+)(?:\+-?\d+)?\]([^;]*;)", rf"\1+{by}]\2"
+
+
+RACE = r"shared memory that (thread \d+ (wrote|read) with no barrier between|was never written)"
+NEVER = "reads shared memory that was never written"
+BARRIER, SHUFFLE = r"bar\.sync\s+0;", r"(shfl\.sync\.\w+[^;]*, )%r\d+;"
+RELEASE, ACQUIRE, WAIT = r"atom\.acq_rel(\.[^;]*;)", r"ld\.acquire(\.[^;]*;)", r"ld\.acquire\.[^;]* (%r\d+), [^;]*;"
+IN_32_BITS = r"(mul\.lo\.s64\s+(%rd\d+), %rd\d+, %rd\d+;)", r"\1 shl.b64 \2, \2, 32; shr.s64 \2, \2, 32;"
+SWEEPS = {
+    "what is left is not released": (RELEASE, r"atom.relaxed\1", -2, "which has not fenced since"),
+    "what is left is not acquired": (ACQUIRE, r"ld.relaxed\1", 0, "without a fence of its own before"),
+    "no wait for the first sweep": (
+        WAIT,
+        r"mov.u32 \1, 1000;",
+        0,
+        "that was never written|without a fence of its own before",
+    ),
+}
+# kernel: what runs it, its entry, and its faults: what is replaced by what, which match of it, what is said
+PLANTED = {
+    "gae": (run_gae, "gae_kernel", {
+        "no barrier after the write": (BARRIER, "", 1, RACE),
+        "no barrier before the maps are read": (BARRIER, "", -1, RACE),
+        "unaligned load": (*moved(r"ld\.global\.f32", 2), 0, "past a multiple of 4"),
+        "load out of range": (*moved(r"ld\.global\.f32", 6000), 1, "reads 4 bytes of global memory"),
+        "store out of range": (*moved(r"st\.global\.f32", -6000), -1, "writes 4 bytes of global memory"),
+        "shared memory read unwritten": (r"st\.shared\.f64[^;]*;", "", 0, NEVER),
+        "shared memory out of range": (*moved(r"st\.shared\.f64", 6000), 1, "of shared memory, of which"),
+        "a mask without its own lane": (SHUFFLE, r"\g<1>65535;", 0, "mask"),
+        **SWEEPS,
+    }),
+    "ppo": (run_ppo, "ppo_kernelILb1", {
+        "no barrier before the means are read": (BARRIER, "", 2, RACE),
+        "no barrier before the sums are read": (BARRIER, "", 3, RACE),
+        "no barrier before the statistics are read": (BARRIER, "", -1, RACE),
+        "unaligned load": (*moved(r"ld\.global\.f32", 2), 0, "past a multiple of 4"),
+        "unaligned store of a vector": (*moved(r"st\.global\.v4\.f32", 8), 0, "past a multiple of 16"),
+        "load out of range": (*moved(r"ld\.global\.f32", 6000), 1, "reads 4 bytes of global memory"),
+        "mask out of range": (*moved(r"ld\.global\.u8", 6000), 0, "reads 1 bytes of global memory"),
+        "store out of range": (*moved(r"st\.global\.f32", 6000), 0, "writes 4 bytes of global memory"),
+        "shared memory read unwritten": (r"st\.shared\.f32[^;]*;", "", 0, NEVER),
+        "a mask without its own lane": (SHUFFLE, r"\g<1>65535;", -1, "mask"),
+        **SWEEPS,
+    }),
+    "partials": (run_partials, "partials_kernelIfLb1ELb1", {
+        "no barrier before the warps are merged": (BARRIER, "", 0, RACE),
+        "unaligned load": (*moved(r"ld\.global\.v4\.u32", 4), 0, "past a multiple of 16"),
+        "load out of range": (*moved(r"ld\.global\.v4\.u32", 40000), 1, "reads 16 bytes of global memory"),
+        "a row's place in 32 bits": (*IN_32_BITS, 0, "far from any tensor"),
+        "shared memory read unwritten": (r"st\.shared\.f32[^;]*;", "", 0, NEVER),
+        "a mask without its own lane": (SHUFFLE, r"\g<1>65535;", 0, "mask"),
+    }),
+    "gradient": (run_gradient, "gradient_kernelIffLb1ELb0", {
+        "unaligned load": (*moved(r"ld\.global\.v4\.u32", 4), 0, "past a multiple of 16"),
+        "unaligned store": (*moved(r"st\.global\.v4\.f32", 8), 0, "past a multiple of 16"),
+        "a row's place in 32 bits": (*IN_32_BITS, 0, "far from any tensor"),
+        "store out of range": (*moved(r"st\.global\.v4\.f32", 40000), 1, "writes 16 bytes of global memory"),
+    }),
+}  # fmt: skip
+SOURCES = {"gae": "gae", "ppo": "ppo", "partials": "logprobs", "gradient": "logprobs"}
+
+
+def only(ptx, name):
+    """A module with that kernel alone."""
+    head, *entries = re.split(r"^(?=(?:\.visible )?\.entry )", ptx, flags=re.MULTILINE)
+    (entry,) = [entry for entry in entries if name in entry.partition("(")[0]]
+    files = re.search(r"^\s*\.file.*", entries[-1], flags=re.MULTILINE | re.DOTALL)[0]
+    return head + entry.partition("\n\t.file")[0] + "\n" + files
+
+
+def with_faults(ptx, faults):
+    """One program for all: a parameter more says which fault a launch commits, from 1 on; 0 is none."""
+    name, count = re.search(r"\.entry\s+(\w+)", ptx)[1], len(faults) + 1
+    begin = [
+        f".reg .pred %fault<{count}>; .reg .pred %wrong<{count}>; .reg .b32 %fault;",
+        f"ld.param.u32 %fault, [{name}_fault];",
+    ]
+    wrong = {}
+    for number, (pattern, replacement, which, _) in enumerate(faults, 1):
+        match = list(re.finditer(pattern, ptx))[which]
+        begin.append(f"setp.eq.s32 %fault{number}, %fault, {number};")
+        wrong.setdefault((match.span(), match[0]), []).append((number, match.expand(replacement).split(";")[:-1]))
+    for ((start, end), right), instead in sorted(wrong.items(), reverse=True):
+        (first, _), *others = instead
+        begin.append(f"mov.pred %wrong{first}, %fault{first};")
+        begin += [f"or.pred %wrong{first}, %wrong{first}, %fault{number};" for number, _ in others]
+        steps = [f"@%fault{number} {step};" for number, texts in instead for step in texts]
+        ptx = ptx[:start] + " ".join([f"@!%wrong{first} {right}", *steps]) + ptx[end:]
+    head, mark, entry = ptx.partition(f".entry {name}")
+    entry = entry.replace("\n)", f",\n.param .u32 {name}_fault\n)", 1)
+    return head + mark + entry.replace("\n{\n", "\n{\n" + "\n".join(begin) + "\n", 1)
+
+
+@functools.cache
+def planted(kernel):
+    run, name, faults = PLANTED[kernel]
+    ptx = (emulated.compile_kernel(ROOT / "csrc" / "kernels" / f"{SOURCES[kernel]}.cu") / "kernel.ptx").read_text()
+    machine = Machine(with_faults(only(ptx, name), faults.values()))
+    return lambda fault, order: run(machine, struct.pack("<I", fault), order)
+
+
+@pytest.mark.parametrize("kernel", PLANTED)
+def test_a_kernel_without_its_faults_is_clean_and_gives_the_same_bits_in_every_order(kernel):
+    (said, first), *others = (planted(kernel)(0, order) for order in range(5))
     assert not said and all(other == ("", first) for other in others)
-    state = 0.0
+
+
+def test_the_advantage_kernel_alone_gives_what_its_definition_does():
+    found, state = planted("gae")(0, 0)[1], 0.0
     for i in reversed(range(1500)):
         value, later = math.sin(i), math.sin(i + 1) if i < 1499 else 0.0
         state = value + 0.97 * later - value + 0.97 * 0.9 * state
-        assert first[i] == pytest.approx(state, rel=1e-5, abs=1e-5)
+        assert found[i] == pytest.approx(state, rel=1e-5, abs=1e-5)
 
 
-def plant(ptx, pattern, replacement, which=0):
-    """The text with one match of the pattern replaced, counted from the end where `which` is negative."""
-    found = list(re.finditer(pattern, ptx))[which]
-    return ptx[: found.start()] + found.expand(replacement) + ptx[found.end() :]
-
-
-GLOBAL_LOAD = r"(ld\.global\.f32\s+%\w+, \[%\w+)(?:\+-?\d+)?\]"
-FAULTS = {
-    "no barrier after the write": (r"bar\.sync\s+0;", "", 0, "wrote with no barrier between"),
-    "no barrier before the next write": (r"bar\.sync\s+0;", "", -1, "read with no barrier between"),
-    "unaligned load": (GLOBAL_LOAD, r"\1+2]", -1, "past a multiple of 4"),
-    "load out of range": (GLOBAL_LOAD, r"\1+6000]", -1, "reads 4 bytes of global memory"),
-    "store out of range": (
-        r"(st\.global\.f32\s+\[%\w+)(?:\+-?\d+)?\]",
-        r"\1+-6000]",
-        0,
-        "writes 4 bytes of global memory",
-    ),
-    "shared memory read unwritten": (r"st\.shared\.f64[^;]*;", "", 0, "reads shared memory that was never written"),
-    "shared memory out of range": (
-        r"(st\.shared\.f64\s+\[%\w+)(?:\+\d+)?\]",
-        r"\1+320]",
-        0,
-        "of shared memory, of which",
-    ),
-    "a mask without its own lane": (r"(shfl\.sync\.up[^;]*, )%r\d+;", r"\g<1>65535;", 0, "mask"),
-}
-
-
-@pytest.mark.parametrize("pattern,replacement,which,says", FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_found(gae_ptx, pattern, replacement, which, says):
-    for order in range(3):
-        assert says in run_gae(plant(gae_ptx, pattern, replacement, which), order=order)[0]
+@pytest.mark.parametrize(
+    "kernel,fault", [pytest.param(k, f, id=f"{k}, {f}") for k, (_, _, faults) in PLANTED.items() for f in faults]
+)
+def test_a_planted_fault_is_found(kernel, fault):
+    faults = PLANTED[kernel][2]
+    # where blocks run one after another, those of the first sweep have always left what the second needs
+    for order in (2, 3, 4) if fault in SWEEPS else range(3):
+        assert re.search(faults[fault][3], planted(kernel)(list(faults).index(fault) + 1, order)[0])
 
 
 # ---- small kernels: waiting, and what an instruction computes
