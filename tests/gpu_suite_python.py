@@ -20,7 +20,7 @@ def build() -> None:
     build.main()
 
 
-SCALE = 8
+SCALE = 64
 """Rows are so much fewer than the tables say."""
 
 
@@ -62,9 +62,9 @@ def operators() -> None:
     stand_in(setattr)
     device_clock.SCRATCH_BYTES = 1024
     suite.DeviceClock, suite.Report = Clock, Report
-    suite.logits_cases = lambda: [Logits(512, 50), Logits(64, 50, torch.float32, 0.5, slow_peers=True)]
-    suite.head_cases = lambda: [Head(1024, 100, 16)]
-    suite.token_cases = lambda: [Tokens(4096, 64), Tokens(4096, 1)]
+    suite.logits_cases = lambda: [Logits(64, 50), Logits(512, 20, torch.float32, 0.5, slow_peers=True)]
+    suite.head_cases = lambda: [Head(128, 100, 16)]
+    suite.token_cases = lambda: [Tokens(512, 64), Tokens(512, 1)]
     suite.bucket_cases = lambda: [Bucket(1 << 20, 3)]
     suite.shard_cases = lambda: [Shard(16, 64, 4)]
     torch.compile = lambda function=None, **_: function or (lambda given: given)
