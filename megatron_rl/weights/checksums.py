@@ -40,7 +40,7 @@ class ExpectedChecksums:
         bucket is added as it passes.
         """
         stream = iter(tensors)
-        for bucket in buckets:
+        for bucket in buckets if self.forms else ():
             waiting: list[tuple[str, Tensor]] = []
             for place, (name, tensor) in enumerate(itertools.islice(stream, len(bucket)), 1):
                 waiting.append((name, tensor))

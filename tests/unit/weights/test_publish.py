@@ -268,6 +268,25 @@ def test_checksums_are_of_the_dtype_that_the_server_holds():
         assert expected.of(form) == {name: checksum(tensor.to(dtype)) for name, tensor in tensors.items()}
 
 
+def test_a_bucket_is_kept_off_the_cpu_until_its_checksums_are_taken_and_not_where_nobody_takes_any(monkeypatch):
+    from megatron_rl.api import ChecksumForm
+
+    taken = []
+    monkeypatch.setattr("megatron_rl.weights.checksums.word_sums", lambda given: taken.append(len(given)))
+    for forms, kept in (([ChecksumForm("embedded", None)], 3), ([], 1)):
+        alive = weakref.WeakSet()
+
+        def stream(alive=alive):
+            for name in "abcd":
+                tensor = torch.empty(3, device="meta")
+                alive.add(tensor)
+                yield name, tensor
+
+        most = max(len(alive) for _ in ExpectedChecksums(forms).watch(stream(), ["abc", "d"]))
+        assert most <= kept + 1, "the one that passes, besides"
+    assert taken == [3, 1]
+
+
 # -- a group of NCCL's kind
 
 
