@@ -13,8 +13,11 @@ inline void define_operators(torch::stable::detail::StableLibrary& library) {
       "int vocab_start, int columns, int vocab_size, bool inplace_backward) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "logprob_grad(Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
-      "Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, int columns, "
-      "ScalarType? dtype=None) -> Tensor");
+      "Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, int columns) -> Tensor");
+  library.def(
+      "logprob_grad_into(Tensor(a!) out, Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, "
+      "Tensor? grad_logprobs, Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, "
+      "int columns) -> ()");
   library.def(
       "logprob_grad_(Tensor(a!) logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, "
       "Tensor? grad_logprobs, Tensor? grad_entropy, float temperature, Tensor? temperatures, int vocab_start, "

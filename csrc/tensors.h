@@ -93,6 +93,9 @@ void with_stored_type(const Tensor& tensor, const char* name, Body body) {
 // Call body with the stored types of logits and of their gradient: the same, or 16 bits for the gradient of float32.
 template <class... Types, class Body>
 void with_gradient_types(const Tensor& logits, const Tensor& gradient, Body body) {
+  if (gradient.dim() != 2 || gradient.size(0) != logits.size(0) || gradient.size(1) != logits.size(1)) {
+    refuse("out has shape ", shape_of(gradient), ": a gradient of logits has theirs, ", shape_of(logits));
+  }
   with_stored_type<Types...>(logits, "logits", [&]<class X>(X zero) {
     if (gradient.scalar_type() == logits.scalar_type()) {
       body(zero, zero);
@@ -100,7 +103,7 @@ void with_gradient_types(const Tensor& logits, const Tensor& gradient, Body body
       with_stored_type<BF16, F16>(gradient, "the gradient of float32 logits", [&]<class Y>(Y other) { body(zero, other); });
     } else {
       refuse(
-          "dtype is ", int(gradient.scalar_type()), " (torch's number) for ", TypeOf<X>::name,
+          "out has dtype ", int(gradient.scalar_type()), " (torch's number) for ", TypeOf<X>::name,
           " logits: their gradient has their dtype, only that of float32 logits may have 16 bits");
     }
   });

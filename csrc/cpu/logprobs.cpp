@@ -161,9 +161,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
 }
 
 void logprob_grad_into(
-    const Tensor& logits, const Tensor& out, const Tensor& labels, const Tensor& peak, const Tensor& log_sum,
-    const Tensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, double temperature,
-    const OptionalTensor& temperatures, int64_t vocab_start, int64_t columns) {
+    Tensor out, Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
+    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns) {
   Logits shape(logits, columns);
   Temperature heat(temperature, temperatures, shape.rows);
   const int64_t* label = elements<int64_t>(labels, "labels", shape.rows);
@@ -171,24 +170,4 @@ void logprob_grad_into(
     gradient_of<X, Y>(
         logits, out, label, peak, log_sum, entropy, grad_logprobs, grad_entropy, heat, vocab_start, columns);
   });
-}
-
-Tensor logprob_grad(
-    Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
-    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns, std::optional<ScalarType> dtype) {
-  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, dtype.value_or(logits.scalar_type()));
-  logprob_grad_into(
-      logits, out, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, vocab_start,
-      columns);
-  return out;
-}
-
-void logprob_grad_(
-    Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
-    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
-  logprob_grad_into(
-      logits, logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures,
-      vocab_start, columns);
 }

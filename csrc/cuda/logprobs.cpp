@@ -26,29 +26,6 @@ Partial<float>* partials_in(const Tensor& tensor, int64_t count) {
   return reinterpret_cast<Partial<float>*>(elements<float>(tensor, "partials", count * 4));
 }
 
-void gradient_into(
-    const Tensor& logits, const Tensor& out, const Tensor& labels, const Tensor& peak, const Tensor& log_sum,
-    const Tensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, double temperature,
-    const OptionalTensor& temperatures, int64_t vocab_start, int64_t columns) {
-  OnDeviceOf device(
-      {"logits", logits},
-      {{"labels", labels}, {"peak", peak}, {"log_sum", log_sum}, {"entropy", entropy}, {"grad_logprobs", grad_logprobs},
-       {"grad_entropy", grad_entropy}, {"temperatures", temperatures}});
-  LogitRows rows = rows_of(logits, labels, temperature, temperatures, vocab_start, columns);
-  LogitGradient gradient = {
-      elements<float>(peak, "peak", rows.rows),
-      elements<float>(log_sum, "log_sum", rows.rows),
-      elements<float>(entropy, "entropy", rows.rows),
-      elements_or_null<float>(grad_logprobs, "grad_logprobs", rows.rows),
-      elements_or_null<float>(grad_entropy, "grad_entropy", rows.rows),
-      Logits(out, columns).stride,
-  };
-  with_gradient_types<float, BF16, F16>(logits, out, [&]<class X, class Y>(X, Y) {
-    launch_gradient(
-        static_cast<const X*>(logits.data_ptr()), static_cast<Y*>(out.data_ptr()), rows, gradient, device.stream);
-  });
-}
-
 }  // namespace
 
 Tensor logprob_partials(
@@ -90,22 +67,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_finish(
   return {logprobs, entropy, peak, log_sum};
 }
 
-Tensor logprob_grad(
-    Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
-    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns, std::optional<ScalarType> dtype) {
-  Tensor out = new_tensor(logits, {logits.size(0), logits.size(1)}, dtype.value_or(logits.scalar_type()));
-  gradient_into(
-      logits, out, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, vocab_start,
-      columns);
-  return out;
-}
-
-void logprob_grad_(
-    Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
-    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start,
-    int64_t columns) {
-  gradient_into(
-      logits, logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures,
-      vocab_start, columns);
+void logprob_grad_into(
+    Tensor out, Tensor logits, Tensor labels, Tensor peak, Tensor log_sum, Tensor entropy, OptionalTensor grad_logprobs,
+    OptionalTensor grad_entropy, double temperature, OptionalTensor temperatures, int64_t vocab_start, int64_t columns) {
+  OnDeviceOf device(
+      {"logits", logits},
+      {{"out", out}, {"labels", labels}, {"peak", peak}, {"log_sum", log_sum}, {"entropy", entropy}, {"grad_logprobs", grad_logprobs},
+       {"grad_entropy", grad_entropy}, {"temperatures", temperatures}});
+  LogitRows rows = rows_of(logits, labels, temperature, temperatures, vocab_start, columns);
+  LogitGradient gradient = {
+      elements<float>(peak, "peak", rows.rows),
+      elements<float>(log_sum, "log_sum", rows.rows),
+      elements<float>(entropy, "entropy", rows.rows),
+      elements_or_null<float>(grad_logprobs, "grad_logprobs", rows.rows),
+      elements_or_null<float>(grad_entropy, "grad_entropy", rows.rows),
+      Logits(out, columns).stride,
+  };
+  with_gradient_types<float, BF16, F16>(logits, out, [&]<class X, class Y>(X, Y) {
+    launch_gradient(
+        static_cast<const X*>(logits.data_ptr()), static_cast<Y*>(out.data_ptr()), rows, gradient, device.stream);
+  });
 }

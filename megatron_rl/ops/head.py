@@ -20,9 +20,11 @@ Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """(rows, their log-probs, their entropy) -> (`[K]` float64 sums, the loss first, and its slopes by both)."""
 
 CHUNK_BYTES = 1 << 30
-"""Of a chunk's logits in float32, which have half of it again once they are a 16-bit gradient. The fewer chunks there
-are, the less often the weight's gradient is read and written."""
+"""Of a chunk's logits in float32."""
 MOST_ROWS = 4096
+PARTS = 4
+"""Of a chunk whose gradient has 16 bits: only one part at a time has logits in float32. The fewer chunks there are, the
+less often the weight's gradient is read and written."""
 TILE_ROWS = 256
 """A GPU computes products in tiles of so many rows, or of a divisor: a part of one takes as long as the whole."""
 
@@ -34,6 +36,14 @@ def rows_of_chunk(columns: int) -> int:
     """
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
+
+
+def rows_of_gradient(columns: int) -> int:
+    """Return the rows of which a 16-bit gradient is held at a time, beside the logits of one of their PARTS.
+
+    Both together take no more than the float32 logits of `rows_of_chunk` and their gradient would.
+    """
+    return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -107,26 +117,57 @@ def logits_results(
     return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
 
 
-def logits_gradient(logits: Tensor, dtype: torch.dtype, *rest) -> Tensor:
-    """Gradient of logits that nobody uses again: in their own memory, or in that of a narrower dtype."""
-    if logits.dtype != dtype:  # the products run on 16-bit operands where the weight has them
-        return ops.logprob_grad(logits, *rest, dtype=dtype)
-    overwrite_with_gradient(logits, *rest)
-    return logits
+Form = Callable[[slice, Tensor], tuple]
+"""(rows, their logits) -> the other arguments of the gradient's operators."""
+
+
+def add_gradients(
+    hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
+    total: WeightGradient | None, logits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Form the gradient of the logits of all rows, a chunk at a time, and of it that of hidden and of the weight.
+
+    It takes the memory of the logits, or where they are wider than the weight, memory of the weight's dtype, so that
+    products run on 16-bit operands. logits: of all rows, which are one chunk then.
+    """
+    narrow, count, known = None, len(hidden), logits is not None
+    if hidden.is_cuda and weight.dtype != torch.float32:
+        chunk = count if known else rows_per_chunk or rows_of_gradient(len(weight))
+        part = count if known else -(-chunk // PARTS)
+        narrow = torch.empty(min(chunk, count), len(weight), dtype=weight.dtype, device=hidden.device)
+    else:
+        chunk = part = count if known else rows_per_chunk or rows_of_chunk(len(weight))
+    for start in range(0, max(count, 1), max(chunk, 1)):  # without rows too a loss says which statistics it has
+        rows = slice(start, min(start + chunk, count))
+        for begin in range(start, max(rows.stop, 1), max(part, 1)):
+            some = slice(begin, min(begin + part, rows.stop))
+            logits = logits if known else head_logits(hidden[some], weight, logits)
+            assert logits is not None
+            own = logits[: some.stop - begin]  # nobody uses them again
+            if narrow is None:
+                overwrite_with_gradient(own, *form(some, own))
+            else:
+                ops.logprob_grad_into(narrow[begin - start : some.stop - start], own, *form(some, own))
+        grad = (logits if narrow is None else narrow)[: rows.stop - start]
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[rows])
+        if total is not None:
+            total.add(grad, hidden[rows])
 
 
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of `hidden @ weight.T` rows, all of which have a label.
 
-    One chunk keeps its logits for backward; several are formed again there, each overwritten by its gradient.
+    One chunk keeps its logits for backward; several are formed again there.
     """
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
-        temperature: float, chunk: int, with_entropy: bool,
+        temperature: float, rows_per_chunk: int | None, with_entropy: bool,
     ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
+        chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # without rows one empty chunk
             logits = head_logits(h, weight, logits)  # [c, V_local]
@@ -134,28 +175,23 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no more memory than the chunk that had to be there anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
-        ctx.rest, ctx.chunk, ctx.main_grad = rest, chunk, main_grad
+        ctx.rest, ctx.rows_per_chunk, ctx.main_grad = rest, rows_per_chunk, main_grad
         ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, labels, *saved = ctx.saved_tensors
-        rows = [hidden, labels, *saved[:3]]
+        columns, logits = [labels, *saved[:3]], saved[3] if len(saved) > 3 else None
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         total = WeightGradient(weight, ctx.main_grad) if needs_weight or ctx.main_grad is not None else None
-        logits = None
-        for i, (h, *row) in enumerate(zip(*(tensor.split(ctx.chunk) for tensor in rows), strict=True)):
-            part = slice(i * ctx.chunk, (i + 1) * ctx.chunk)
-            slopes = (None if g is None else g[part].contiguous() for g in (grad_logprobs, grad_entropy))
-            logits = saved[3] if len(saved) > 3 else head_logits(h, weight, logits)
-            grad = logits_gradient(logits[: len(h)], weight.dtype, *row, *slopes, *ctx.rest)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if total is not None:
-                total.add(grad, h)
-            del grad  # before the next chunk's is made
+
+        def form(rows: slice, _: Tensor) -> tuple:
+            slopes = (None if g is None else g[rows].contiguous() for g in (grad_logprobs, grad_entropy))
+            return *(column[rows] for column in columns), *slopes, *ctx.rest
+
+        add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits)
         by_weight = None
         if total is not None and (found := total.for_autograd()) is not None:
             by_weight = found.to(weight.dtype)
@@ -173,22 +209,19 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
-        shard: VocabShard, temperature: float, chunk: int,
+        shard: VocabShard, temperature: float, rows_per_chunk: int | None,
     ):  # fmt: skip
-        rest = columns_of(weight, shard, temperature)
-        grad_hidden, totals, logits = torch.empty_like(hidden), [], None
-        total = WeightGradient(weight, main_grad)
-        # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
-        for start in range(0, max(len(hidden), 1), chunk):  # without rows too the loss says which statistics it has
-            rows = slice(start, start + chunk)
-            logits, y = head_logits(hidden[rows], weight, logits), labels[rows]
-            logprobs, entropy, peak, log_sum = logits_results(logits, y, shard, rest)
+        rest, totals = columns_of(weight, shard, temperature), []
+        grad_hidden, total = torch.empty_like(hidden), WeightGradient(weight, main_grad)
+
+        def form(rows: slice, logits: Tensor) -> tuple:
+            logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest)
             sums, by_logprob, by_entropy = slopes(rows, logprobs, entropy)
             totals.append(sums)
-            grad = logits_gradient(logits, weight.dtype, y, peak, log_sum, entropy, by_logprob, by_entropy, *rest)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            total.add(grad, hidden[rows])
-            del grad  # before the next chunk's is made
+            return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
+
+        # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -241,8 +274,7 @@ def lm_head_loss(
         return column, by_logprob, dense(by_entropy)
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    chunk = rows_per_chunk or rows_of_chunk(len(weight))
-    total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, shard, temperature, chunk)
+    total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, shard, temperature, rows_per_chunk)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
 
@@ -301,8 +333,7 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    chunk = rows_per_chunk or rows_of_chunk(len(weight))
-    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, chunk)
+    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, rows_per_chunk)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
@@ -334,8 +365,8 @@ def lm_head_logprobs(
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
-    chunk = rows_per_chunk or rows_of_chunk(len(weight))
-    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, main_grad, shard, temperature, chunk, with_entropy)
+    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy)
+    logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, *options)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)
 

@@ -95,11 +95,13 @@ def _(logits, partials, labels, temperature, temperatures, vocab_start, columns,
 
 
 @torch.library.register_fake("megatron_rl::logprob_grad")
-def _(
-    logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns,
-    dtype=None,
-):  # fmt: skip
-    return logits.new_empty(logits.shape, dtype=dtype)
+def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("megatron_rl::logprob_grad_into")
+def _(out, logits, labels, peak, log_sum, entropy, by_logprobs, by_entropy, temperature, temperatures, start, columns):
+    return None
 
 
 @torch.library.register_fake("megatron_rl::logprob_grad_")

@@ -43,7 +43,9 @@ def logprobs_by(device, logits, labels, columns, start=0, temperatures=None):
         ops.logprob_grad(logits, *saved, by_logprob, by_entropy, *rest),
     ]
     if logits.dtype == torch.float32:
-        narrow = [ops.logprob_grad(logits, *saved, by_logprob, by_entropy, *rest, dtype=to) for to in SIXTEEN_BITS]
+        narrow = [torch.empty_like(logits, dtype=to) for to in SIXTEEN_BITS]
+        for grad in narrow:
+            ops.logprob_grad_into(grad, logits, *saved, by_logprob, by_entropy, *rest)
         assert all(torch.equal(grad.nan_to_num(), gradients[1].to(grad.dtype).nan_to_num()) for grad in narrow)
     overwritten = logits.clone()
     ops.logprob_grad_(overwritten, *saved, by_logprob, by_entropy, *rest)

@@ -19,7 +19,7 @@ from megatron_rl.weights.architecture import Architecture, read_architecture
 from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-CHUNK_BYTES, MOST_ROWS, TILE_ROWS = 1 << 30, 4096, 256
+CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
 """Of a chunk of the head's float32 logits, as ops/head.py has them, which needs compiled operators."""
 
 
@@ -145,7 +145,10 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
         return 4.0 * rows * arch.hidden, 0.0
     columns = -(-arch.vocab // model.engine.parallel.tensor)
     kept = rows * arch.hidden * b  # gradients of the rows; the weight's is among the gradients
-    logits = min(rows_of_chunk(columns), rows) * columns * (6 if b == 2 else 4)  # in bfloat16 their gradient is rounded
+    logits = 4.0 * min(rows_of_chunk(columns), rows) * columns
+    if b == 2:  # the gradient of a chunk has 16 bits, the logits of one part of it 32
+        chunk = rows_of_gradient(columns)
+        logits = (2.0 * min(chunk, rows) + 4.0 * min(chunk // PARTS, rows)) * columns
     placeholder = 0 if arch.tied else columns * arch.hidden * b  # of the weight's gradient, once the logits are gone
     gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
     return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
@@ -155,6 +158,11 @@ def rows_of_chunk(columns: int) -> int:
     """Return the rows of which `lm_head_loss` holds the logits at one time."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
+
+
+def rows_of_gradient(columns: int) -> int:
+    """Return the rows of which it holds a gradient of 16 bits, beside the logits of one of their PARTS."""
+    return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:

@@ -178,9 +178,15 @@ def test_a_gradient_in_16_bits_is_the_float32_gradient_rounded(dtype):
     _, entropy, peak, log_sum = ops.logprob_finish(logits, partials, labels, 0.7, None, 0, 20001, 20001, False)
     slopes = torch.tensor([1.0, -2.0, 3e5, 1.0])  # float16 has subnormal numbers of the first, infinities of the third
     rest = (labels, peak, log_sum, entropy, slopes, torch.ones(4), 0.7, None, 0, 20001)
-    assert torch.equal(ops.logprob_grad(logits, *rest, dtype=dtype), ops.logprob_grad(logits, *rest).to(dtype))
+    found = torch.empty_like(logits, dtype=dtype)
+    ops.logprob_grad_into(found, logits, *rest)
+    assert torch.equal(found, ops.logprob_grad(logits, *rest).to(dtype))
     with pytest.raises(RuntimeError, match="for bfloat16 logits: their gradient has their dtype"):
-        ops.logprob_grad(logits.bfloat16(), *rest, dtype=torch.float16)
+        ops.logprob_grad_into(found.half(), logits.bfloat16(), *rest)
+    with pytest.raises(
+        RuntimeError, match=r"out has shape \[3, 20004\]: a gradient of logits has theirs, \[4, 20004\]"
+    ):
+        ops.logprob_grad_into(found[:3], logits, *rest)
 
 
 def test_operators_obey_torchs_rules_and_compile_without_a_break():
@@ -193,7 +199,7 @@ def test_operators_obey_torchs_rules_and_compile_without_a_break():
     _, entropy, peak, log_sum = ops.logprob_finish(logits.detach(), partials, labels, 0.7, None, 0, 20, 20, False)
     rest = (labels, peak, log_sum, entropy, torch.ones(6), None, 0.7, None, 0, 20)
     opcheck(ops.logprob_grad.default, (logits.detach(), *rest))
-    opcheck(ops.logprob_grad.default, (logits.detach(), *rest), {"dtype": torch.bfloat16})
+    opcheck(ops.logprob_grad_into.default, (torch.empty_like(logits).bfloat16(), logits.detach(), *rest))
     opcheck(ops.logprob_grad_.default, (logits.detach().clone(), *rest))
 
     def loss(x):

@@ -42,6 +42,7 @@ from megatron_rl.tools.plan.memory import (
     kv_bytes_per_token,
     models_of,
     rows_of_chunk,
+    rows_of_gradient,
     server_memory,
     trainer_memory,
 )
@@ -249,6 +250,7 @@ def test_parts_sum_to_the_peak_and_offloaded_models_take_turns():
 def test_head_holds_the_logits_of_as_many_rows_as_planned():
     for columns in (33, 4_000, 75_968, 151_936, 1 << 20, 1 << 29):
         assert rows_of_chunk(columns) == head.rows_of_chunk(columns)
+        assert rows_of_gradient(columns) == head.rows_of_gradient(columns)
 
 
 def test_a_reference_model_adds_its_weights(tmp_path):
