@@ -25,9 +25,9 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 WARP, QUARTERS, WARPS_RESIDENT, BLOCKS_RESIDENT, REGISTERS = 32, 4, 64, 32, 65536
@@ -352,15 +352,22 @@ class Kernel:
         float  # bytes that go through memory for a byte of the tile: 1 read, 2 read and written, 1.5 written as 16 bits
     )
 
+    @cached_property
+    def issue(self) -> Callable[[int, str], float]:
+        """(16-byte loads, architecture) -> clocks of one warp's issue."""
+        return cache(lambda loads, architecture: issue_clocks(self.paths[loads], architecture, 1))
+
+    @cached_property
+    def delays(self) -> dict[int, int]:
+        return {n: clocks_alone(path) - len(path) + BLOCK_START_CLOCKS for n, path in self.storing.items()}
+
     def tile(self, size: int, warps: int, device: Device) -> tuple[float, float, float]:
         """Clocks of (memory, issue, delay) for a tile of so many bytes, of which full warps come first."""
         full, rest = divmod(size, SLICE_BYTES)
         wanted = [PIECES] * full + [-(-rest * PIECES // SLICE_BYTES)] * (rest > 0)
         loads = [min(n for n in self.paths if n >= want) for want in [*wanted, *[0] * (warps - len(wanted))]]
         memory = size * self.moves / device.bytes_per_clock
-        issue = sum(issue_clocks(self.paths[n], device.architecture, 1) for n in loads)
-        last = self.storing[max(loads)]
-        return memory, issue, clocks_alone(last) - len(last) + BLOCK_START_CLOCKS
+        return memory, sum(self.issue(n, device.architecture) for n in loads), self.delays[max(loads)]
 
     def seconds(self, rows: int, row_bytes: int, device: Device) -> float:
         count = -(-row_bytes // TILE_BYTES)
@@ -571,11 +578,80 @@ def checksum_table(predicted: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
+HEAD = (4096, 151936)
+"""Hidden size and vocabulary of an output layer with weights in bfloat16."""
+HEAD_ROWS, HEAD_PARTS = 3072, 4
+"""Rows of its chunks, and the parts in which their logits are formed, as megatron_rl/ops/head.py has them."""
+HEAD_FLOPS = {"H100": 7.0e14, "H200": 7.0e14}
+"""Operations a second of cuBLAS's products of such sizes: assumed, 71 % of the data sheet's."""
+SMALL_SECONDS = 25.0e-6
+"""Of a part, in the policy loss and the nine small kernels of torch around it."""
+
+
+def head_over_products(
+    rows: int, into_main_grad: bool, is_hidden: bool, kernels: dict[str, Kernel], device: Device, flops: float
+) -> float:
+    """Time of lm_head_loss with a policy loss over that of its three products alone, which write bfloat16.
+
+    A product takes the longer of its arithmetic and of its bytes, and hides what it writes, and reads to add to, behind
+    its arithmetic; else (not is_hidden) it hides as much of it as the bare products write, and the rest is added.
+    """
+    hidden, vocab = HEAD
+    forward, gradient = (
+        kernels["partials_kernel<float, true, true>"],
+        kernels["gradient_kernel<float, BF16, true, false>"],
+    )
+
+    def product(count: int, operands: int, result: int, bare_result: int) -> float:
+        arithmetic = 2.0 * count * hidden * vocab / flops
+        if is_hidden:
+            return max(arithmetic, (operands + result) / device.copy_bandwidth)
+        return arithmetic + (result - bare_result) / device.copy_bandwidth
+
+    seconds = 0.0 if into_main_grad else 6.0 * hidden * vocab / device.copy_bandwidth  # scaled, rounded
+    for start in range(0, rows, HEAD_ROWS):
+        chunk = min(HEAD_ROWS, rows - start)
+        for begin in range(0, chunk, HEAD_ROWS // HEAD_PARTS):
+            part = min(HEAD_ROWS // HEAD_PARTS, chunk - begin)
+            logits = part * vocab
+            seconds += product(part, 2 * hidden * (part + vocab), 4 * logits, 2 * logits)
+            seconds += sum(kernel.seconds(part, 4 * vocab, device) for kernel in (forward, gradient))
+            seconds += FINISH_SECONDS + SMALL_SECONDS
+        logits, sums = chunk * vocab, 8 if start or into_main_grad else 4  # bytes: read and written, or written
+        seconds += product(chunk, 2 * (logits + hidden * vocab), 2 * chunk * hidden, 2 * chunk * hidden)
+        seconds += product(chunk, 2 * (logits + chunk * hidden), sums * hidden * vocab, 0)
+    return seconds / (6.0 * rows * hidden * vocab / flops)
+
+
+HEADS = "predicted time of the head over its three products"
+HEAD_CASES = [f"T={rows}, {where}" for rows in (4096, 8192, 16384) for where in ("main_grad", "autograd")]
+
+
+def head_predictions(kernels: dict[str, Kernel], device: Device, flops: float) -> dict[str, float]:
+    """`{case: ratio}`, where products hide what they write, and where not."""
+    found = {}
+    for case in HEAD_CASES:
+        rows, into_main_grad = int(case[2:].split(",")[0]), "main_grad" in case
+        for name, is_hidden in ((case, True), (f"{case}, not hidden", False)):
+            found[name] = round(head_over_products(rows, into_main_grad, is_hidden, kernels, device, flops), 3)
+    return found
+
+
+def head_table(predicted: dict[str, dict[str, float]]) -> list[str]:
+    lines = ["| prediction, head and policy loss over three bare products | " + " | ".join(predicted) + " |"]
+    lines.append("|---|" + "---|" * len(predicted))
+    for case in HEAD_CASES:
+        cells = [f"{found[case]:.2f} ({found[f'{case}, not hidden']:.2f})" for found in predicted.values()]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: dict[str, dict[str, int]]) -> dict:
     """Return the content of csrc/resources.json. cubins, registers: by architecture, sm_90a for one."""
     described: dict[str, dict] = {}
     predicted: dict[str, dict[str, float]] = {}
     times: dict[str, dict[str, float]] = {}
+    heads: dict[str, dict[str, float]] = {}
     for architecture, of_kernels in registers.items():
         described[architecture] = {name: {"registers": count} for name, count in of_kernels.items()}
         code = {name: blocks for cubin in cubins[architecture] for name, blocks in disassemble(nvdisasm, cubin).items()}
@@ -595,7 +671,9 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
             if device.architecture == architecture:
                 predicted[name] = predictions(kernels, device) | checksum_predictions(code, of_kernels, device)
                 times[name] = microseconds(by_token, device)
-    return {"nvcc": nvcc, "kernels": described, PERCENT: predicted, MICROSECONDS: times}
+                if name in HEAD_FLOPS:
+                    heads[name] = head_predictions(kernels, device, HEAD_FLOPS[name])
+    return {"nvcc": nvcc, "kernels": described, PERCENT: predicted, MICROSECONDS: times, HEADS: heads}
 
 
 def tables(report: dict) -> str:
@@ -607,7 +685,7 @@ def tables(report: dict) -> str:
         kinds = ("log-probs", "forward", "forward and backward")
         found = [predicted[device][f"{what} {case}"] for what in kinds for device in DEVICES]
         lines.append(f"| {case} | " + " | ".join(f"{percent:.0f}" for percent in found) + " |")
-    lines += ["", *checksum_table(predicted), ""]
+    lines += ["", *checksum_table(predicted), "", *head_table(report[HEADS]), ""]
     lines += ["| prediction, us of 32,768 tokens | " + " | ".join(DEVICES) + " |", "|---|" + "---|" * len(DEVICES)]
     for case in times["H200"]:
         lines.append(f"| {case} | " + " | ".join(f"{times[device][case]:.1f}" for device in DEVICES) + " |")

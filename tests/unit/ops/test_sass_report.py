@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.ops import head
+
 CSRC = Path(__file__).parents[3] / "csrc"
 build = runpy.run_path(str(CSRC / "build.py"))
 sass = build["sass_report"]()
 RECORDED = json.loads((CSRC / "resources.json").read_text())
-PERCENT, MICROSECONDS = sass["PERCENT"], sass["MICROSECONDS"]
+PERCENT, MICROSECONDS, HEADS = sass["PERCENT"], sass["MICROSECONDS"], sass["HEADS"]
 
 
 @pytest.mark.slow
@@ -33,7 +35,7 @@ def test_no_kernel_spills_or_takes_more_registers_or_is_predicted_slower_than_re
         pytest.skip("registers are as recorded; predictions need nvdisasm: pip install nvidia-cuda-nvdisasm")
     found = build["report"]()
     # (what, which sign makes less of it better, how much worse is still as recorded)
-    for what, sign, tolerance in ((PERCENT, -1, 1.0), (MICROSECONDS, 1, 0.1)):
+    for what, sign, tolerance in ((PERCENT, -1, 1.0), (MICROSECONDS, 1, 0.1), (HEADS, 1, 0.01)):
         worse = {
             f"{device}, {case}": (found[what][device].get(case), recorded)
             for device, cases in RECORDED[what].items()
@@ -189,3 +191,41 @@ def test_two_sweeps_take_the_first_and_what_the_second_does_behind_its_wait():
     assert kernel.seconds(50, 65, device) == pytest.approx(launch + (first + 651 + behind) * 1e-9)  # a second search
     clocks = [kernel.clocks(path, 400, device) for path in (kernel.first, kernel.second)]
     assert kernel.seconds(400, 1, device) == pytest.approx(launch + sum(clocks) * 1e-9)  # 6 of 8 blocks are resident
+
+
+class Instant:
+    """A kernel that takes no time."""
+
+    def seconds(self, *_):
+        return 0.0
+
+
+def test_the_head_is_its_products_and_what_they_do_not_hide():
+    hidden, vocab = sass["HEAD"]
+    assert sass["HEAD_ROWS"] == head.rows_of_gradient(vocab) and sass["HEAD_PARTS"] == head.PARTS
+    device, kernels = sass["DEVICES"]["H200"], {}
+    for name in ("partials_kernel<float, true, true>", "gradient_kernel<float, BF16, true, false>"):
+        kernels[name] = Instant()
+    rows, bare = sass["HEAD_ROWS"], 6.0 * sass["HEAD_ROWS"] * hidden * vocab / 7e14
+    small = 4 * (2e-6 + 25e-6)
+    over = sass["head_over_products"]
+    assert over(rows, True, True, kernels, device, 7e14) == pytest.approx(1 + small / bare)
+    written = (2 * rows * vocab + 8 * hidden * vocab) / 4.3e12  # logits of four bytes and not of two; sums
+    assert over(rows, True, False, kernels, device, 7e14) == pytest.approx(1 + (small + written) / bare)
+    cast = 6 * hidden * vocab / 4.3e12
+    assert over(rows, False, True, kernels, device, 7e14) == pytest.approx(1 + (small + cast) / bare)
+
+
+def test_a_tile_has_as_many_warps_as_a_row_fills():
+    load = sass["Instruction"]("LDG.E.128", None, "R4, [R2]")
+    kernel = sass["Kernel"](64, {n: [load] * n for n in range(9)}, {n: [load] * n for n in range(9)}, 1)
+    found, device = [], sass["DEVICES"]["H200"]
+    tile = lambda kernel, size, warps, device: found.append((size, warps)) or (1.0, 1.0, 1.0)  # noqa: E731
+    counted = type("Counted", (), {"tile": tile, "registers": 64})()
+    for row_bytes in (8000, 37984, 64000):  # one tile of two warps, two of five, two of eight
+        type(kernel).seconds(counted, 1, row_bytes, device)
+    assert found == [(8000, 2), (20480, 5), (17504, 5), (32768, 8), (31232, 8)]
+    assert sass["blocks_resident"](64, 5) == 6 and sass["blocks_resident"](16, 1) == 32
+    memory, issue, _ = kernel.tile(17504, 5, device)  # four warps and a quarter: 8 loads each, then 3
+    assert memory == pytest.approx(17504 / device.bytes_per_clock)
+    assert issue == pytest.approx((4 * 8 + 3) * 4)  # a load of 16 bytes is four turns of a clock each
