@@ -157,8 +157,10 @@ def check_rows(logits: Tensor, labels: Tensor) -> None:
 def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[float, Tensor | None]:
     """Return (one for all rows, one for each or None). A tensor's values are not checked: that would wait for it."""
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}: it divides the logits and must be above 0.")
+        if not 1e-37 <= temperature <= 1e37:
+            raise ValueError(
+                f"temperature is {temperature}: it divides the logits in float32 and must be from 1e-37 to 1e37."
+            )
         return float(temperature), None
     if temperature.shape != labels.shape or temperature.dtype != torch.float32 or temperature.device != labels.device:
         raise ValueError(

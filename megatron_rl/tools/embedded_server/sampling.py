@@ -18,6 +18,8 @@ from megatron_rl.tools.embedded_server.fields import shown
 _MASK64 = (1 << 64) - 1
 GREEDY_BELOW = 1e-6
 """Temperatures; SGLang's bound. Dividing by less would overflow."""
+HOTTEST = 1e37
+"""Temperatures above are this one, which float32 has with its inverse: long before, all tokens are as likely."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """A limit on texts that are looked at again for every token."""
@@ -112,6 +114,7 @@ class SamplingParams:
                 )
         if fields.get("temperature", 1.0) < GREEDY_BELOW:
             fields |= {"temperature": 1.0, "top_k": 1}
+        fields["temperature"] = min(fields.get("temperature", 1.0), HOTTEST)
         params = cls(**fields)
         if params.min_new_tokens > params.max_new_tokens:
             raise ValueError(
