@@ -100,31 +100,28 @@ class FakeCuda(TorchDispatchMode):
 
     # -- running without computing ------------------------------------------------------------------------------------
 
-    def run(self, func, args, kwargs, *, known: bool = True) -> Any:
+    def run(self, func, args, kwargs) -> Any:
         """Return what the operation gives, on the device and without values, and tell the ledger of it."""
+        if operation(func).is_view and isinstance(args[0], FakeTensor):  # neither a kernel nor memory
+            made = self.results.view(func, args, kwargs)
+            values = None if known(args[0]) is None else self._known_result(func, args, kwargs)
+            return _with_values(made, values)
         try:
             made = self.results.run(func, args, kwargs)
+            values = self._known_result(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            values = self._known_result(func, args, kwargs) if known else None
+            values = self._known_result(func, args, kwargs)
             if values is None:
                 raise UnknownShape(
                     f"{func} at {self.ledger.line()}: its result's shape depends on numbers that only the weights give."
                 ) from error
             self.ledger.note_sync(str(func))
             made = tree_map(self._on_device, values)
-            return self._noted(func, args, kwargs, made, values)
-        return self._noted(func, args, kwargs, made, self._known_result(func, args, kwargs) if known else None)
-
-    def _noted(self, func, args, kwargs, made, values) -> Any:
         self.ledger.note_kernel(func, args, kwargs, made)
-        if values is not None:
-            for tensor, value in zip(tensors_in(made), tensors_in(values), strict=False):
-                if isinstance(tensor, FakeTensor):
-                    tensor.known = value
-        else:
+        if values is None:
             for tensor in operation(func).writes(args, kwargs):
                 forget(tensor)
-        return made
+        return _with_values(made, values)
 
     def _on_device(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -255,6 +252,15 @@ NEVER_KNOWN = {aten.topk.default, aten.empty.memory_format, aten.empty_strided.d
 LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 LIKE |= {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
+
+
+def _with_values(made: Any, values: Any) -> Any:
+    """Return the result of an operation, its tensors known by their values unless those are None."""
+    if values is not None:
+        for tensor, value in zip(tensors_in(made), tensors_in(values), strict=False):
+            if isinstance(tensor, FakeTensor):
+                tensor.known = value
+    return made
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -52,7 +52,8 @@ def operation(func: OpOverload) -> Operation:
         arguments=tuple(argument.name for argument in schema.arguments),
         written=written,
         returns_argument=returns_argument,
-        is_view=returns_argument and not written and not schema.name.startswith("aten::lift"),
+        is_view=(returns_argument and not written and not schema.name.startswith("aten::lift"))
+        or schema.name == "aten::_unsafe_view",  # whose schema does not say so
         changes_form=torch.Tag.inplace_view in func.tags or schema.name.startswith(("aten::set_", "aten::resize_")),
         launches=not schema.name.startswith(NO_LAUNCH),
     )

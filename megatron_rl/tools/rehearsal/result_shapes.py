@@ -49,8 +49,6 @@ class ResultShapes:
         The errors are FakeTensorMode's: devices that do not meet, and shapes that depend on values.
         """
         op = operation(func)
-        if op.is_view and isinstance(args[0], FakeTensor):
-            return self._view(func, args, kwargs)
         try:
             key = None if op.changes_form else (func, torch.get_default_dtype(), _key(args), _key(kwargs))
         except TypeError:
@@ -82,7 +80,8 @@ class ResultShapes:
             self._made[key] = Tensor if tensors is not made else type(made), [Form.of(tensor) for tensor in tensors]
         return made
 
-    def _view(self, func, args, kwargs) -> Any:
+    def view(self, func, args, kwargs) -> Any:
+        """Return what an operation gives that only views its first argument, a tensor without memory."""
         device = args[0].fake_device
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             self.fake.in_kernel_invocation = True

@@ -18,6 +18,7 @@ from megatron_rl.tools.plan.memory import memory_of_stage, models_of
 from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
+from megatron_rl.tools.rehearsal.rehearsal_text import as_text
 from megatron_rl.weights.architecture import read_architecture
 from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
 
@@ -99,6 +100,7 @@ def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, table, found)
         planned = memory_of_stage(model, stage, config, batch, tokens, result.world.ranks).on_cpu
         assert of_part["optimizer"] + of_part["gradients"] == pytest.approx(planned, rel=0.02)
         assert part["host"]["peak_bytes"] < 1.02 * planned
+    assert as_text(result).count("GiB at most in large tensors") == len(result.by_rank)
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,9 @@ def test_a_call_gives_the_second_time_what_fake_tensors_give(case, results):
 def test_a_view_shares_its_storage_and_an_operation_in_place_returns_its_argument(results):
     x = made(results, 4, 6)
     for _ in range(2):
-        view = results.run(aten.select.int, (x, 0, 1), {})
+        view = results.view(aten.select.int, (x, 0, 1), {})
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata and view.storage_offset() == 6
-        halves = results.run(aten.split.Tensor, (x, 3, 1), {})
+        halves = results.view(aten.split.Tensor, (x, 3, 1), {})
         assert [half.storage_offset() for half in halves] == [0, 3] and halves[0].device == x.device
         assert results.run(aten.add_.Tensor, (x, x), {}) is x
         assert results.run(aten._foreach_add_.Scalar, ([x, x], 1.0), {}) is None
