@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, packed_gae, packed_labels, packed_logprobs, ppo_loss
@@ -118,22 +119,48 @@ def test_the_whole_step_replays_as_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
-def test_head_in_chunks_equals_whole_logits_in_bfloat16():
+class RowsOfLogits(TorchDispatchMode):
+    """Finds for each dtype the most rows of the tensors that are made with so many columns, of hidden size 64."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.rows = columns, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (self.columns,) and len(tensor) != 64:
+                self.rows[tensor.dtype] = max(self.rows.get(tensor.dtype, 0), len(tensor))
+        return result
+
+
+# Three chunks of 40 rows, of four parts each and the last of two, and one of all; a loss by token and by sequence.
+@pytest.mark.parametrize("rows_per_chunk", [16, 100])
+@pytest.mark.parametrize(
+    "options", [PpoOptions(), PpoOptions(sequence_ratio=True, entropy_coefficient=0.1)], ids=["by token", "by sequence"]
+)
+def test_head_in_chunks_equals_whole_logits_in_bfloat16(options, rows_per_chunk):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (50, 1000))
     labels = torch.randint(0, 1000, (50,), generator=generator)
     labels[::5] = -100
     zeros, advantages = torch.zeros(50), torch.randn(50, generator=generator)
     true_h, true_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logprobs = ops.reference.logprobs_entropy(true_h @ true_w.T, labels)[0]
-    mask = labels >= 0
-    true = ops.reference.ppo_loss(logprobs, None, zeros.double(), advantages.double(), mask, PpoOptions())
+    logprobs, entropy = ops.reference.logprobs_entropy(true_h @ true_w.T, labels)
+    mask, bounds = labels >= 0, torch.tensor([0, 17, 50])
+    given = (None, zeros.double(), advantages.double(), mask, options)
+    true = ops.reference.ppo_loss(logprobs, *given, entropy=entropy, cu_seqlens=bounds)
     true.backward()
     h, w = hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()
     shard = ops.VocabShard(0, 1000, 1000)
-    given = (zeros.cuda(), advantages.cuda(), PpoOptions())
-    loss, _ = ops.lm_head_ppo_loss(h, w, labels.cuda(), None, *given, shard=shard, rows_per_chunk=16)
-    loss.backward()
+    given, more = (zeros.cuda(), advantages.cuda(), options), {"shard": shard, "rows_per_chunk": rows_per_chunk}
+    with RowsOfLogits(1000) as most:
+        loss, _ = ops.lm_head_ppo_loss(h, w, labels.cuda(), None, *given, **more, cu_seqlens=bounds.cuda())
+        if options.by_sequence:
+            most.rows.clear()  # its first sweep keeps the logits of a whole chunk, or all for the second
+        loss.backward()
+    part = 40 if options.by_sequence and rows_per_chunk == 100 else -(-rows_per_chunk // 4)
+    assert most.rows == {torch.bfloat16: min(rows_per_chunk, 40), torch.float32: part}
     for mine, right in ((h.grad, true_h.grad), (w.grad, true_w.grad)):
         error = (mine.double().cpu() - right).norm() / right.norm()
         assert error < 1e-2
