@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from ranks import run_ranks
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.launch.signs_of_life import SignsOfLife
-from megatron_rl.run.hang_watch import HangWatch, RankReport, describe, last_collectives
+from megatron_rl.run.hang_watch import HangWatch, RankReport, describe
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication
@@ -43,8 +45,10 @@ def late_rank(folder: str) -> str:
     )
 
     def tell() -> None:
-        while groups.rank != 2 and not any("all_reduce of [[4]]" in what for _, what in last_collectives().values()):
+        # By its stack: the flight recorder must not be asked while the main thread is on its way into it.
+        while groups.rank != 2 and not is_in("all_reduce"):
             time.sleep(0.1)
+        time.sleep(1.0)
         stands[groups.rank].touch()
         while groups.rank == 0 and not all(file.exists() for file in stands):
             time.sleep(0.1)
@@ -68,6 +72,12 @@ def late_rank(folder: str) -> str:
         time.sleep(0.05)
     watch.close()
     return messages[0] if messages else ""
+
+
+def is_in(function: str) -> bool:
+    """True while the main thread is in a function of this name."""
+    frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    return any(frame.f_code.co_name == function for frame, _ in frames)
 
 
 def when_all_have_reported(folder: str) -> None:
