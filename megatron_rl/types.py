@@ -18,7 +18,7 @@ from megatron_rl.config import GenerationConfig
 if TYPE_CHECKING:  # it takes longer to import than torch itself, and the rollout process needs none
     from tensordict import TensorDict
 
-TOKEN_KEYS = {"input_ids": torch.int64, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int64}
+TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int32}
 """Per-token tensors that every trajectory has, with their dtypes."""
 
 
@@ -62,6 +62,46 @@ def token_list(ids: Any) -> list[int]:
         )
     # A list of int, the usual case, is handed on as it is: prompts may be long, and requests are many.
     return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """`[N]` whole numbers that come in runs, as the policy versions of tokens do: 8 bytes a run instead of 4 a token.
+
+    values: `[R]` int32. lengths: `[R]` int32, how many entries of that value follow on one another, at least one.
+
+    For example:
+
+        runs = Runs.of(torch.tensor([3, 3, 3, 4]))  # values [3, 4], lengths [3, 1]
+        runs.each()  # tensor([3, 3, 3, 4])
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, each: Tensor) -> Runs:
+        """ValueError for what int32 does not hold."""
+        whole = each.to(torch.int32)
+        if whole.dtype != each.dtype and bool((whole != each).any()):
+            raise ValueError(f"versions hold {each[whole != each][0].item()}: must be whole numbers, torch.int32.")
+        values, lengths = torch.unique_consecutive(whole, return_counts=True)
+        return cls(values, lengths.to(torch.int32))
+
+    @classmethod
+    def cat(cls, parts: list[Runs]) -> Runs:
+        return cls(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    def each(self) -> Tensor:
+        """Return the numbers one by one, `[N]` int32."""
+        return torch.repeat_interleave(self.values, self.lengths)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the numbers at `places` (`[n]` int64), `[n]` int32."""
+        return self.values[torch.searchsorted(self.lengths.cumsum(0), places, right=True)]
 
 
 @dataclass(kw_only=True)
@@ -113,13 +153,13 @@ class Trajectory:
     """
 
     input_ids: Tensor
-    """int64."""
+    """int32; ids of another integer type are converted where groups are joined, here as below."""
     loss_mask: Tensor
     """bool: True where the token was generated and is trained."""
     logprobs: Tensor
     """float32 behaviour log-probabilities; 0 for prompt tokens."""
     versions: Tensor
-    """int64 policy version that sampled the token; -1 for prompt tokens."""
+    """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
     """Further per-token tensors."""
@@ -131,10 +171,10 @@ class Trajectory:
         """Build the single-turn trajectory of one reply."""
         prompt = reply.input_len
         return cls(
-            input_ids=torch.tensor(reply.input_tokens + reply.output_tokens, dtype=torch.int64),
+            input_ids=torch.tensor(reply.input_tokens + reply.output_tokens, dtype=torch.int32),
             loss_mask=torch.tensor([False] * prompt + [True] * reply.output_len),
             logprobs=torch.tensor([0.0] * prompt + reply.output_logprobs, dtype=torch.float32),
-            versions=torch.tensor([-1] * prompt + reply.output_versions, dtype=torch.int64),
+            versions=torch.tensor([-1] * prompt + reply.output_versions, dtype=torch.int32),
             reward=float(reward),
             sequence=sequence,
         )
@@ -153,14 +193,17 @@ class TrajectoryBatch:
         batch["input_ids"]                 # [N], the tokens of all trajectories, one after the other
         batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # those of the third
 
-    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids`, `loss_mask`, `logprobs`, ...).
+    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids` int32, `loss_mask` bool, ...).
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
+    versions: the policy version of each token in runs, -1 where none sampled it; `batch["versions"]` is `[N]` int32. A
+      column `versions` among the tokens becomes that: ids, mask, log-probabilities and versions are 9 bytes a token.
     """
 
     tokens: dict[str, Tensor]
     sequences: dict[str, Tensor]
     cu_seqlens: Tensor
+    versions: Runs | None = None
 
     def __post_init__(self) -> None:
         n, b = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1
@@ -171,11 +214,17 @@ class TrajectoryBatch:
                         f"{where}[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens "
                         f"needs ({size},); pad nothing and give one entry per {where[:-1]}."
                     )
+        if "versions" in self.tokens:
+            self.versions = Runs.of(self.tokens["versions"])
+            self.tokens = {key: value for key, value in self.tokens.items() if key != "versions"}
+        assert self.versions is None or len(self.versions) == n, f"{len(self.versions)} versions for {n} tokens"
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 
     def __getitem__(self, key: str) -> Tensor:
+        if key == "versions" and key not in self.tokens and self.versions is not None:
+            return self.versions.each()
         return self.tokens[key] if key in self.tokens else self.sequences[key]
 
     def __setitem__(self, key: str, value: Tensor) -> None:
@@ -186,6 +235,9 @@ class TrajectoryBatch:
         n, b = int(self.cu_seqlens[-1]), len(self)
         fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
         chosen = [columns for columns in fitting if key in columns or key not in self]  # none, one, or both if N = B
+        if key == "versions" and value.shape == (n,):
+            self.versions = Runs.of(value)
+            return
         if len(chosen) != 1:
             raise ValueError(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens takes "
@@ -195,7 +247,7 @@ class TrajectoryBatch:
         chosen[0][key] = value
 
     def __contains__(self, key: str) -> bool:
-        return key in self.tokens or key in self.sequences
+        return key in self.tokens or key in self.sequences or (key == "versions" and self.versions is not None)
 
     @property
     def lengths(self) -> Tensor:
@@ -238,11 +290,28 @@ class TrajectoryBatch:
         return torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values)
 
     def to(self, device: torch.device | str) -> TrajectoryBatch:
-        return TrajectoryBatch(
-            {k: v.to(device) for k, v in self.tokens.items()},
-            {k: v.to(device) for k, v in self.sequences.items()},
-            self.cu_seqlens.to(device),
-        )
+        return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return all tensors by name, in the form in which they are written and sent; from_columns takes them.
+
+        The names are `tokens.KEY`, `sequences.KEY`, `versions.values` and `versions.lengths` (`[R]`), and `cu_seqlens`.
+        """
+        found = {f"tokens.{key}": column for key, column in self.tokens.items()}
+        found |= {f"sequences.{key}": column for key, column in self.sequences.items()}
+        if self.versions is not None:
+            found |= {"versions.values": self.versions.values, "versions.lengths": self.versions.lengths}
+        return found | {"cu_seqlens": self.cu_seqlens}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> TrajectoryBatch:
+        """Build the batch that gave these `columns`."""
+        parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "sequences": {}, "versions": {}, "cu_seqlens": {}}
+        for name, column in columns.items():
+            where, _, key = name.partition(".")
+            parts[where][key] = column
+        versions = Runs(**parts["versions"]) if parts["versions"] else None
+        return cls(parts["tokens"], parts["sequences"], parts["cu_seqlens"][""], versions)
 
     def select(self, indices: Iterable[int]) -> TrajectoryBatch:
         """Return the trajectories of `indices`, in that order."""
@@ -256,6 +325,7 @@ class TrajectoryBatch:
             {k: v[rows] for k, v in self.tokens.items()},
             {k: v[order] for k, v in self.sequences.items()},
             cu_seqlens,
+            None if self.versions is None else Runs.of(self.versions.at(rows)),
         )
 
     def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
@@ -266,7 +336,7 @@ class TrajectoryBatch:
         ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
         added[ends[1:] - 1] = True
-        input_ids = torch.zeros(len(added), dtype=torch.int64)
+        input_ids = torch.zeros(len(added), dtype=self.tokens["input_ids"].dtype)
         input_ids[~added] = self.tokens["input_ids"]
         tokens = {"input_ids": input_ids, "loss_mask": added}
         return TrajectoryBatch(tokens, self.sequences, ends), ends[1:] - 1
@@ -279,6 +349,7 @@ class TrajectoryBatch:
             {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
             {k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
             prefix_sums(torch.cat([b.lengths for b in batches])),
+            None if first.versions is None else Runs.cat([b.versions for b in batches if b.versions is not None]),
         )
 
     @classmethod
@@ -336,7 +407,7 @@ class TrajectoryBatch:
                     f"workflow."
                 )
         tokens.setdefault("logprobs", torch.zeros(len(tokens["input_ids"]), dtype=torch.float32))
-        tokens.setdefault("versions", torch.full((len(tokens["input_ids"]),), -1, dtype=torch.int64))
+        tokens.setdefault("versions", torch.full((len(tokens["input_ids"]),), -1, dtype=torch.int32))
         sequences.setdefault("group", torch.arange(len(mask)))
         return cls(tokens, sequences, prefix_sums(mask.sum(1)))
 
@@ -347,8 +418,8 @@ class MicroBatch:
 
     rows: TensorDict without batch dimensions. `[T]` tensors where row t describes the prediction made after reading
       token t: `input_ids` (the token read), `labels` (the next token of the same sequence; -100 where it is not
-      trained), `loss_mask` and every other per-token key of the batch, shifted to `labels`. `[B]` tensors per sequence,
-      and `cu_seqlens` `[B + 1]` int32.
+      trained), both int64, `loss_mask` and every other of the batch's `tokens`, shifted to `labels`. `[B]` tensors per
+      sequence, and `cu_seqlens` `[B + 1]` int32.
     positions: `[T]` int64, each token's index in its sequence (rotary position).
     source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` is (-1 at sequence ends).
 

@@ -5,6 +5,7 @@ Every rank gets the step's batch, then takes its data-parallel share of each upd
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -24,9 +25,9 @@ def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryB
     Trajectories come in the order of ranks, and `group` numbers are made unique over the rollout ranks. Only names and
     sizes travel as objects; each rollout rank's tensors are one flat broadcast.
     """
-    columns = {} if batch is None else _columns(batch)
+    columns = {} if batch is None else batch.columns()
     header = [(key, column.dtype, len(column)) for key, column in columns.items()]
-    headers: list[list[tuple[tuple[str, str], torch.dtype, int]]] = [[] for _ in range(groups.world_size)]
+    headers: list[list[tuple[str, torch.dtype, int]]] = [[] for _ in range(groups.world_size)]
     dist.all_gather_object(headers, header, group=groups.control)
     parts: list[TrajectoryBatch] = []
     for rank, layout in enumerate(headers):  # the same order of broadcasts on every rank
@@ -39,17 +40,8 @@ def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryB
     return TrajectoryBatch.cat(parts)
 
 
-def _columns(batch: TrajectoryBatch) -> dict[tuple[str, str], Tensor]:
-    columns = {("tokens", key): column for key, column in batch.tokens.items()}
-    columns |= {("sequences", key): column for key, column in batch.sequences.items()}
-    return columns | {("", "cu_seqlens"): batch.cu_seqlens}
-
-
 def _broadcast(
-    columns: dict[tuple[str, str], Tensor],
-    layout: list[tuple[tuple[str, str], torch.dtype, int]],
-    source: int,
-    groups: ParallelGroups,
+    columns: dict[str, Tensor], layout: list[tuple[str, torch.dtype, int]], source: int, groups: ParallelGroups
 ) -> TrajectoryBatch:
     """Send one rollout rank's columns to every rank as bytes."""
     sizes = [length * dtype.itemsize for _, dtype, length in layout]
@@ -58,10 +50,9 @@ def _broadcast(
     else:
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.broadcast(flat, src=source, group=groups.control)
-    received: dict[str, dict[str, Tensor]] = {"tokens": {}, "sequences": {}, "": {}}
-    for ((where, name), dtype, _), part in zip(layout, torch.split(flat, sizes), strict=True):
-        received[where][name] = part.clone().view(dtype)  # a copy of its own is aligned for its dtype
-    return TrajectoryBatch(received["tokens"], received["sequences"], received[""]["cu_seqlens"])
+    parts = zip(layout, torch.split(flat, sizes), strict=True)
+    # A copy of its own is aligned for its dtype.
+    return TrajectoryBatch.from_columns({name: part.clone().view(dtype) for (name, dtype, _), part in parts})
 
 
 def pack_alike(
@@ -129,7 +120,7 @@ def by_token(
     All ranks call it with the same batch and an engine of this layout behind `compute`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
-    numbered = TrajectoryBatch(batch.tokens | rows, batch.sequences, batch.cu_seqlens)
+    numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)
     return _computed_by_all(numbered, groups, compute, share_prompts)
 
 
@@ -137,7 +128,7 @@ def by_sequence(
     batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
     """The same for `compute`'s `[B]`, one number per trajectory."""
-    numbered = TrajectoryBatch(batch.tokens, batch.sequences | {"row": torch.arange(len(batch))}, batch.cu_seqlens)
+    numbered = dataclasses.replace(batch, sequences=batch.sequences | {"row": torch.arange(len(batch))})
     return _computed_by_all(numbered, groups, compute, share_prompts)
 
 

@@ -58,8 +58,9 @@ def to_microbatch(
     source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places, so that labels are places: the shift
     source.clamp_(min=-1)  # the last row of a sequence predicts nothing
     rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key != "input_ids"}
-    rows["input_ids"] = batch.tokens["input_ids"][tokens]
-    labels = _described_token(batch.tokens["input_ids"], source)
+    # Kernels and embeddings index with int64; the batch, which is larger, has int32.
+    rows["input_ids"] = batch.tokens["input_ids"][tokens].long()
+    labels = _described_token(batch.tokens["input_ids"], source).long()
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
     rows |= {key: value[chosen] for key, value in batch.sequences.items()}
@@ -205,6 +206,7 @@ def _described_token(values: Tensor, source: Tensor) -> Tensor:
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
     # The columns of the others, as every rank's loss must find them and return the same statistics.
     rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items()}
+    rows["input_ids"] = rows["input_ids"].long()
     rows["labels"] = torch.full((1,), -100)
     rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
     rows |= {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}

@@ -210,7 +210,7 @@ def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
     # With 0 in front, so that the running sum is where each sequence begins and the last one ends.
     lengths = torch.tensor([0] + [len(prompt) + len(reply) for prompt, reply in sequences])
     tokens = {
-        "input_ids": torch.tensor([token for prompt, reply in sequences for token in (*prompt, *reply)]),
+        "input_ids": torch.tensor([t for prompt, reply in sequences for t in (*prompt, *reply)], dtype=torch.int32),
         "loss_mask": torch.tensor([own for p, r in sequences for own in [False] * len(p) + [True] * len(r)]),
     }
     group = torch.tensor([number for number, (_, *replies) in enumerate(rows) for _ in replies])

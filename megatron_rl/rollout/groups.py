@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -39,15 +40,15 @@ def _joined(result: Any) -> TrajectoryBatch | None:
     if isinstance(result, TrajectoryBatch):
         _check_tensors(result.tokens | result.sequences)
         _check_tokens(result.tokens)
-        missing = [name for name in TOKEN_KEYS if name not in result.tokens]
+        missing = [name for name in TOKEN_KEYS if name not in result]
         if missing:
             raise ValueError(
                 f"arun_episode returned a TrajectoryBatch without {', '.join(missing)}; its tokens need "
                 f"{', '.join(TOKEN_KEYS)}."
             )
-        tokens = result.tokens | {name: result.tokens[name].to(dtype) for name, dtype in TOKEN_KEYS.items()}
+        tokens = {name: column.to(TOKEN_KEYS.get(name, column.dtype)) for name, column in result.tokens.items()}
         one_group = torch.zeros(len(result), dtype=torch.int64)
-        return TrajectoryBatch(tokens, result.sequences | {"group": one_group}, result.cu_seqlens)
+        return dataclasses.replace(result, tokens=tokens, sequences=result.sequences | {"group": one_group})
     if isinstance(result, list):
         _check_trajectories(result)
         return TrajectoryBatch.from_trajectories([result]) if result else None
@@ -169,7 +170,7 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
 
 
 def trained_versions(group: TrajectoryBatch) -> Tensor:
-    """Return the policy versions of the trained tokens that have one, int64."""
+    """Return the policy versions of the trained tokens that have one, int32."""
     versions: Tensor = group["versions"]
     return versions[group["loss_mask"] & (versions >= 0)]
 

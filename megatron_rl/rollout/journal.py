@@ -57,13 +57,7 @@ class Record:
     size: int
 
     def group(self) -> TrajectoryBatch:
-        tensors = self._tensors()
-        parts: dict[str, dict[str, Any]] = {"tokens": {}, "sequences": {}}
-        for name, tensor in tensors.items():
-            where, _, key = name.partition(".")
-            if key:
-                parts[where][key] = tensor
-        return TrajectoryBatch(parts["tokens"], parts["sequences"], tensors["cu_seqlens"])
+        return TrajectoryBatch.from_columns(self._tensors())
 
     def reply(self) -> LLMResponse:
         lists = {name: tensor.tolist() for name, tensor in self._tensors().items()}
@@ -133,12 +127,11 @@ class RolloutJournal(RolloutEvents):
         self._replied.pop(episode.data["sample_key"], None)
         if not is_numbered(episode.data):
             return
-        tensors = {f"tokens.{key}": tensor.contiguous() for key, tensor in group.tokens.items()}
-        tensors |= {f"sequences.{key}": tensor.contiguous() for key, tensor in group.sequences.items()}
+        tensors = {name: column.contiguous() for name, column in group.columns().items()}
         versions = trained_versions(group)
         about = {"event": "accepted", "prompt": episode.data["prompt_number"], "key": episode.data["sample_key"]}
         about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
-        blob = save_tensors(tensors | {"cu_seqlens": group.cu_seqlens}, metadata={"record": json.dumps(about)})
+        blob = save_tensors(tensors, metadata={"record": json.dumps(about)})
         with self._lock:
             self._write(_GROUP, blob)
 
@@ -328,7 +321,7 @@ class Replay:
             return None
         group = sampled.record.group()
         # A version above the branch is one that this run has, or will have, with other weights.
-        group.tokens["versions"] = group["versions"].clamp(max=sampled.branch)
+        group["versions"] = group["versions"].clamp(max=sampled.branch)
         self.replayed += 1
         return group
 

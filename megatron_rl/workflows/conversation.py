@@ -90,10 +90,10 @@ class Conversation:
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
         return Trajectory(
-            input_ids=torch.tensor(self.ids, dtype=torch.int64),
+            input_ids=torch.tensor(self.ids, dtype=torch.int32),
             loss_mask=torch.tensor(self.loss_mask, dtype=torch.bool),
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=torch.tensor(self.versions, dtype=torch.int64),
+            versions=torch.tensor(self.versions, dtype=torch.int32),
             reward=float(reward),
             sequence=sequence,
         )

@@ -32,7 +32,7 @@ def stale_batch(actor):
         logprobs = actor.engine.forward(batch, temperature=actor.temperature)
         sampled = age == 2 - version
         batch.tokens["logprobs"] = torch.where(sampled, logprobs, batch["logprobs"])
-        batch.tokens["versions"] = torch.where(sampled & batch["loss_mask"], version, batch["versions"])
+        batch["versions"] = torch.where(sampled & batch["loss_mask"], version, batch["versions"])
         if version < 2:
             actor.update([batch] * UPDATES)
     return batch, age

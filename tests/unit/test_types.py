@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import BatchEncoding
 
-from megatron_rl.types import LLMRequest, LLMResponse, StepStats, Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, Runs, StepStats, Trajectory, TrajectoryBatch
 
 
 def trajectory(prompt: list[int], output: list[int], reward: float, version: int = 3, **sequence: float) -> Trajectory:
@@ -40,10 +42,10 @@ def test_reply_becomes_a_trajectory_whose_entry_t_describes_token_t():
     assert one.reward == 1.0 and isinstance(one.reward, float)
     assert one.sequence == {"greedy_reward": 0.25}
     assert [t.dtype for t in (one.input_ids, one.loss_mask, one.logprobs, one.versions)] == [
-        torch.int64,
+        torch.int32,
         torch.bool,
         torch.float32,
-        torch.int64,
+        torch.int32,
     ]
 
 
@@ -158,6 +160,28 @@ def test_column_of_the_wrong_length_is_refused(where, key, size, needed):
     columns[where][key] = torch.zeros(size)
     with pytest.raises(ValueError, match=rf"{where}\['{key}'\] has shape \({size},\): .* needs \({needed},\)"):
         TrajectoryBatch(columns["tokens"], columns["sequences"], torch.tensor([0, 2, 5]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(-1, 3), max_size=6), max_size=6), st.randoms(use_true_random=False))
+def test_versions_in_runs_are_those_of_the_tokens(parts, random):
+    each = [version for part in parts for version in part]
+    runs = Runs.cat([Runs.of(torch.tensor(part, dtype=torch.int64)) for part in [[], *parts]])
+    assert len(runs) == len(each) and runs.each().tolist() == each
+    places = random.choices(range(len(each)), k=5) if each else []
+    assert runs.at(torch.tensor(places, dtype=torch.int64)).tolist() == [each[place] for place in places]
+    assert len(Runs.of(runs.each()).values) == sum(a != b for a, b in zip(each, [None, *each], strict=False))
+
+
+def test_ids_mask_logprobs_and_versions_take_nine_bytes_a_token_whatever_is_done_with_a_batch():
+    batch = TrajectoryBatch.from_trajectories([[trajectory([1] * 100, [2] * 9_900, 1.0, version=v)] for v in range(8)])
+    joined = TrajectoryBatch.cat([batch.select([3, 0, 7]), batch.select([1])])
+    again = TrajectoryBatch.from_columns(joined.columns())
+    assert again["versions"].tolist() == [v for version in (3, 0, 7, 1) for v in [-1] * 100 + [version] * 9_900]
+    assert "versions" in again and again.tokens.keys() == {"input_ids", "loss_mask", "logprobs"}
+    assert sum(column.nbytes for column in again.columns().values()) / 40_000 < 9.01
+    with pytest.raises(ValueError, match=r"versions hold 0.5: must be whole numbers"):
+        again["versions"] = torch.full((40_000,), 0.5)
 
 
 def test_mean_of_a_statistic_survives_an_update_without_weight():

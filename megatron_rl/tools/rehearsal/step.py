@@ -205,7 +205,7 @@ def made_batch(
     of_sequence = torch.where(is_reply, *(torch.repeat_interleave(number, sizes) for number in (sample, group)))
     ids = (position + of_sequence) % vocab
     tokens: dict[str, Tensor] = {
-        "input_ids": ids,
+        "input_ids": ids.to(torch.int32),
         "loss_mask": is_reply,
         "logprobs": torch.full((count,), -1.0) * is_reply,
         "versions": torch.where(is_reply, 0, -1),

@@ -584,7 +584,7 @@ def test_a_reply_like_the_greedy_one_has_no_advantage_however_rewards_are_shaped
     batch = ragged_batch()
     first = batch.cu_seqlens[:-1]
     batch.tokens["loss_mask"] = torch.ones(len(batch["loss_mask"]), dtype=torch.bool).index_fill(0, first, False)
-    batch.tokens["versions"] = batch["loss_mask"].long() - 1  # one reply each, as the greedy one
+    batch["versions"] = batch["loss_mask"].long() - 1  # one reply each, as the greedy one
     likes = torch.tensor([True, False, True, False, True, True, False, True, False])
     lengths = torch.tensor([float(len(trained(batch, i))) for i in range(len(batch))])
     batch.sequences["greedy_tokens"] = torch.where(likes, lengths, lengths + 1)
