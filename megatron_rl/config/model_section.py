@@ -148,7 +148,7 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     seed: int = 1
-    bucket_bytes: int = 256 * 1024 * 1024
+    bucket_bytes: int = 1 << 28
     """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

@@ -195,6 +195,9 @@ class RolloutConfig(Section, name="rollout"):
     Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
     of the first rank.
     """
+    bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
+    """Weights that go to the servers at a time, over `group` and `ipc`. The trainer's first rank has two such buckets,
+    one being filled and one on its way, and each rank of a server one. Each costs a request to every server."""
     episode_attempts: int = at_least(1, default=3)
     """Tries of an episode before its prompt is given up and counted."""
     journal_replies: bool = False

@@ -235,6 +235,7 @@ class TrainConfig:
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
             seed=self.run.seed,
+            bucket_bytes=self.rollout.bucket_bytes,
             publication=self.rollout.publication,
             publication_folder=f"{self.run.folder}/published",
         )

@@ -34,24 +34,23 @@ class ExpectedChecksums:
     def watch(
         self, tensors: Iterable[tuple[str, Tensor]], buckets: Iterable[Sequence[object]] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on.
+        """Pass the tensors on, and take their checksums behind the receiver's back: while it sends them.
 
-        buckets: those of each are added together on a GPU, as its last one passes, and kept until then; a tensor of no
-        bucket is added as it passes.
+        The receiver may not write to a tensor before it has asked for the next. buckets: those of each are added
+        together on a GPU, once its last one has passed, and kept until then; a tensor of no bucket is added by itself.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
             waiting: list[tuple[str, Tensor]] = []
             for place, (name, tensor) in enumerate(itertools.islice(stream, len(bucket)), 1):
+                yield name, tensor  # whose broadcast is under way when the stream goes on
                 waiting.append((name, tensor))
                 if place == len(bucket) or tensor.device.type == "cpu":
-                    # Before the tensor goes on: its receiver may send it from where it lies, and then forget it.
                     self.add(waiting)
                     waiting = []
-                yield name, tensor
         for name, tensor in stream:
-            self.add([(name, tensor)])
             yield name, tensor
+            self.add([(name, tensor)])
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take the checksums of tensors on one device. On a GPU nothing is waited for: the sums are read in `of`."""

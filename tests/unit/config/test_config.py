@@ -118,6 +118,7 @@ OUR_KEYS = {
         "control_timeout_s",
         "start_timeout_s",
         "publication",
+        "bucket_bytes",
         "episode_attempts",
         "journal_replies",
     ],
