@@ -57,7 +57,7 @@ def coded(old: Weights, new: Weights, dtype: torch.dtype) -> bytes:
         for start in range(0, len(bits), RUN_NUMBERS):
             change = encode(bits[start : start + RUN_NUMBERS], before[start : start + RUN_NUMBERS])
             if change.places != "none":
-                runs.append(Run(name, str(dtype).removeprefix("torch."), start, change))
+                runs.append(Run(name, str(dtype).removeprefix("torch."), tensor.shape, start, change))
     return pack(runs, 1)
 
 

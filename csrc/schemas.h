@@ -32,5 +32,5 @@ inline void define_operators(torch::stable::detail::StableLibrary& library) {
       "packed_gae(Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, Tensor? bootstrap, float discount, "
       "float trace_decay) -> (Tensor, Tensor)");
   library.def("word_sums(Tensor[] tensors) -> Tensor");
-  library.def("tile_hashes(Tensor[] parts, int[] counts) -> Tensor");  // on CUDA alone
+  library.def("tile_hashes(Tensor[] parts, int[] counts, int[] begins, int[] wholes) -> Tensor");  // on CUDA alone
 }

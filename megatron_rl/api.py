@@ -137,6 +137,10 @@ class NoServerLeft(RuntimeError):
     """Not one rollout server holds the weights that were to be published."""
 
 
+SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_delta.load_changes"
+"""What an SGLang that is to take changes is started with, as its --custom-weight-loader."""
+
+
 @dataclass(frozen=True)
 class HeldWeights:
     """A server's word on its own weights."""
@@ -160,6 +164,10 @@ class ChecksumForm:
     """Its tensor-parallel ranks."""
     kv_heads: int | None = None
     """Of the model, where several ranks share them and it is known."""
+    experts: int | None = None
+    """Of each of the model's mixtures, where the server keeps them as they are sent and it is known."""
+    expert_ranks: int = 1
+    """The groups of ranks that share a mixture's experts out; the ranks of a group each have a part of every one."""
 
     def name_on(self, name: str, rank: int) -> str:
         """Return the name of the checksum of a rank's part of a tensor."""
@@ -237,8 +245,13 @@ class WeightReceiver(Protocol):
     ) -> dict[str, Future[None]]:
         """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
 
-    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
-        """Ask the servers to change the weights that they hold; bodies: each one's changes (delta_code.py)."""
+    def change_forms(self) -> dict[str, str | None]:
+        """Return how each server takes changes: `body`, or `pickle` for an SGLang with SGLANG_DELTA_LOADER; None for
+        one that takes none."""
+
+    def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
+        """Ask the servers to change the weights that they hold; bodies: each one's changes (delta_code.py), or a pickle
+        for each of its ranks."""
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""

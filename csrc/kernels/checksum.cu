@@ -150,7 +150,6 @@ __global__ void __launch_bounds__(THREADS, 3)
 // ---- tile_hash
 
 constexpr int MOST_PARTS = 96;  // of a launch
-constexpr int64_t HASH_TILE_WORDS = 8192, HASH_TILE_BYTES = 4 * HASH_TILE_WORDS;
 constexpr int HASH_PIECES = HASH_TILE_BYTES / 16 / THREADS;
 
 // SGLang's gpu_tensor_hash: in tiles of 8192 words of 4 bytes each word is mixed with its place, in two ways.
@@ -180,7 +179,7 @@ __device__ __forceinline__ uint32_t hashed_word(uint32_t word, uint32_t start, u
 struct HashedTensors {
   int count;
   int first_block[MOST_PARTS], first_part[MOST_PARTS + 1];
-  int64_t nbytes[MOST_PARTS];
+  int64_t nbytes[MOST_PARTS];       // of whole tensors, of which the parts are a slice of whole tiles
   const uint8_t* from[MOST_PARTS];  // of parts
   int64_t begin[MOST_PARTS];        // of parts, in their tensor
 };
@@ -209,8 +208,8 @@ __global__ void __launch_bounds__(THREADS, 4)
   __shared__ WordHashes of_warps[WARPS];
   const int number = tensor_of_block(tensors), last_part = tensors.first_part[number + 1] - 1;
   const int64_t nbytes = tensors.nbytes[number], words = (nbytes + 3) / 4;
-  const int64_t begin = int64_t(int(blockIdx.x) - tensors.first_block[number]) * HASH_TILE_BYTES;
   int part = tensors.first_part[number];
+  const int64_t begin = tensors.begin[part] + int64_t(int(blockIdx.x) - tensors.first_block[number]) * HASH_TILE_BYTES;
   while (part < last_part && tensors.begin[part + 1] <= begin) part++;
   const uint8_t* from = tensors.from[part] + (begin - tensors.begin[part]);
   const int64_t end = part < last_part ? tensors.begin[part + 1] : nbytes;
@@ -279,25 +278,26 @@ void launch_word_sums(const std::vector<TensorBytes>& tensors, uint64_t* sums, c
 }
 
 void launch_tile_hashes(
-    const std::vector<TensorBytes>& parts, const std::vector<int64_t>& counts, uint64_t* sums, cudaStream_t stream) {
-  if (counts.empty()) return;
-  check(cudaMemsetAsync(sums, 0, counts.size() * sizeof(uint64_t), stream));
+    const std::vector<TensorBytes>& parts, const std::vector<TensorSlice>& slices, uint64_t* sums, cudaStream_t stream) {
+  if (slices.empty()) return;
+  check(cudaMemsetAsync(sums, 0, slices.size() * sizeof(uint64_t), stream));
   HashedTensors given = {};
   int64_t blocks = 0, part = 0;
   int used = 0;
-  for (size_t tensor = 0; tensor < counts.size(); tensor++) {
-    if (used + counts[tensor] > MOST_PARTS) {
+  for (size_t tensor = 0; tensor < slices.size(); tensor++) {
+    if (used + slices[tensor].parts > MOST_PARTS) {
       launch(tile_hash_kernel, blocks, THREADS, stream, given, sums + tensor - given.count);
       given.count = 0, used = 0, blocks = 0;
     }
     const int i = given.count++;
-    given.first_block[i] = blocks, given.first_part[i] = used, given.nbytes[i] = 0;
-    for (int64_t k = 0; k < counts[tensor]; k++, used++, part++) {
-      given.from[used] = parts[part].from, given.begin[used] = given.nbytes[i];
-      given.nbytes[i] += parts[part].nbytes;
+    given.first_block[i] = blocks, given.first_part[i] = used, given.nbytes[i] = slices[tensor].whole_nbytes;
+    int64_t end = slices[tensor].begin;
+    for (int64_t k = 0; k < slices[tensor].parts; k++, used++, part++) {
+      given.from[used] = parts[part].from, given.begin[used] = end;
+      end += parts[part].nbytes;
     }
     given.first_part[i + 1] = used;
-    blocks += (given.nbytes[i] + HASH_TILE_BYTES - 1) / HASH_TILE_BYTES;
+    blocks += (end - slices[tensor].begin + HASH_TILE_BYTES - 1) / HASH_TILE_BYTES;
   }
-  launch(tile_hash_kernel, blocks, THREADS, stream, given, sums + counts.size() - given.count);
+  launch(tile_hash_kernel, blocks, THREADS, stream, given, sums + slices.size() - given.count);
 }

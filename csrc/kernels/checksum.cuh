@@ -16,6 +16,11 @@ struct TensorBytes {
 // The sums of each tensor, count_of_word_sums of them, one tensor behind the other.
 void launch_word_sums(const std::vector<TensorBytes>& tensors, uint64_t* sums, cudaStream_t stream);
 
-// A sum of tiles' hashes for each tensor. counts: of how many parts each consists, which lie one above the other in it.
+// Where some parts, which lie one above the other, are in their tensor: from a tile's first byte to a tile's end or its own.
+struct TensorSlice {
+  int64_t parts, begin, whole_nbytes;
+};
+
+// The sum of the hashes of each slice's tiles, of parts of one slice behind those of another.
 void launch_tile_hashes(
-    const std::vector<TensorBytes>& parts, const std::vector<int64_t>& counts, uint64_t* sums, cudaStream_t stream);
+    const std::vector<TensorBytes>& parts, const std::vector<TensorSlice>& slices, uint64_t* sums, cudaStream_t stream);

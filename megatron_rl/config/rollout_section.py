@@ -189,11 +189,11 @@ class RolloutConfig(Section, name="rollout"):
     publication: str = one_of("group", "ipc", "delta", "disk", default="group")
     """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers share
     with a rank on their host (CUDA IPC, or /dev/shm): the first one, or where `colocated` that of each node; `delta`,
-    what changed since the last time, over HTTP, for slow links to embedded servers; or `disk`, a folder under
-    run.folder.
+    what changed since the last time, over HTTP, for slow links; or `disk`, a folder under run.folder.
 
     Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
-    of the first rank.
+    of the first rank; an SGLang that this run does not start needs megatron_rl installed and to be started with
+    --custom-weight-loader megatron_rl.weights.sglang_delta.load_changes.
     """
     bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
     """Weights that go to the servers at a time, over `group` and `ipc`. The trainer's first rank has two such buckets,
@@ -223,8 +223,6 @@ class RolloutConfig(Section, name="rollout"):
             # The value is not shown: errors end up in logs.
             rule = "names a key, which every user of the host could see; put it into the file rollout.token_file"
             refuse("rollout.server_args", "...", rule)
-        if self.publication == "delta" and self.backend == "sglang":
-            self.refuse("publication", "SGLang does not take deltas; set it to group, ipc or disk")
         if self.interruption == "in_place" and self.max_cache_age == 0:
             rule = "must be at least 1 with rollout.interruption = in_place, which keeps the cache"
             self.refuse("max_cache_age", rule)

@@ -1,6 +1,6 @@
 """Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
 
-from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, count_of_word_sums, tile_hashes, word_sums
+from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, HASH_TILE_BYTES, count_of_word_sums, tile_hashes, word_sums
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
 from megatron_rl.ops.head import lm_head_logprobs, lm_head_loss, lm_head_ppo_loss
 from megatron_rl.ops.labels import packed_labels
@@ -16,6 +16,7 @@ from megatron_rl.ops.taken_rows import TakenRows
 
 __all__ = [
     "CHECKSUM_COLUMNS",
+    "HASH_TILE_BYTES",
     "PPO_SUMS",
     "PpoOptions",
     "TakenRows",

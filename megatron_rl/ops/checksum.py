@@ -31,15 +31,26 @@ def count_of_word_sums(nbytes: int) -> int:
     return rows + (CHECKSUM_COLUMNS if rows else 0) + -(-rest // 8)
 
 
+HASH_TILE_BYTES = 4 * reference.TILE_WORDS
+
+
 @torch.no_grad()
-def tile_hashes(tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int, int]] = ()) -> Tensor:
     """SGLang's `gpu_tensor_hash` before its last step, `[len(tensors)]` int64 on their device: the sum mod 2^64 of the
     hashes of all tiles of 8192 words of four bytes.
 
-    A tensor consists of parts, which lie one above the other in it. The same in SGLang 0.5.17 to 0.5.23. On a GPU one
-    launch for each 96 parts; a CPU, which never needs it, computes the reference.
+    A tensor consists of parts, which lie one above the other in it. With `slices` they are parts of a slice alone,
+    which begins at a byte and is of a tensor of so many bytes: sums of slices add up to the tensor's. A slice consists
+    of whole tiles, or else ends where the tensor does.
+
+    The same in SGLang 0.5.17 to 0.5.23. On a GPU one launch for each 96 parts; a CPU, which never needs it, computes
+    the reference.
     """
     parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
+    places = slices or [(0, sum(part.nbytes for part in tensor)) for tensor in parts]
     if parts[0][0].device.type == "cpu":
-        return torch.stack([reference.tile_hash(tensor) for tensor in parts])
-    return ops.tile_hashes([part for tensor in parts for part in tensor], [len(tensor) for tensor in parts])
+        pairs = zip(parts, places, strict=True)
+        return torch.stack([reference.tile_hash(tensor, begin, whole) for tensor, (begin, whole) in pairs])
+    begins, wholes = zip(*places, strict=True)
+    flat, counts = [part for tensor in parts for part in tensor], [len(tensor) for tensor in parts]
+    return ops.tile_hashes(flat, counts, list(begins), list(wholes))

@@ -183,15 +183,16 @@ POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)
 POSITION_TURNS = (15, 13)
 
 
-def tile_hash(parts: list[Tensor]) -> Tensor:
-    """`ops.tile_hashes` of one tensor of contiguous parts, 0-dim."""
+def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
+    """`ops.tile_hashes` of one slice of contiguous parts, 0-dim; it begins at byte `begin` of `whole_nbytes`."""
     data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), TILE_WORDS * TILES_AT_ONCE):
-        chunk = words[start : start + TILE_WORDS * TILES_AT_ONCE]
+    length = 4 * -(-whole_nbytes // 4)
+    for start in range(begin // 4, begin // 4 + words.numel(), TILE_WORDS * TILES_AT_ONCE):
+        chunk = words[start - begin // 4 :][: TILE_WORDS * TILES_AT_ONCE]
         # Torch has no unsigned arithmetic: int32 wraps around in the same bits, and so do the sums in int64.
         place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=data.device).to(torch.int32)
         halves = []
@@ -200,7 +201,7 @@ def tile_hash(parts: list[Tensor]) -> Tensor:
             mixed = _mix(chunk ^ ((place * _signed(factor) + _signed(seed)) ^ turned))
             tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % TILE_WORDS)).view(-1, TILE_WORDS)
             sums = tiles.sum(1, dtype=torch.int64).to(torch.int32)  # mod 2^32
-            halves.append(_mix(sums ^ _signed(4 * words.numel() & 0xFFFFFFFF)).to(torch.int64))
+            halves.append(_mix(sums ^ _signed(length & 0xFFFFFFFF)).to(torch.int64))
         total += ((halves[0] << 32) | (halves[1] & 0xFFFFFFFF)).sum()
     return total
 

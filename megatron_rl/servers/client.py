@@ -113,6 +113,8 @@ class ServerInfo:
     gives_text: bool
     quantization: str | None
     """The kind of quantization of its weights, as it or its model's config.json says."""
+    weight_loaders: tuple[str, ...]
+    """Functions of its own start's choice that may load its weights."""
 
     @property
     def has_sessions(self) -> bool:
@@ -509,7 +511,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         nodes=size("nnodes", server) or 1,
         vocab_size=size("vocab_size", server, model, config),
         context_length=context_length,
-        checksum_form=checksum_form(server, config.get("num_key_value_heads")),
+        checksum_form=checksum_form(server, config),
         # Not from /server_info, which keeps the version of the start.
         weight_version=member(model, "weight_version", str, optional=True),
         is_embedded=bool(server.get("embedded", False)),
@@ -517,6 +519,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         room=min(rooms, default=None),
         gives_text=not server.get("skip_tokenizer_init"),
         quantization=quantization_of(server, config),
+        weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
 
 
@@ -562,8 +565,11 @@ def noting_connections() -> aiohttp.TraceConfig:
     return trace
 
 
-def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> ChecksumForm | None:
-    """Return how a server takes checksums, from its own description; None where that is not known."""
+def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> ChecksumForm | None:
+    """Return how a server takes checksums, from its own description; None where that is not known.
+
+    config: the model's config.json, or nothing.
+    """
     dtype = server_info.get("dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
     if server_info.get("embedded"):
@@ -578,7 +584,22 @@ def checksum_form(server_info: dict[str, Any], kv_heads: int | None) -> Checksum
         return None
     ranks = int(server_info.get("tp_size") or 1)
     kind = "sglang_cpu" if device == "cpu" else "sglang_gpu"
-    return ChecksumForm(kind, dtype, ranks, kv_heads if ranks > 1 else None)
+    kv_heads, experts = config.get("num_key_value_heads"), experts_as_sent(server_info, config)
+    expert_ranks = int(server_info.get("ep_size") or 1) if experts is not None else 1
+    return ChecksumForm(kind, dtype, ranks, kv_heads if ranks > 1 else None, experts, expert_ranks)
+
+
+def experts_as_sent(server_info: dict[str, Any], config: dict[str, Any]) -> int | None:
+    """Return how many experts a mixture of SGLang's has, each with its gate above its projection up; None where it may
+    keep them in another way, such as with a shared expert among them, several times, or in a kernel's own order."""
+    counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    count = next((count for count in counts if count), None)
+    has_shared = config.get("n_shared_experts") and not server_info.get("disable_shared_experts_fusion")
+    is_moved = server_info.get("ep_num_redundant_experts") or server_info.get("enable_eplb")
+    is_moved = is_moved or (server_info.get("moe_a2a_backend") or "none") != "none"
+    # On a GPU `auto` may stand for a kernel that has the two parts the other way round; a CPU has one way.
+    in_order = server_info.get("device") == "cpu" or server_info.get("moe_runner_backend") == "triton"
+    return count if in_order and not has_shared and not is_moved else None
 
 
 def model_config(model_path: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_rl.api import ChecksumForm, HeldWeights
+from megatron_rl.api import SGLANG_DELTA_LOADER, ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.ports import address_towards
 from megatron_rl.servers.client import CommandRefused, ServerClient
@@ -150,10 +150,21 @@ class ServerWeights(abc.ABC):
 
         return self._ask(load)
 
-    def load_changes(self, bodies: dict[str, bytes]) -> dict[str, Future[None]]:
+    def change_forms(self) -> dict[str, str | None]:
+        def form(server: ServerClient) -> str | None:
+            if server.info is None or server.info.is_embedded:
+                return "body"
+            return "pickle" if SGLANG_DELTA_LOADER in server.info.weight_loaders else None
+
+        return {server.url: form(server) for server in self._fleet.members.publishing}
+
+    def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
         async def load(server: ServerClient) -> None:
-            endpoint, timeout_s = "/update_weights_from_delta", self.config.start_timeout_s
-            await server.command(endpoint, bodies[server.url], timeout_s=timeout_s)
+            endpoint, body, timeout_s = "/update_weights_from_delta", bodies[server.url], self.config.start_timeout_s
+            if isinstance(body, list):  # SGLang's
+                update = {"load_format": SGLANG_DELTA_LOADER, "weight_version": str(version), "flush_cache": False}
+                endpoint, body = "/update_weights_from_tensor", update | {"serialized_named_tensors": body}
+            await server.command(endpoint, body, timeout_s=timeout_s)
 
         return self._ask(load)
 

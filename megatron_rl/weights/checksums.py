@@ -84,8 +84,8 @@ class ExpectedChecksums:
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
     """Return the tensors that a server holds otherwise than they were sent.
 
-    complete: every tensor must be on both sides. SGLang stores some (experts, in one tensor) under other names; what
-    only one side has cannot be compared there.
+    complete: every tensor must be on both sides. SGLang stores some in other ways; what only one side has cannot be
+    compared there.
     """
     names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
     return sorted(name for name in names if expected.get(name) != held.get(name))

@@ -2,20 +2,24 @@
 
 The trainer keeps a copy of the last published weights, in the host memory of its first rank. A server whose checksums
 say that it holds exactly these is sent changes (delta_code.py), any other one whole tensors. The checksums of every
-tensor are compared afterwards, as in the other transports. The embedded server alone knows how to apply changes.
+tensor are compared afterwards, as in the other transports. Embedded servers apply changes, and so does an SGLang that
+was started with our loader (sglang_delta.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from megatron_rl.api import ChecksumForm, HeldWeights, WeightReceiver
-from megatron_rl.weights.checksums import ExpectedChecksums
+from megatron_rl.api import SGLANG_DELTA_LOADER, ChecksumForm, HeldWeights, WeightReceiver
+from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.delta_code import Run, bits_of, encode, pack
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned
+from megatron_rl.weights.sglang_delta import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22
@@ -55,10 +59,13 @@ class DeltaPublisher(WeightPublisher):
             self._resume()
 
     def _refuse_others(self) -> None:
-        """Drop real SGLang: it loads whole tensors only."""
-        forms = self.receiver.checksum_forms()
-        others = [server for server, form in forms.items() if form is None or form.kind != "embedded"]
-        reason = "rollout.publication = delta: only embedded servers apply changes; set rollout.publication=group."
+        """Drop servers that load whole tensors only, or whose weights cannot be known to be those that changed."""
+        forms, change_forms = self.receiver.checksum_forms(), self.receiver.change_forms()
+        reason = (
+            f"rollout.publication = delta: an SGLang applies changes that says its checksums and was started with "
+            f"--custom-weight-loader {SGLANG_DELTA_LOADER}; start it so, or set rollout.publication=group."
+        )
+        others = [server for server, form in forms.items() if form is None or change_forms[server] is None]
         self._lose(dict.fromkeys(others, reason))
 
     def _holders(self, dtypes: set[str]) -> set[str]:
@@ -68,8 +75,10 @@ class DeltaPublisher(WeightPublisher):
         holders = set()
         for server, held in answers.items():
             form = forms[server]
-            if form is not None and (form.dtype is None or dtypes == {form.dtype}):
-                holders |= {server} if held.checksums == self._base_checksums.get(form) else set()
+            base = self._base_checksums.get(form) if form is not None else None
+            if base and (form.dtype is None or dtypes == {form.dtype}):
+                complete = form.kind == "embedded"
+                holders |= set() if differences(base, held.checksums, complete=complete) else {server}
         return holders
 
     def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
@@ -91,7 +100,7 @@ class DeltaPublisher(WeightPublisher):
                 if parcel and size + run_bytes > self.parcel_bytes:
                     yield parcel
                     parcel, size = [], 0
-                parcel.append((Run(spec.name, dtype, start, change), part))
+                parcel.append((Run(spec.name, dtype, torch.Size(spec.shape), start, change), part))
                 size += run_bytes
             self._base[spec.name] = new
         yield parcel  # an empty one, too, where nothing changed: it is what carries the new version
@@ -104,7 +113,11 @@ class DeltaPublisher(WeightPublisher):
         if not holders.isdisjoint(servers):
             changes = pack([run for run, _ in parcel if run.change.places != "none"], version)
         if not holders.issuperset(servers):
-            whole = pack([Run(run.name, run.dtype, run.start, encode(new, None)) for run, new in parcel], version)
-        bodies = {server: changes if server in holders else whole for server in servers}
-        self.last.sent_bytes = (self.last.sent_bytes or 0) + sum(len(body) for body in bodies.values())
-        return self.receiver.load_changes(bodies)
+            whole = pack([replace(run, change=encode(new, None)) for run, new in parcel], version)
+        forms = self.receiver.change_forms()
+        bodies: dict[str, bytes | list[str]] = {}
+        for server, ranks in self.receiver.server_ranks.items():
+            body = changes if server in holders else whole
+            bodies[server] = pickled_parts(body, ranks) if forms[server] == "pickle" else body
+            self.last.sent_bytes += sum(map(len, bodies[server])) if forms[server] == "pickle" else len(body)
+        return self.receiver.load_changes(bodies, version)

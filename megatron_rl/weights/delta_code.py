@@ -165,10 +165,11 @@ def _read(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """A change of the numbers from `start` on of a tensor, row-major, that is sent as `dtype`."""
+    """A change of the numbers from `start` on of a tensor of a shape, row-major, that is sent as `dtype`."""
 
     name: str
     dtype: str
+    shape: torch.Size
     start: int
     change: Change
 
@@ -178,7 +179,7 @@ def pack(runs: list[Run], version: int) -> bytes:
     rows, parts = [], []
     for run in runs:
         change, sizes = run.change, (run.change.place_bytes.numel(), run.change.value_bytes.numel())
-        rows.append([run.name, run.dtype, run.start, change.count, change.places, change.values, *sizes])
+        rows.append([run.name, run.dtype, run.shape, run.start, change.count, change.places, change.values, *sizes])
         parts += [change.place_bytes.numpy().data, change.value_bytes.numpy().data]
     header = json.dumps({"weight_version": str(version), "runs": rows}).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
@@ -194,14 +195,13 @@ def unpack(body: bytes) -> tuple[list[Run], str]:
             raise ValueError(f"weight_version = {version!r}")
         runs, data = [], torch.frombuffer(bytearray(body), dtype=torch.uint8)  # a copy: torch wants what can be written
         for row in rows:
-            name, dtype, first, count, places, values, *sizes = row
-            numbers = (first, count, *sizes)
+            name, dtype, shape, first, count, places, values, *sizes = row
+            numbers = (*shape, first, count, *sizes)
             if len(sizes) != 2 or not all(type(n) is int and n >= 0 for n in numbers) or start + sum(sizes) > len(body):
                 raise ValueError(f"run {row!r} in a body of {len(body)} bytes")
             middle, end = start + sizes[0], start + sum(sizes)
-            runs.append(
-                Run(str(name), str(dtype), first, Change(count, places, values, data[start:middle], data[middle:end]))
-            )
+            change = Change(count, places, values, data[start:middle], data[middle:end])
+            runs.append(Run(str(name), str(dtype), torch.Size(shape), first, change))
             start = end
     except (ValueError, KeyError, TypeError) as error:  # a JSONDecodeError is a ValueError
         raise ValueError(f"delta: not a packed body: {type(error).__name__}: {error}") from None

@@ -20,6 +20,8 @@ from megatron_rl.weights.hf_files import WeightSource
 from megatron_rl.weights.mapping import Rule, hf_shapes, rule_for
 from megatron_rl.weights.update_group import TensorSpec
 
+EXPERTS_BYTES = 1 << 29
+"""Of experts that a rank sends at a time; their receiver holds as much more."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -86,7 +88,8 @@ class HFExport:
             for parameter, rule in _all_rules(chunks, arch)
             if not (arch.tied and rule.megatron == "output_layer.weight")
         ]
-        self._plan = sorted(plan, key=lambda entry: (entry[0].dtype != plan[0][0].dtype, -entry[0].numel()))
+        dtype = plan[0][0].dtype
+        self._plan = list(_batches(sorted(plan, key=lambda entry: (entry[0].dtype != dtype, -entry[0].numel()))))
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
         self._stages: list[list[TensorSpec]] = stages
@@ -96,10 +99,11 @@ class HFExport:
     def _own_specs(self) -> Iterator[TensorSpec]:
         # In the order of `_joined` and `_experts_of_all_ranks`: a receiver knows a tensor by its place in the stream.
         shapes = hf_shapes(self.arch)
-        for parameter, rule in self._plan:
-            for rank in range(1 if rule.expert is None else self.groups.expert.size):
-                for name in rule.names(_first_expert(rank, self.arch, self.groups)):
-                    yield TensorSpec(name, parameter.dtype, shapes[name])
+        for batch in self._plan:
+            for rank in range(1 if batch[0][1].expert is None else self.groups.expert.size):
+                for parameter, rule in batch:
+                    for name in rule.names(_first_expert(rank, self.arch, self.groups)):
+                        yield TensorSpec(name, parameter.dtype, shapes[name])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full HF tensor on global rank 0, as `specs` lists them; other ranks take part and yield nothing.
@@ -141,20 +145,37 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
     return groups.tensor.rank == 0 and groups.data_context.rank == 0
 
 
-def _joined(plan: list[tuple[Tensor, Rule]], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
+Entry = tuple[Tensor, Rule]
+
+
+def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
+    """Cut the plan into what is gathered at a time: a layer's experts of one kind together, the rest one by one."""
+    batch: list[Entry] = []
+    for parameter, rule in plan:
+        is_more = bool(batch) and rule.expert is not None and rule.hf == batch[0][1].hf
+        if batch and not (is_more and parameter.nbytes * (len(batch) + 1) <= EXPERTS_BYTES):
+            yield batch
+            batch = []
+        batch.append((parameter, rule))
+    yield batch
+
+
+def _joined(plan: list[list[Entry]], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
     """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards.
 
     Where a rank has no part in a tensor, or has given it, it yields None.
     """
-    for parameter, rule in plan:
+    for batch in plan:
         # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one kind
         # of parameter and not for the other, and skips each by itself.
-        replica = groups.data_context if rule.expert is None else groups.expert_data
-        axis = _split_axis(rule, groups)
+        parameter, rule = batch[0]
+        if rule.expert is not None:
+            yield from _experts_of_all_ranks(batch, arch, groups)
+            continue
         tensors: list[Tensor | None] = [None] * len(rule.hf)
-        if replica.rank == 0 and (shards := _gather_shards(parameter.detach(), axis)):
+        if groups.data_context.rank == 0 and (shards := _gather_shards(parameter.detach(), groups.tensor)):
             tensors = [t.contiguous() for t in rule.layout.export(shards, arch)]
-        yield from tensors if rule.expert is None else _experts_of_all_ranks(tensors, groups.expert)
+        yield from tensors
 
 
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
@@ -166,13 +187,29 @@ def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     return shards or []
 
 
-def _experts_of_all_ranks(tensors: list[Tensor | None], axis: Axis) -> Iterator[Tensor | None]:
-    """Yield this expert and its counterparts on the other expert ranks, one rank's at a time, on the first of them."""
+def _experts_of_all_ranks(batch: list[Entry], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
+    """Yield a batch of experts and then the batches in its place on the other expert ranks, on the first of them.
+
+    Each rank's batch travels at once: an expert of its own is too small to fill a link.
+    """
+    axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
     for rank in range(axis.size):
-        for number, tensor in enumerate(tensors):
-            if tensor is not None and axis.rank == rank > 0:
-                dist.send(tensor, group_dst=0, group=axis.group)
-            if tensor is not None and rank > axis.rank == 0:  # a new one: those before may be on their way to a server
-                tensors[number] = torch.empty_like(tensor)
-                dist.recv(tensors[number], group_src=rank, group=axis.group)
-            yield tensors[number] if axis.rank == 0 else None
+        shards: list[Any] = []
+        """Of each rank along the expert-tensor axis, the experts one after the other."""
+        if is_first_replica and rank == axis.rank:
+            own = [parameter.detach() for parameter, _ in batch]
+            stays = rank == 0 and groups.expert_tensor.size == 1
+            shards = [own] if stays else _gather_shards(torch.stack(own), groups.expert_tensor)
+            for shard in shards if rank > 0 else ():
+                dist.send(shard, group_dst=0, group=axis.group)
+        elif is_first_replica and axis.rank == 0 and groups.expert_tensor.rank == 0:
+            # New memory: what was yielded before may be on its way to a server.
+            like = batch[0][0].new_empty(len(batch), *batch[0][0].shape)
+            shards = [like, *(torch.empty_like(like) for _ in range(groups.expert_tensor.size - 1))]
+            for shard in shards:
+                dist.recv(shard, group_src=rank, group=axis.group)
+        for number, (_, rule) in enumerate(batch):
+            if shards and axis.rank == 0:
+                yield from (t.contiguous() for t in rule.layout.export([s[number] for s in shards], arch))
+            else:
+                yield from itertools.repeat(None, len(rule.hf))

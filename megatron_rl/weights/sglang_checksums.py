@@ -2,20 +2,24 @@
 
 SGLang hashes what each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, an embedding with its
 rows padded. On a CPU that is SHA-256; on a GPU a kernel of its own (`gpu_tensor_hash`), which
-`ops.tile_hashes` repeats. Left out is what SGLang keeps in other ways, such as experts, and with
-several ranks everything but the projections, embeddings and norms of a dense transformer.
+`ops.tile_hashes` repeats. All experts of a layer are two tensors there, which are hashed as
+their slices come. Left out is what SGLang keeps in other ways, and with several ranks everything but
+projections, experts, embeddings and norms: nothing is hashed that is not compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
-from megatron_rl.ops import tile_hashes
+from megatron_rl.ops import HASH_TILE_BYTES, tile_hashes
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's name, and the HF parts in their order in it."""
@@ -24,6 +28,23 @@ SPLIT_BY_COLUMNS = {"o_proj", "down_proj"}
 EMBEDDINGS = {"embed_tokens", "lm_head"}
 VOCAB_MULTIPLE = 64
 """SGLang pads the rows of an embedding to a multiple of it."""
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""SGLang's name for one kind of a layer's experts, and the parts of each, one above the other. Mixtral has other names
+for them, in `MIXTRAL`."""
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an expert where a rank keeps it."""
+
+    name: str
+    """SGLang's, of the tensor that it belongs to."""
+    number: int
+    count: int
+    """Pieces of that tensor, all of a size, one above the other."""
+    part: Tensor
 
 
 class SGLangChecksums:
@@ -34,20 +55,59 @@ class SGLangChecksums:
         self._parts: dict[str, dict[str, Tensor]] = {}
         """Of tensors that SGLang fuses, until the last part is there."""
         self._hashes: dict[str, str] = {}
+        self._pieces: dict[str, dict[int, Tensor]] = {}
+        """Of layers' experts that cannot be hashed before they are whole."""
         self._sums: list[tuple[list[str], Tensor]] = []
-        """Of tensors whose hashes were taken together: their names, and what `tile_hashes` gave."""
+        """Of what was hashed together: the tensors' names, and what `tile_hashes` gave of each or of a slice."""
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take the hashes of what is whole with these. On a GPU nothing is waited for: they are read in `of`."""
-        kept: dict[str, list[Tensor]] = {}
+        kept: list[tuple[str, list[Tensor]]] = []
+        slices: list[tuple[int, int]] = []
         for name, tensor in tensors:
-            for whole, parts in self._whole(name, tensor):
-                by_rank = enumerate(self._kept_by_ranks(whole, parts))
-                kept |= {self.form.name_on(whole, rank): of_rank for rank, of_rank in by_rank}
+            if expert := EXPERT.fullmatch(name):
+                for piece in self._pieces_on_ranks(expert, tensor):
+                    size = piece.part.nbytes
+                    if self.form.kind == "sglang_gpu" and size % HASH_TILE_BYTES == 0:
+                        kept.append((piece.name, [piece.part]))
+                        slices.append((piece.number * size, piece.count * size))
+                    elif whole := self._complete(piece):
+                        kept.append((piece.name, whole))
+                        slices.append((0, piece.count * size))
+                continue
+            for whole_name, parts in self._whole(name, tensor):
+                for rank, of_rank in enumerate(self._kept_by_ranks(whole_name, parts)):
+                    kept.append((self.form.name_on(whole_name, rank), of_rank))
+                    slices.append((0, sum(part.nbytes for part in of_rank)))
         if self.form.kind == "sglang_cpu":
-            self._hashes |= {name: _cpu_hash(parts) for name, parts in kept.items()}
+            self._hashes |= {name: _cpu_hash(parts) for name, parts in kept}
         elif kept:
-            self._sums.append((list(kept), tile_hashes(list(kept.values()))))
+            self._sums.append(([name for name, _ in kept], tile_hashes([parts for _, parts in kept], slices)))
+
+    def _pieces_on_ranks(self, expert: re.Match[str], tensor: Tensor) -> Iterator[Piece]:
+        """Yield an expert's pieces on the ranks that have it; nothing where it is not known how they keep it."""
+        form, (layer, number, leaf) = self.form, expert.groups()
+        leaf = MIXTRAL.get(leaf, leaf)
+        kind = next((kind for kind, parts in OF_EXPERTS.items() if leaf in parts), None)
+        split = form.ranks // form.expert_ranks
+        dim = 1 if leaf == "down_proj" else 0
+        if kind is None or form.experts is None or form.experts % form.expert_ranks or tensor.shape[dim] % split:
+            return
+        group, place = divmod(int(number), form.experts // form.expert_ranks)
+        parts = OF_EXPERTS[kind]
+        for of_group, part in enumerate(tensor.chunk(split, dim=dim)):
+            name = form.name_on(f"{layer}.{kind}", group * split + of_group)
+            count = form.experts // form.expert_ranks * len(parts)
+            yield Piece(name, place * len(parts) + parts.index(leaf), count, part)
+
+    def _complete(self, piece: Piece) -> list[Tensor]:
+        """Keep a piece; return all of its tensor, as one, where it was the last."""
+        found = self._pieces.setdefault(piece.name, {})
+        found[piece.number] = piece.part
+        if len(found) < piece.count:
+            return []
+        del self._pieces[piece.name]
+        return [torch.cat([found[number] for number in range(piece.count)])]
 
     def _whole(self, name: str, tensor: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the tensor that is complete with this one, under SGLang's name, as its HF parts; or nothing yet."""
@@ -87,8 +147,11 @@ class SGLangChecksums:
 
     def of(self) -> dict[str, str]:
         """Tensor -> checksum, under the names of the servers."""
-        of_tiles = (zip(names, sums.tolist(), strict=True) for names, sums in self._sums)
-        return self._hashes | {name: gpu_hash(total) for pairs in of_tiles for name, total in pairs}
+        totals: Counter[str] = Counter()
+        for names, sums in self._sums:
+            for name, total in zip(names, sums.tolist(), strict=True):
+                totals[name] += total  # of slices: they add up
+        return self._hashes | {name: gpu_hash(total) for name, total in totals.items()}
 
 
 def _padded(embedding: Tensor, ranks: int) -> Tensor:

@@ -69,11 +69,23 @@ def test_sglangs_hashes_are_the_same_on_the_gpu():
         assert torch.equal(tile_hashes(on_gpu).cpu(), right)
 
 
+# Slices of whole tiles, of several parts, which begin anywhere, and the last one with what fills no tile.
+@pytest.mark.parametrize("cuts", [[TILE], [2 * TILE, 3 * TILE], [TILE, 4 * TILE, 5 * TILE]])
+def test_hashes_of_slices_add_up_to_those_of_the_tensor_on_the_gpu(cuts):
+    whole = some_bytes(5 * TILE + 1001)
+    slices = [list(part.split(TILE + 52)) for part in torch.tensor_split(whole, cuts)]
+    places = [(begin, len(whole)) for begin in (0, *cuts)]
+    on_gpu = tile_hashes([[part.cuda() for part in parts] for parts in slices], places)
+    assert torch.equal(on_gpu.cpu(), tile_hashes(slices, places)) and int(on_gpu.sum()) == int(tile_hashes([[whole]]))
+    with pytest.raises(RuntimeError, match="bytes 32768 to 32769 of 99999: a slice is of whole tiles of 32768"):
+        tile_hashes([[whole[:1].cuda()]], [(TILE, 99999)])
+
+
 def test_what_is_summed_is_on_one_device():
     with pytest.raises(RuntimeError, match=r"another of the tensors is on the CPU and tensors\[0\] on CUDA device 0"):
         word_sums([torch.zeros(3).cuda(), torch.zeros(3)])
     with pytest.raises(RuntimeError, match="counts add up to 3 for 2 parts"):
-        torch.ops.megatron_rl.tile_hashes([torch.zeros(3).cuda()] * 2, [1, 2])
+        torch.ops.megatron_rl.tile_hashes([torch.zeros(3).cuda()] * 2, [1, 2], [0, 0], [12, 24])
 
 
 @pytest.mark.parametrize("form", [ChecksumForm("embedded", None, 1, None), ChecksumForm("sglang_gpu", None, 2, 2)])

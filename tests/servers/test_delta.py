@@ -82,7 +82,8 @@ def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkey
     with monkeypatch.context() as patch:
         sglang = dict.fromkeys(servers, ChecksumForm("sglang_cpu", "float32"))
         patch.setattr(engine, "checksum_forms", lambda: sglang)
-        with pytest.raises(NoServerLeft, match="only embedded servers apply changes; set rollout.publication=group"):
+        patch.setattr(engine, "change_forms", lambda: dict.fromkeys(servers))  # as of one without the loader
+        with pytest.raises(NoServerLeft, match="started with --custom-weight-loader .*set rollout.publication=group"):
             publisher.publish(specs_of(changed), changed.items(), 2)
     assert selects(engine, 2)
     publisher.publish(specs_of(changed), changed.items(), 3)
@@ -93,11 +94,11 @@ def test_changes_that_do_not_fit_change_nothing(servers, connect, weights):
     url, name = servers[0], "model.norm.weight"
     engine = connect(url)
     old = bits_of(weights[name])
-    good = Run(name, "float32", 0, encode(old, None))
+    good = Run(name, "float32", old.shape, 0, encode(old, None))
 
     def refusal(body):
         with pytest.raises(CommandRefused) as refused:
-            engine.load_changes({url: body})[url].result(10)
+            engine.load_changes({url: body}, 1)[url].result(10)
         return str(refused.value)
 
     assert "must run between begin_weight_update" in refusal(pack([good], 1))
@@ -108,11 +109,11 @@ def test_changes_that_do_not_fit_change_nothing(servers, connect, weights):
         old.numel(), "gaps", "added", torch.tensor([3], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)
     )
     for bad, message in (
-        (Run("model.nose.weight", "float32", 0, good.change), "the model has no such tensor"),
-        (Run(name, "float32", 1, good.change), "numbers 1 to 65 were sent; the model has 64 numbers"),
-        (Run(name, "bfloat16", 0, one), "a change of bfloat16 cannot be applied to torch.float32"),
-        (Run(name, "int8", 0, good.change), "a change of int8 cannot be applied"),
-        (Run(name, "float32", 0, Change(64, "all", "whole", NOTHING, NOTHING)), "0 values for 64 places"),
+        (Run("model.nose.weight", "float32", good.shape, 0, good.change), "the model has no such tensor"),
+        (Run(name, "float32", good.shape, 1, good.change), "numbers 1 to 65 were sent; the model has 64 numbers"),
+        (Run(name, "bfloat16", good.shape, 0, one), "a change of bfloat16 cannot be applied to torch.float32"),
+        (Run(name, "int8", good.shape, 0, good.change), "a change of int8 cannot be applied"),
+        (Run(name, "float32", good.shape, 0, Change(64, "all", "whole", NOTHING, NOTHING)), "0 values for 64 places"),
     ):
         assert message in refusal(pack([good, bad], 1))
     assert "not a packed body" in refusal(b"rubbish")

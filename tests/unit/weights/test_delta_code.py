@@ -97,12 +97,15 @@ def test_bytes_that_are_no_change_are_refused(places, values, place_bytes, value
 
 def test_packed_bodies_are_unpacked_and_others_are_refused():
     old = torch.arange(100, dtype=torch.int16)
-    runs = [Run("a", "bfloat16", 7, encode(old + 3, old)), Run("b", "bfloat16", 0, encode(old, None))]
+    runs = [
+        Run("a", "bfloat16", torch.Size([107]), 7, encode(old + 3, old)),
+        Run("b", "bfloat16", torch.Size([4, 25]), 0, encode(old, None)),
+    ]
     body = pack(runs, 5)
     found, version = unpack(body)
-    assert version == "5" and [(run.name, run.dtype, run.start) for run in found] == [
-        ("a", "bfloat16", 7),
-        ("b", "bfloat16", 0),
+    assert version == "5" and [(run.name, run.dtype, run.shape, run.start) for run in found] == [
+        ("a", "bfloat16", (107,), 7),
+        ("b", "bfloat16", (4, 25), 0),
     ]
     assert torch.equal(after(old, found[0].change), old + 3) and torch.equal(after(old + 1, found[1].change), old)
     assert unpack(pack([], 6)) == ([], "6")

@@ -55,8 +55,8 @@ def test_the_hash_does_not_depend_on_how_it_is_taken(monkeypatch):
     assert tile_hashes([[data]]) != whole
 
 
-def checksums(tensors, ranks=1, kv_heads=None):
-    found = SGLangChecksums(ChecksumForm("sglang_cpu", None, ranks, kv_heads))
+def checksums(tensors, ranks=1, kv_heads=None, experts=None, expert_ranks=1):
+    found = SGLangChecksums(ChecksumForm("sglang_cpu", None, ranks, kv_heads, experts, expert_ranks))
     found.add(tensors.items())
     return found.of()
 
@@ -102,3 +102,51 @@ def test_rows_of_an_embedding_are_padded():
     # 128 rows do not divide by three: SGLang on a CPU pads to a multiple of 3 x 64 then.
     more = torch.cat([padded, torch.zeros(64, 3)])
     assert list(checksums({"lm_head.weight": rows}, ranks=3).values()) == [sha(part) for part in more.chunk(3)]
+
+
+def experts(count, ffn, hidden, names=("gate_proj", "up_proj", "down_proj"), layer="model.layers.3.mlp"):
+    """A layer's experts by HF name, and by kind: `[E, F, H]`, `[E, F, H]` and `[E, H, F]`."""
+    gate, up, down = torch.randn(count, ffn, hidden), torch.randn(count, ffn, hidden), torch.randn(count, hidden, ffn)
+    kinds = list(zip(names, (gate, up, down), strict=True))
+    named = {f"{layer}.experts.{n}.{name}.weight": kind[n] for n in range(count) for name, kind in kinds}
+    return named, (gate, up, down)
+
+
+# Every expert on each rank, cut; whole experts, shared out; and shared out among groups of ranks that cut them.
+@pytest.mark.parametrize("ranks, expert_ranks", [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_experts_are_two_tensors_of_a_layer_on_each_rank_whatever_the_order_they_come_in(ranks, expert_ranks):
+    named, (gate, up, down) = experts(4, 8, 6)
+    split, expected = ranks // expert_ranks, {}
+    for rank in range(ranks):
+        own = slice(rank // split * 4 // expert_ranks, (rank // split + 1) * 4 // expert_ranks)
+        place = "" if ranks == 1 else f" (rank {rank})"
+        rows = [kind[own].chunk(split, dim=1)[rank % split] for kind in (gate, up)]
+        columns = down[own].chunk(split, dim=2)[rank % split]
+        expected[f"model.layers.3.mlp.experts.w13_weight{place}"] = sha(torch.cat(rows, dim=1))
+        expected[f"model.layers.3.mlp.experts.w2_weight{place}"] = sha(columns)
+    mixed = dict(sorted(named.items(), key=lambda item: item[0][::-1]))
+    assert checksums(mixed, ranks, experts=4, expert_ranks=expert_ranks) == expected
+    assert checksums(named, ranks) == {}, "nothing is hashed that is kept in a way of its own"
+    mixtral, _ = experts(2, 8, 6, names=("w1", "w3", "w2"), layer="model.layers.0.block_sparse_moe")
+    kept = checksums(mixtral, experts=2)
+    assert list(kept) == [f"model.layers.0.block_sparse_moe.experts.{name}_weight" for name in ("w13", "w2")]
+
+
+# 128 x 64 numbers of four bytes are a tile, of which slices are hashed as they come; 64 x 64 are half of one.
+@pytest.mark.parametrize("ffn", [128, 64])
+def test_a_gpu_hashes_experts_as_they_come(ffn):
+    named, (gate, up, down) = experts(4, ffn, 64)
+    found = SGLangChecksums(ChecksumForm("sglang_gpu", None, experts=4))
+    items = list(named.items())[::-1]
+    for start in range(0, len(items), 5):  # buckets, which end anywhere
+        found.add(items[start : start + 5])
+        assert ffn == 64 or not found._pieces, "nothing is kept"
+    both = [torch.cat([gate, up], dim=1), down]
+    assert list(found.of().values()) == [gpu_hash(int(tile_hashes([[whole]]))) for whole in both[::-1]]
+
+
+def test_hashes_of_slices_add_up_to_those_of_the_tensor():
+    tile = 4 * 8192
+    whole = torch.randint(0, 256, (5 * tile + 1001,), dtype=torch.uint8)
+    slices, places = whole.tensor_split([2 * tile, 3 * tile]), [(n * tile, len(whole)) for n in (0, 2, 3)]
+    assert int(tile_hashes([[part] for part in slices], places).sum()) == int(tile_hashes([[whole]]))

@@ -1,0 +1,124 @@
+"""Real SGLang with a mixture of experts in bfloat16: its experts are compared, and changes alone are sent to it."""
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_rl.api import NoServerLeft
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.types import LLMRequest
+from megatron_rl.weights.delta import DeltaPublisher
+from megatron_rl.weights.ipc import IPCPublisher
+from megatron_rl.weights.update_group import unpack_bucket
+from tests.servers.in_process import specs_of
+from tests.servers.run_tokens import TOKEN_FILE
+from tests.servers.tiny_model import VOCAB_SIZE, make_tokenizer
+
+EXPERTS, LAYERS = 8, 2
+
+
+def make_mixture(folder, seed):
+    """Write a random Qwen3-MoE whose layers are all mixtures; experts' matrices are no whole tiles of a hash."""
+    tokenizer = make_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return [make_mixture(tmp_path_factory.mktemp("mixture"), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
+        pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+    arguments = ["--max-total-tokens", "4096", "--random-seed", "1"]
+    config = RolloutConfig(
+        backend="sglang", publication="delta", start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE
+    )
+    with Supervisor(config, folders[0], tmp_path_factory.mktemp("server"), dtype="bfloat16") as supervisor:
+        yield supervisor.urls[0]
+
+
+@pytest.fixture
+def weights(folders):
+    """Other weights than the server's, as the trainer's stream has them: an expert at a time."""
+    return load_file(folders[1] / "model.safetensors")
+
+
+def greedy(engine):
+    gconfig = GenerationConfig(max_new_tokens=8, greedy=True, ignore_eos=True)
+    return asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=[11, 200, 37, 5], gconfig=gconfig)))
+
+
+ALL = 3 + LAYERS * 9
+"""Its tensors: embedding, head and norm; of a layer q, k and v as one, o, four norms, the router, two of experts."""
+
+
+def test_experts_are_compared_under_the_servers_own_names(server, connect, weights):
+    engine = connect(server)
+    publisher = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=60)
+    publisher.publish(specs_of(weights), weights.items(), 3)
+    assert publisher.last.verified == ALL
+    assert greedy(engine).output_versions == [3] * 8
+
+
+@pytest.mark.parametrize("part, whole", [("up_proj", "w13_weight"), ("down_proj", "w2_weight")])
+def test_one_wrong_number_of_an_expert_is_found(server, connect, weights, part, whole):
+    class Careless(IPCPublisher):
+        def _show(self, specs, bucket, forms):
+            tensors = unpack_bucket(bucket.flat[: sum(spec.nbytes for spec in specs)], specs)
+            for spec, tensor in zip(specs, tensors, strict=True):
+                if spec.name == f"model.layers.1.mlp.experts.5.{part}.weight":
+                    tensor[-1, -1] += 1.0
+            return super()._show(specs, bucket, forms)
+
+    wrong = f"holds other weights than were sent: model.layers.1.mlp.experts.{whole}$"
+    with pytest.raises(NoServerLeft, match=wrong):
+        Careless(connect(server), bucket_bytes=100_000, timeout_s=60).publish(specs_of(weights), weights.items(), 4)
+
+
+def test_changes_alone_are_sent_and_the_weights_are_those_of_a_whole_publication(server, connect, weights):
+    engine = connect(server)
+    publisher = DeltaPublisher(engine, parcel_bytes=100_000, timeout_s=60)
+    publisher.publish(specs_of(weights), weights.items(), 5)
+    assert publisher.last.sent_bytes > publisher.last.nbytes, "it held something else"
+    # What AdamW does at a rate of 1e-6: numbers of bfloat16 change where that is half of their last place or more.
+    torch.manual_seed(2)
+    changed = {n: (t.float() + 1e-6 * torch.randn(t.shape).sign()).bfloat16() for n, t in weights.items()}
+    expert = "model.layers.0.mlp.experts.3.gate_proj.weight"
+    changed[expert][0] = torch.where(changed[expert][0] > 0, -0.0, 3.0)  # coded as what they are, not as what is added
+    publisher.publish(specs_of(weights), changed.items(), 6)
+    assert publisher.last.verified == ALL and engine.serving == [server]
+    assert 0 < publisher.last.sent_bytes < 0.03 * publisher.last.nbytes + 200 * len(weights), "the names of runs apart"
+    by_changes = greedy(engine)
+    assert by_changes.output_versions == [6] * 8
+    whole = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=60)
+    whole.publish(specs_of(changed), changed.items(), 7)
+    again = greedy(engine)
+    assert (again.output_tokens, again.output_logprobs) == (by_changes.output_tokens, by_changes.output_logprobs)
