@@ -377,10 +377,6 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
     ("overrides", "message"),
     [
         (
-            ["rollout.publication=delta", "rollout.backend=sglang"],
-            "rollout.publication = 'delta': .*SGLang does not take",
-        ),
-        (
             ["rollout.servers=[http://a]", "rollout.registry=b"],
             "rollout.registry = 'b': must be empty where rollout.ser",
         ),
