@@ -85,7 +85,7 @@ def test_what_is_summed_is_on_one_device():
     with pytest.raises(RuntimeError, match=r"another of the tensors is on the CPU and tensors\[0\] on CUDA device 0"):
         word_sums([torch.zeros(3).cuda(), torch.zeros(3)])
     with pytest.raises(RuntimeError, match="counts add up to 3 for 2 parts"):
-        torch.ops.megatron_rl.tile_hashes([torch.zeros(3).cuda()] * 2, [1, 2], [0, 0], [12, 24])
+        torch.ops.megatron_rl.tile_hashes([torch.zeros(3).cuda()] * 2, [1, 2], [0, 0], [12, 12])
 
 
 @pytest.mark.parametrize("form", [ChecksumForm("embedded", None, 1, None), ChecksumForm("sglang_gpu", None, 2, 2)])
@@ -97,7 +97,9 @@ def test_a_bucket_of_a_publication_is_summed_at_once_and_as_on_the_cpu(form, mon
     for name in ("word_sums", "tile_hashes"):
         module = checksums if name == "word_sums" else sglang_checksums
         take = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda given, take=take: calls.append(len(given)) or take(given))
+        monkeypatch.setattr(
+            module, name, lambda given, *places, take=take: calls.append(len(given)) or take(given, *places)
+        )
     found = []
     for device in ("cpu", "cuda"):
         calls.clear()
