@@ -85,6 +85,8 @@ class RolloutRank(RolloutService):
             # The rank that publishes watches the registry; others learn from it which servers there are.
             run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
             vocab_size=model_config(config.model.path).get("vocab_size"),
+            rank=point.rank,
+            ranks=point.ranks,
         )
         self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.client.spans)
         self.tokenizer = beginning.tokenizer

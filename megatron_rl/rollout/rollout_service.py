@@ -42,6 +42,8 @@ class RolloutService(ServerWeights):
         on_drop: Callable[[str, str], None] | None = None,
         run_name: str = "",
         vocab_size: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         """The options are those of SamplingClient; `events` hear of each training prompt."""
         self.config, self._events = config, events
@@ -53,6 +55,8 @@ class RolloutService(ServerWeights):
             vocab_size=vocab_size,
             on_failure=lambda message: self.executor.fail(message),
             has_failed=lambda: self.executor.has_failed,
+            rank=rank,
+            ranks=ranks,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.executor = self._new_executor()

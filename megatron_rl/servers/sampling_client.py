@@ -65,6 +65,8 @@ class SamplingClient:
         vocab_size: int | None = None,
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         """`on_drop(url, reason)` is called, on the event loop, for a server that fails a publication, or whose replies
         are not to be believed. `vocab_size`: the model's, where it is known.
@@ -73,10 +75,12 @@ class SamplingClient:
         it; others follow that one, by `mark_published`.
 
         `on_failure(message)` is told of what has ended that the run depends on; has_failed() is True once the run ends.
+
+        It is client number `rank` of the `ranks` that send requests to these servers.
         """
         self.config, self.seed, self.version = config, seed, 0
         self.is_connected = False
-        self._has_failed = has_failed
+        self._has_failed, self._rank, self._ranks = has_failed, rank, ranks
         self._options: dict[str, Any] = {"run_name": run_name, "vocab_size": vocab_size, "on_failure": on_failure}
         self._on_drop = on_drop
         self._id = uuid.uuid4().hex[:8]
@@ -273,7 +277,7 @@ class SamplingClient:
             add_part(begun, part)
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
-        """Return the server that this rid used last, else the one with the fewest requests.
+        """Return the server that this rid used last, else the `least_busy`.
 
         Waits while the servers are paused or none is left; that time does not count towards the deadline.
         """
@@ -288,8 +292,7 @@ class SamplingClient:
             return self.fleet.router.client
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
-            others = [server for server in members.serving if server is not avoid]
-            home = min(others or members.serving, key=lambda server: len(server.calls))
+            home = least_busy(members.serving, rank=self._rank, ranks=self._ranks, avoid=avoid)
         self._homes[rid] = home  # it has the keys of this part, should another one follow
         if len(self._homes) > REMEMBERED_RIDS:
             self._homes.popitem(last=False)
@@ -308,6 +311,20 @@ class SamplingClient:
         else:
             return None
         return int.from_bytes(hashlib.sha256(f"{root} {generated}".encode()).digest()[:8]) >> 1
+
+
+def least_busy(
+    serving: list[ServerClient], *, rank: int, ranks: int, avoid: ServerClient | None = None
+) -> ServerClient:
+    """Return the server with the fewest requests of this client, which is number `rank` of `ranks`; `avoid` if alone.
+
+    Of several the first on the ring of all servers, on which the ranks begin at even distances. So ranks that do not
+    know of each other fill the servers evenly: with equally many groups each, no server has two more than another.
+    """
+    ring = sorted(serving, key=lambda server: server.url)  # `serving` is in the order in which they came back
+    begin = rank * len(ring) // ranks
+    ring = ring[begin:] + ring[:begin]
+    return min([server for server in ring if server is not avoid] or ring, key=lambda server: len(server.calls))
 
 
 def add_part(reply: LLMResponse, part: ReplyPart) -> None:

@@ -6,6 +6,8 @@ Its model counts: the token after token t is t + 1. So a test sees at once wheth
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +38,19 @@ def counting(
             "output_token_logprobs": [[-0.25, token, None] for token in range(first, first + count)],
         },
     }
+
+
+PORTS = itertools.count(20_000 + os.getpid() * 97 % 9_000)
+"""Below those that the system gives to clients."""
+
+
+def listener() -> socket.socket:
+    """Listen on a free port above all that this process has listened on: equals are chosen in the order of URLs."""
+    for port in PORTS:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:  # it is another's
+            continue
 
 
 class ScriptedServer:
@@ -75,7 +90,7 @@ class ScriptedServer:
         self.scheduler_hangs = False
         """It generates nothing, and answers everything else."""
         self._thread = EventLoopThread("scripted server")
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listener()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread.run(self._start())
 
