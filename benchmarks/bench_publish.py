@@ -61,8 +61,8 @@ class Unchecked(RemoteSGLangEngine):
 class OneAfterTheOther(GroupPublisher):
     """Waits for a bucket before it fills the next."""
 
-    def _ship(self, specs, pieces):
-        shipment = super()._ship(specs, pieces)
+    def _ship(self, number, pieces):
+        shipment = super()._ship(number, pieces)
         super()._complete(shipment)
         return shipment
 

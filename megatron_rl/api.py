@@ -137,8 +137,10 @@ class NoServerLeft(RuntimeError):
     """Not one rollout server holds the weights that were to be published."""
 
 
-SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_delta.load_changes"
-"""What an SGLang that is to take changes is started with, as its --custom-weight-loader."""
+SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
+SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
+"""Functions that SGLang is started with, as its --custom-weight-loader, to take changes, and several senders' buckets
+at the same time."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,10 @@ class WeightReceiver(Protocol):
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
         """Ask the servers to receive a bucket from rank 0: in one broadcast of all bytes, or one for each tensor."""
+
+    def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
+        """Ask the servers to receive buckets of several groups, each given as to `load_bucket`: at the same time where
+        they can, and in this order where they cannot. pickled: the same for SGLANG_ROUND_LOADER."""
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
         """Return how each server takes a bucket in shared memory, `handle` or `pickle`; None for one on another host.

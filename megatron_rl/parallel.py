@@ -179,6 +179,14 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
     return _axis(group) if groups.rank in ranks else None
 
 
+def stage_heads(groups: ParallelGroups) -> Axis | None:
+    """Return the axis of the first ranks of the pipeline's stages, over gloo; None on others. All ranks call it."""
+    ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]  # of the main rank: the heads
+    dist.broadcast_object_list(ranks, src=0, group=groups.control)
+    group = dist.new_group(ranks[0], backend="gloo")
+    return _axis(group) if groups.rank in ranks[0] else None
+
+
 Cut = tuple[tuple[range, ...], ...]
 """The layers, counted over the whole model, of each model chunk of each pipeline stage."""
 

@@ -193,11 +193,11 @@ class RolloutConfig(Section, name="rollout"):
 
     Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
     of the first rank; an SGLang that this run does not start needs megatron_rl installed and to be started with
-    --custom-weight-loader megatron_rl.weights.sglang_delta.load_changes.
+    --custom-weight-loader megatron_rl.weights.sglang_loaders.load_changes.
     """
     bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
-    """Weights that go to the servers at a time, over `group` and `ipc`. The trainer's first rank has two such buckets,
-    one being filled and one on its way, and each rank of a server one. Each costs a request to every server."""
+    """Weights that a rank sends at a time, over `group` and `ipc`. A rank that sends has two such buckets, one being
+    filled and one on its way, and a rank of a server one of each sender. A bucket costs a request to every server."""
     episode_attempts: int = at_least(1, default=3)
     """Tries of an episode before its prompt is given up and counted."""
     journal_replies: bool = False

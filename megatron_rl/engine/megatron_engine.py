@@ -33,9 +33,12 @@ from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, gradient_buffers
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.launch.ports import address_towards
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
+from megatron_rl.weights.senders import StageHeads
 
 
 class MegatronEngine(ModelEngine):
@@ -341,7 +344,13 @@ class MegatronEngine(ModelEngine):
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
         export = self.export()
         self._gather_weights()
-        self.publish(receiver, export.specs, export.stream_in_step(), version)
+        if self.publisher is None and self.config.publication == "group" and self.groups.pipeline.size > 1:
+            heads = parallel.stage_heads(self.groups)
+            stages = StageHeads(heads, export.stages, self.groups.pipeline.rank, address_towards)
+            options = {"bucket_bytes": self.config.bucket_bytes, "backend": platform.backend(), "stages": stages}
+            self.publisher = GroupPublisher(receiver, **options)
+        by_stage = self.publisher is not None and self.publisher.is_by_stage
+        self.publish(receiver, export.specs, export.stream_of_stage() if by_stage else export.stream_in_step(), version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()

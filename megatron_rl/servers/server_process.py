@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.api import SGLANG_DELTA_LOADER
+from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
@@ -142,8 +142,7 @@ class ServerLauncher:
         command = [sys.executable, "-m", "megatron_rl.servers.sglang_launch", "--token-file", str(self.token_file)]
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
-        if self.config.publication == "delta":
-            command += ["--custom-weight-loader", SGLANG_DELTA_LOADER]
+        command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER]
         if not has_cuda():
             command += SGLANG_CPU_ARGS
         elif self.config.colocated:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_rl.api import SGLANG_DELTA_LOADER, ChecksumForm, HeldWeights
+from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER, ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.ports import address_towards
 from megatron_rl.servers.client import CommandRefused, ServerClient
@@ -114,17 +114,30 @@ class ServerWeights(abc.ABC):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket" if flattened else None,
-            "weight_version": str(version),  # with each bucket, as servers without sessions have no other place for it
-            # The cache was flushed by pause(); a flush that fails here kills servers up to 0.5.21.
-            "flush_cache": False,
-        }
-        return self._ask(self._command("/update_weights_from_distributed", body, timeout_s=self.config.start_timeout_s))
+        bucket = {"names": names, "dtypes": dtypes, "shapes": shapes, "group": group, "flattened": flattened}
+        return self.load_round([bucket], version, "")
+
+    def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
+        # The version with each, as servers without sessions have no other place for it. The cache was flushed by
+        # pause(); a flush that fails here kills servers up to 0.5.21.
+        update = {"weight_version": str(version), "flush_cache": False}
+        parts = [
+            {key: bucket[key] for key in ("names", "dtypes", "shapes")}
+            | {"group_name": bucket["group"], "load_format": "flattened_bucket" if bucket["flattened"] else None}
+            for bucket in buckets
+        ]
+
+        async def load(server: ServerClient) -> None:
+            timeout_s, info = self.config.start_timeout_s, server.info
+            if len(parts) > 1 and info is not None and SGLANG_ROUND_LOADER in info.weight_loaders:
+                body = {"load_format": SGLANG_ROUND_LOADER, "serialized_named_tensors": [pickled] * info.ranks}
+                await server.command("/update_weights_from_tensor", body | update, timeout_s=timeout_s)
+                return
+            takes_several = len(parts) > 1 and info is not None and info.is_embedded
+            for body in [{"parts": parts}] if takes_several else parts:
+                await server.command("/update_weights_from_distributed", body | update, timeout_s=timeout_s)
+
+        return self._ask(load)
 
     async def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
         servers = self._fleet.members.publishing

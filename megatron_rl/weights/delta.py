@@ -3,7 +3,7 @@
 The trainer keeps a copy of the last published weights, in the host memory of its first rank. A server whose checksums
 say that it holds exactly these is sent changes (delta_code.py), any other one whole tensors. The checksums of every
 tensor are compared afterwards, as in the other transports. Embedded servers apply changes, and so does an SGLang that
-was started with our loader (sglang_delta.py).
+was started with our loader (sglang_loaders.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.api import SGLANG_DELTA_LOADER, ChecksumForm, HeldWeights, Weig
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.delta_code import Run, bits_of, encode, pack
 from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned
-from megatron_rl.weights.sglang_delta import pickled_parts
+from megatron_rl.weights.sglang_loaders import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22

@@ -22,7 +22,6 @@ import itertools
 import logging
 import shutil
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -30,21 +29,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.hf_files import write_hf_folder
-from megatron_rl.weights.update_group import (
-    LOOK_S,
-    TensorSpec,
-    join_update_group,
-    leave_update_group,
-    unpack_bucket,
-)
+from megatron_rl.weights.senders import ANSWERED, Sender, StageHeads
+from megatron_rl.weights.sglang_loaders import pickled_round
+from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +81,15 @@ class Publication:
 class WeightPublisher(abc.ABC):
     """The part that all transports share: which servers are paused, failed, or hold which weights.
 
-    All ranks have one; receiver is None on all but rank 0.
+    All ranks have one; receiver is None on all but rank 0. What is published is the whole stream of weights on rank 0,
+    or where `is_by_stage` each stage's on its head.
 
         publisher = make_publisher(receiver, config.actor, backend="nccl")  # engine/model_engine.py
         publisher.publish(specs, engine.hf_tensors(), version=7)  # specs: names, dtypes and shapes of the tensors
         publisher.last.seconds, publisher.last.verified
     """
+
+    is_by_stage = False
 
     def __init__(self, receiver: WeightReceiver | None, *, timeout_s: float = 120.0) -> None:
         self.receiver, self.timeout_s = receiver, timeout_s
@@ -166,8 +166,7 @@ class WeightPublisher(abc.ABC):
         began = time.monotonic()
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
-        sent = {form: checksums.of(form) for form in checksums.forms}
-        wrong = {}
+        sent, wrong = self._sums(checksums), {}
         for server, held in answers.items():
             form = forms[server]
             if held.version not in (None, str(self.last.version)):
@@ -180,6 +179,10 @@ class WeightPublisher(abc.ABC):
                     wrong[server] = f"holds other weights than were sent: {', '.join(names[:NAMED_TENSORS])}{more}"
         self._note("publication", "verify", began)
         self._lose(wrong)
+
+    def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
+        """Return the checksums of all that was sent."""
+        return {form: checksums.of(form) for form in checksums.forms}
 
     def _send_all(
         self,
@@ -234,110 +237,202 @@ class WeightPublisher(abc.ABC):
             self.last.paused_s = time.perf_counter() - self._paused_at
 
 
-# -- a process group
+# -- process groups
 
 
 @dataclass
 class _Shipment:
-    """A bucket on the wire."""
+    """A round on the wire: a bucket of each sender."""
 
-    specs: list[TensorSpec]
-    pieces: list[Tensor]
+    number: int
     loads: dict[str, Future[None]]
     deadline: float
 
 
 class GroupPublisher(WeightPublisher):
-    """Sends buckets by broadcast from rank 0, with one HTTP request for each.
+    """Sends buckets by broadcast, each sender its own in a group with all servers; rank 0 alone talks to the servers.
 
-    The group lasts from one publication to the next. When a member dies it is broken for all: those that remain form
-    a new one and are sent the bucket again.
+    Without `stages` rank 0 is the only sender. With them the head of each pipeline stage is one, and what all ranks
+    publish is `HFExport.stream_of_stage`: a round is a bucket of each sender, which travel at the same time, from
+    different hosts, to servers that take them together, and one after the other to those that do not.
+
+        heads of stages    0: bucket 0 | bucket 1 | ...        rank 0 tells them `send`, and `settle` once every server
+                           1: bucket 0 | bucket 1 |            has answered; on a failure `leave`, `join` and `send`
+        servers                 round 0 | round 1  | ...       again, in new groups of those that are left
+
+    The groups last from one publication to the next. When a member dies all are given up: those that remain form new
+    ones and are sent the round again.
     """
 
     def __init__(
-        self, receiver: WeightReceiver | None, *, bucket_bytes: int, backend: str, timeout_s: float = 120.0
+        self,
+        receiver: WeightReceiver | None,
+        *,
+        bucket_bytes: int,
+        backend: str,
+        timeout_s: float = 120.0,
+        stages: StageHeads | None = None,
     ) -> None:
         super().__init__(receiver, timeout_s=timeout_s)
-        self.bucket_bytes, self.backend = bucket_bytes, backend
-        self.group: dist.ProcessGroup | None = None
-        self._on_wire: list[dist.Work] = []
-        """The broadcasts under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
-        as it would in the frames of a traceback."""
-        self._membership, self._is_connected = -1, False
+        self.bucket_bytes, self.stages = bucket_bytes, stages
+        self.is_by_stage = stages is not None
+        self.sender = Sender(backend, timeout_s)
+        self._membership = -1
+        self._names: list[str] = []
+        """Of the senders' groups, in the order of their stages."""
+        self._parts: list[list[list[TensorSpec]]] = []
+        """The buckets of each sender."""
+        self._shipped: list[Tensor] = []
+        """This sender's pieces of the last round, which may have to be sent again."""
+
+    def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
+        if self.receiver is None and self.stages is not None and self.stages.heads is not None:
+            self._follow(tensors)
+        else:
+            super().publish(specs, tensors, version)
 
     def close(self) -> None:
-        if self.group is not None:
-            concurrent.futures.wait(self._leave().values(), timeout=self.timeout_s)
+        if self.sender.group is not None and self.receiver is not None:
+            concurrent.futures.wait(self._leave_servers(), timeout=self.timeout_s)
+        self.sender.leave()
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-        return plan_buckets(specs, self.bucket_bytes)  # a bucket's tensors are sent from where they lie
+        own = specs if self.stages is None else self.stages.own_specs
+        return plan_buckets(own, self.bucket_bytes)  # a bucket's tensors are sent from where they lie
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
-        filled = fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors)
+        of_stages = [specs] if self.stages is None else self.stages.specs
+        self._parts = [plan_buckets(of_stage, self.bucket_bytes) for of_stage in of_stages]
         try:
+            self._tell("begin", checksums.forms)
             self._join()
-            self._send_all(filled, lambda shipment: self._ship(*shipment), self._complete, checksums)
+            self._send_all(self._rounds(tensors), lambda one: self._ship(*one), self._complete, checksums)
         finally:
-            if self._on_wire:  # an error came between, and what the servers will have of it is unknown
+            if self.sender.on_wire:  # an error came between, and what the servers will have of it is unknown
                 self._leave()
+            self._tell("end")
+            self._shipped = []
             for _ in tensors:  # the other ranks wait for the rest of the stream, whatever happened here
                 pass
             self._resume()
 
-    def _ship(self, specs: list[TensorSpec], pieces: Iterable[Tensor]) -> _Shipment:
-        """Send a bucket, whose pieces are gathered meanwhile."""
+    # -- what rank 0 tells the other senders, and what they do
+
+    def _tell(self, order: str, *details: Any) -> list[Any]:
+        """Give the other senders an order, as rank 0; return their answers to one that is answered."""
+        if self.stages is None:
+            return []
+        group = self.stages.heads.group
+        dist.broadcast_object_list([(order, *details)], group_src=0, group=group)
+        answers: list[Any] = [None] * len(self.stages.specs)
+        if order in ANSWERED:
+            dist.gather_object(None, answers, group_dst=0, group=group)
+        return answers[1:]
+
+    def _follow(self, tensors: Tensors) -> None:
+        """Do what rank 0 tells this sender, and then exhaust the stream."""
+        heads, sender = self.stages.heads, self.sender
+        number, filled = -1, iter(())
+        checksums = ExpectedChecksums([])
+        while True:
+            told: list[Any] = [None]
+            dist.broadcast_object_list(told, group_src=0, group=heads.group)
+            order, *details = told[0]
+            answer: Any = None
+            if order == "begin":
+                checksums = ExpectedChecksums(details[0])
+                own = plan_buckets(self.stages.own_specs, self.bucket_bytes)
+                tensors = checksums.watch(tensors, self._summed([]))
+                filled = fill_buckets(own, tensors)
+                ahead = next(filled, None)  # gathered while the servers still generate
+            elif order == "listen":
+                listener = socket.create_server((self.stages.address_towards(details[0]), 0))
+                answer = listener.getsockname()
+            elif order == "join":
+                self._names, world_size = details
+                try:
+                    sender.join(listener, self._names[heads.rank], world_size, self._is_hopeless)
+                except (RuntimeError, TimeoutError) as error:  # which rank 0 hears of from the servers
+                    logger.warning("weight publication: a group was not formed: %s", error)
+            elif order == "send":
+                if details[0] > number:
+                    number, pieces = details[0], () if ahead is None else ahead[1]
+                    self._shipped = []
+                    sender.send_all(self._keeping(pieces), self._is_hopeless)
+                    ahead = next(filled, None)
+                else:
+                    sender.send_all(self._shipped, self._is_hopeless)
+            elif order == "settle":
+                answer = sender.settle()
+            elif order == "leave":
+                sender.leave()
+            elif order == "sums":
+                answer = {form: checksums.of(form) for form in checksums.forms}
+            if order in ANSWERED:
+                dist.gather_object(answer, None, group_dst=0, group=heads.group)
+            if order == "end":
+                break
+        self._shipped = []
+        for _ in tensors:
+            pass
+
+    def _keeping(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        for piece in pieces:
+            self._shipped.append(piece)
+            yield piece
+
+    def _is_hopeless(self) -> bool:
+        """True where rank 0 has given the groups up, which a sender that waits for a server cannot be told."""
+        return bool(c10d._get_default_store().check([self._names[0]]))
+
+    def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
+        sums = super()._sums(checksums)
+        for of_sender in self._tell("sums"):
+            for form, own in of_sender.items():
+                sums[form] |= own
+        return sums
+
+    # -- a round
+
+    def _rounds(self, tensors: Tensors) -> Iterator[tuple[int, Iterable[Tensor]]]:
+        """Yield every round's number and this rank's pieces, which are gathered meanwhile."""
+        filled = fill_buckets(self._parts[0], tensors)
+        for number in range(max(map(len, self._parts))):
+            yield number, next(filled, (None, ()))[1]
+        next(filled, None)  # which says whether more came than was planned
+
+    def _ship(self, number: int, pieces: Iterable[Tensor]) -> _Shipment:
+        """Send a round, whose pieces are gathered meanwhile."""
         self._join()
         deadline = time.monotonic() + self.timeout_s
-        # Asked first: a server takes part in the broadcast once it has this request, and not before.
-        loads = self.receiver.load_bucket(
-            names=[spec.name for spec in specs],
-            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-            group=self.group_name,
-            version=self.last.version,
-            flattened=is_flat(specs),
-        )
-        sent: list[Tensor] = []
-        is_sent = True
-        for piece in pieces:
-            sent.append(piece)
-            is_sent = is_sent and self._send(piece, loads, deadline)
-        return _Shipment(specs, sent, loads, deadline)
-
-    def _send(self, piece: Tensor, loads: dict[str, Future[None]], deadline: float) -> bool:
-        """Put a broadcast on the wire; False where the group is broken, or a server will not take part in it.
-
-        NCCL connects within a group's first broadcast, which returns once all servers have come: another thread's.
-        """
-        sending: Future[dist.Work] = Future()
-        group = self.group
-
-        def send() -> None:
-            try:
-                sending.set_result(dist.broadcast(piece, group=group, group_src=0, async_op=True))
-            except RuntimeError as error:
-                sending.set_exception(error)
-
-        if self._is_connected:
-            send()
+        self._tell("send", number)
+        parts = [
+            {
+                "names": [spec.name for spec in specs],
+                "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "group": name,
+                "flattened": is_flat(specs),
+            }
+            for name, own in zip(self._names, self._parts, strict=True)
+            for specs in own[number : number + 1]
+        ]
+        version, receiver = self.last.version, self.receiver
+        if len(parts) == 1:
+            loads = receiver.load_bucket(**parts[0], version=version)
         else:
-            threading.Thread(target=send, daemon=True).start()  # nothing interrupts it
-        while not concurrent.futures.wait([sending], LOOK_S).done:
-            if _failures(loads) or time.monotonic() > deadline:
-                return False
-        if error := sending.exception():
-            logger.warning("weight publication: a broadcast was not sent: %s", str(error))
-            return False
-        self._is_connected = True
-        self._on_wire.append(sending.result())
-        return True
+            loads = receiver.load_round(parts, version, pickled_round(parts))
+        self._shipped = []
+        is_hopeless = lambda: bool(_failures(loads)) or time.monotonic() > deadline  # noqa: E731
+        self.sender.send_all(self._keeping(pieces), is_hopeless)
+        return _Shipment(number, loads, deadline)
 
     def _complete(self, shipment: _Shipment) -> None:
-        """Wait until every server has the bucket, without those that never will."""
+        """Wait until every server has the round, without those that never will."""
         broken_before = False
         while not self._arrived(shipment):
             refused = _failures(shipment.loads)
-            self._leave()  # whoever still waits in the broadcast sees it break
+            self._leave()  # whoever still waits in a broadcast sees it break
             concurrent.futures.wait(shipment.loads.values(), timeout=AFTERMATH_S)
             # One that refuses never joins the broadcast, and one that died breaks it: the others are not to blame.
             blamed = self.receiver.unreachable() or refused or self._unfinished(shipment.loads)
@@ -345,7 +440,7 @@ class GroupPublisher(WeightPublisher):
                 blamed = dict.fromkeys(self.receiver.server_ranks, "the broadcast to it broke twice")
             broken_before = True
             self._lose(blamed)
-            shipment = self._ship(shipment.specs, shipment.pieces)
+            shipment = self._ship(shipment.number, list(self._shipped))
 
     def _arrived(self, shipment: _Shipment) -> bool:
         """Wait for all answers and the broadcasts; False as soon as a server fails or the deadline has passed."""
@@ -355,62 +450,63 @@ class GroupPublisher(WeightPublisher):
         )
         if loads.not_done or any(load.exception() for load in loads.done):
             return False
-        try:
-            for broadcast in self._on_wire:  # over, as every server has answered: this asks how it went
-                broadcast.wait()
-        except RuntimeError as error:
-            logger.warning("weight publication: a broadcast broke: %s", str(error))
-            return False
-        self._on_wire = []
-        return True
+        # Over, as every server has answered: this asks how it went.
+        return all([*self._tell("settle"), self.sender.settle()])
+
+    # -- the groups
 
     def _join(self) -> None:
-        """Form a group with the servers there are, if it is not theirs already; those that do not join are dropped."""
-        while self.group is None or self._membership != self.receiver.membership:
-            if self.group is not None:
+        """Form groups with the servers there are, if these are not in them; those that do not join are dropped."""
+        while self.sender.group is None or self._membership != self.receiver.membership:
+            if self.sender.group is not None:
                 self._leave()
             self._lose(self.receiver.unreachable())  # nobody waits for a server that is known to be gone
-            # A name of its own: servers that outlive a killed run still hold that run's group.
-            self.group_name = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
+            # Names of their own: servers that outlive a killed run still hold that run's groups.
+            run = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
+            count = 1 if self.stages is None else len(self.stages.specs)
+            self._names = [f"{run}_{number}" for number in range(count)]
             self._membership = self.receiver.membership
-            address = self.receiver.trainer_address()
-            listener = socket.create_server((address, 0))  # before its port is told: nobody else can take it then
-            port = listener.getsockname()[1]
-            joins = self.receiver.join_weight_group(
-                address=address, port=port, name=self.group_name, backend=self.backend
-            )
+            world_size = 1 + sum(self.receiver.server_ranks.values())
+            # Before its port is told: nobody else can take it then.
+            listener = socket.create_server((self.receiver.trainer_address(), 0))
+            others = self._tell("listen", urlsplit(next(iter(self.receiver.server_ranks))).hostname)
+            self._tell("join", self._names, world_size)
+            joins: dict[str, Future[None]] = {}
             try:
-                self.group = join_update_group(
-                    address=address,
-                    port=port,
-                    rank=0,
-                    world_size=1 + sum(self.receiver.server_ranks.values()),
-                    name=self.group_name,
-                    backend=self.backend,
-                    timeout_s=self.timeout_s,
-                    listener=listener,
-                    is_hopeless=lambda joins=joins: bool(_failures(joins)),
-                )
-                self._is_connected = self.backend == "gloo"
-                self._collect(joins)
+                for number, (address, port) in enumerate([listener.getsockname(), *others]):
+                    joins = self.receiver.join_weight_group(
+                        address=address, port=port, name=self._names[number], backend=self.sender.backend
+                    )
+                    if number == 0:
+                        is_hopeless = lambda joins=joins: bool(_failures(joins))  # noqa: E731
+                        self.sender.join(listener, self._names[0], world_size, is_hopeless)
+                    else:
+                        concurrent.futures.wait(
+                            joins.values(), self.timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION
+                        )
+                        if _failures(joins):  # the others wait for it in vain, and so does the sender
+                            raise TimeoutError(f"update group {self._names[number]}: a server will not come")
+                    self._collect(joins)
+            except NoServerLeft:
+                raise
             except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError is a RuntimeError
-                if self.group is not None or not self.receiver.server_ranks:
-                    raise
-                logger.warning("weight publication: the group was not formed: %s", error)
+                logger.warning("weight publication: a group was not formed: %s", error)
+                self._leave()
                 blamed = self.receiver.unreachable() or _failures(joins) or self._unfinished(joins)
                 if not blamed:
                     raise
                 self._lose(blamed)
 
-    def _leave(self) -> dict[str, Future[None]]:
-        """Leave the group, here and on the servers; a broken one is left as well."""
-        left: list[Any] = [self.group, self._on_wire]
-        self.group, self._on_wire = None, []
-        leave_update_group(left[0])
-        # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it. A list is
-        # cleared from its end: the broadcasts go before their group.
-        threading.Thread(target=left.clear, daemon=True).start()
-        return self.receiver.leave_weight_group(name=self.group_name)
+    def _leave(self) -> None:
+        """Leave the groups, here, on the other senders and on the servers; broken ones are left as well."""
+        if self.stages is not None:
+            c10d._get_default_store().set(self._names[0], "given up")
+        self.sender.leave()
+        self._tell("leave")
+        self._leave_servers()
+
+    def _leave_servers(self) -> list[Future[None]]:
+        return [one for name in self._names for one in self.receiver.leave_weight_group(name=name).values()]
 
 
 def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

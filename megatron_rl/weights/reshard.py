@@ -92,7 +92,8 @@ class HFExport:
         self._plan = list(_batches(sorted(plan, key=lambda entry: (entry[0].dtype != dtype, -entry[0].numel()))))
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
-        self._stages: list[list[TensorSpec]] = stages
+        self.stages: list[list[TensorSpec]] = stages
+        """The HF tensors of each pipeline stage."""
         self.specs = list(itertools.chain.from_iterable(stages))
         """Every HF tensor in the order of the stream; the same on all ranks."""
 
@@ -114,11 +115,20 @@ class HFExport:
         return ((name, tensor) for name, tensor in self.stream_in_step() if tensor is not None)
 
     @torch.no_grad()
+    def stream_of_stage(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this stage's HF tensors on its head, as `stages` lists them; its other ranks take part and yield
+        nothing. Other stages are not waited for."""
+        own = self.stages[self.groups.pipeline.rank]
+        for spec, tensor in zip(own, _joined(self._plan, self.arch, self.groups), strict=True):
+            if tensor is not None:
+                yield spec.name, tensor
+
+    @torch.no_grad()
     def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
         """The same, where the other ranks yield None in a tensor's place once their part in it is done: what they do
         together between two tensors, every rank does at the same place of the stream."""
         pipeline = self.groups.pipeline
-        for stage, specs in enumerate(self._stages):
+        for stage, specs in enumerate(self.stages):
             own = _joined(self._plan, self.arch, self.groups) if stage == pipeline.rank else itertools.repeat(None)
             for spec, tensor in zip(specs, own, strict=False):
                 if pipeline.rank > 0 and tensor is not None:

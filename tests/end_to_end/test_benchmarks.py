@@ -20,11 +20,11 @@ PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
 """The benchmark commands of the page, each a file and its arguments."""
 TOGETHER = [
-    ("bench_delta", "rollout_server", "bench_publish"),
+    ("bench_delta", "rollout_server", "bench_publish", "publication_times"),
     ("bench_ops_cpu", "bench_recovery", "bench_packing", "bench_rewards", "bench_spread"),
 ]
 """Run one after the other in a process."""
-STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor")
+STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
 what those processes give. `--quick` is for by hand."""
 

@@ -102,12 +102,13 @@ class InProcessPublisher(GroupPublisher):
         pass
 
     def _leave(self):
-        return {}
+        pass
 
-    def _ship(self, specs, pieces):
-        pieces = list(pieces)
-        loads = self.receiver.take(specs, pieces, self.last.version)
-        return _Shipment(specs, pieces, loads, deadline=time.monotonic() + self.timeout_s)
+    def _ship(self, number, pieces):
+        self._shipped = list(pieces)
+        self.sender.send_all([], lambda: False)
+        loads = self.receiver.take(self._parts[0][number], self._shipped, self.last.version)
+        return _Shipment(number, loads, deadline=time.monotonic() + self.timeout_s)
 
 
 def tensors_of(specs: list[TensorSpec], pieces: list[Tensor]) -> list[Tensor]:

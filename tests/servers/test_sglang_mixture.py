@@ -1,9 +1,10 @@
-"""Real SGLang with a mixture of experts in bfloat16: its experts are compared, and changes alone are sent to it."""
+"""Real SGLang with a mixture of experts in bfloat16: experts are compared, several send to it, and changes alone."""
 
 import asyncio
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -12,10 +13,13 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
+from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.ipc import IPCPublisher
+from megatron_rl.weights.sglang_loaders import pickled_round
 from megatron_rl.weights.update_group import unpack_bucket
 from tests.servers.in_process import specs_of
+from tests.servers.reference import pack_bucket, wait_for, weight_group
 from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.tiny_model import VOCAB_SIZE, make_tokenizer
 
@@ -57,7 +61,8 @@ def folders(tmp_path_factory):
 def server(folders, tmp_path_factory):
     if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
-    arguments = ["--max-total-tokens", "4096", "--random-seed", "1"]
+    # What others take of the host's memory while it starts counts as taken by its weights.
+    arguments = ["--max-total-tokens", "4096", "--random-seed", "1", "--mem-fraction-static", "0.5"]
     config = RolloutConfig(
         backend="sglang", publication="delta", start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE
     )
@@ -101,6 +106,41 @@ def test_one_wrong_number_of_an_expert_is_found(server, connect, weights, part, 
     wrong = f"holds other weights than were sent: model.layers.1.mlp.experts.{whole}$"
     with pytest.raises(NoServerLeft, match=wrong):
         Careless(connect(server), bucket_bytes=100_000, timeout_s=60).publish(specs_of(weights), weights.items(), 4)
+
+
+def test_buckets_of_several_senders_are_received_together(server, connect, weights):
+    engine = connect(server)
+    (form,) = engine.checksum_forms().values()
+    names = sorted(weights)
+    shares = [{name: weights[name] for name in part} for part in (names[::2], names[1::2])]
+    with weight_group(engine) as first, weight_group(engine) as second:
+        engine.pause()
+        engine.begin_weight_update(8)
+        buckets = [
+            {
+                "names": list(share),
+                "dtypes": ["bfloat16"] * len(share),
+                "shapes": [list(tensor.shape) for tensor in share.values()],
+                "group": name,
+                "flattened": is_flat,
+            }
+            for share, (name, _), is_flat in zip(shares, (first, second), (True, False), strict=True)
+        ]
+        loads = engine.load_round(buckets, 8, pickled_round(buckets))
+        # The second one's first: a server that took them in turn would wait for the other.
+        for tensor in shares[1].values():
+            dist.broadcast(tensor, group=second[1], group_src=0)
+        dist.broadcast(pack_bucket(list(shares[0].values())), group=first[1], group_src=0)
+        wait_for(loads)
+        engine.end_weight_update(8)
+    expected = ExpectedChecksums([form])
+    expected.add(list(weights.items()))
+    (held,) = engine.held_weights().values()
+    held = held.result(10)
+    assert (held.version, differences(expected.of(form), held.checksums, complete=False)) == ("8", [])
+    assert len(expected.of(form).keys() & held.checksums.keys()) == ALL
+    engine.finish_update(8)
+    engine.resume()
 
 
 def test_changes_alone_are_sent_and_the_weights_are_those_of_a_whole_publication(server, connect, weights):

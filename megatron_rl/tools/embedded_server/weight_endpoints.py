@@ -6,6 +6,8 @@ weight version until the next one is whole. Flat buckets, and all that a server 
 first weight once they are there as a whole, so that a broken one leaves the old weights.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import re
@@ -142,26 +144,34 @@ class WeightEndpoints:
     async def update_from_distributed(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         self._require_session("update_weights_from_distributed")
-        specs, load_format = tensor_specs(body), field(body, "load_format", str, None)
-        if load_format not in (None, "flattened_bucket"):
-            raise ValueError(f"load_format = {shown(load_format)}: must be null or 'flattened_bucket'")
-        for spec in specs:
-            self.batcher.model.check_tensor(spec.name, spec.shape)
-        name = field(body, "group_name", str, "weight_update_group")
-        if name not in self._groups:
-            raise ValueError(f"group_name = {shown(name)}: no such group; call /init_weights_update_group first")
+        # SGLang has one bucket in a request; several, of as many groups, arrive at the same time.
+        parts = field(body, "parts", list, [body])
+        arrivals = [self._arrival(part) for part in parts]
         if field(body, "abort_all_requests", bool, False):
             await wait(self.batcher.abort(None))
         # Refused before anything is received: what has arrived in the weights themselves cannot be undone.
         if self.batcher.paused:
             self._refuse_flush(body)
-        if self.batcher.paused and load_format is None:
-            broken = await self._receive_in_place(specs, name, body)
+        if self.batcher.paused and not all(arrival.flattened for arrival in arrivals):
+            broken = await self._receive_in_place(arrivals, body)
         else:
-            broken = await self._receive_aside(specs, name, body, flattened=load_format is not None)
+            broken = await self._receive_aside(arrivals, body)
         if broken is not None:
             raise ValueError(f"Failed to update weights: {broken}")
-        return success(f"Succeeded to update {len(specs)} tensors.")
+        return success(f"Succeeded to update {sum(len(arrival.specs) for arrival in arrivals)} tensors.")
+
+    def _arrival(self, part: dict[str, Any]) -> Arrival:
+        if type(part) is not dict:
+            raise ValueError(f"parts: {shown(part)} must be an object with names, dtypes, shapes and group_name")
+        specs, load_format = tensor_specs(part), field(part, "load_format", str, None)
+        if load_format not in (None, "flattened_bucket"):
+            raise ValueError(f"load_format = {shown(load_format)}: must be null or 'flattened_bucket'")
+        for spec in specs:
+            self.batcher.model.check_tensor(spec.name, spec.shape)
+        name = field(part, "group_name", str, "weight_update_group")
+        if name not in self._groups:
+            raise ValueError(f"group_name = {shown(name)}: no such group; call /init_weights_update_group first")
+        return Arrival(specs, *self._groups[name], load_format is not None)
 
     async def update_from_tensor(self, http: web.Request) -> web.Response:
         """Read a bucket in shared memory. The response says that it was read: the trainer may fill it again."""
@@ -188,29 +198,27 @@ class WeightEndpoints:
         if not self._session_open:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
-    async def _receive_aside(
-        self, specs: list[TensorSpec], group: str, body: dict[str, Any], *, flattened: bool
-    ) -> str | None:
-        """Receive a bucket while the server may be generating, and write it between two turns; return what broke it."""
-        arrival = Arrival(specs, *self._groups[group], flattened)
+    async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
+        """Receive buckets while the server may be generating, write them between two turns; return what broke it."""
         try:
             async with self._wire:
-                tensors = await in_thread(lambda: list(arrival.tensors()))
+                tensors = await in_thread(lambda: list(arriving(arrivals, {})))
         except RuntimeError as error:  # the sender died
             return str(error)
-        await wait(self._update(lambda: self._write(specs, tensors), body))
+        await wait(self._update(lambda: self._write(tensors), body))
         return None
 
-    async def _receive_in_place(self, specs: list[TensorSpec], group: str, body: dict[str, Any]) -> str | None:
-        """Receive a bucket into the weights, in the thread that reads them; return what broke it.
+    async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
+        """Receive buckets into the weights, in the thread that reads them; return what broke it.
 
         A member that dies ends this at once; one that hangs does at the group's deadline, which is the publisher's too.
         """
 
         def receive() -> str | None:
+            specs = [spec for arrival in arrivals if not arrival.flattened for spec in arrival.specs]
             memory = {spec.name: self.batcher.model.memory_of(spec.name, spec.dtype) for spec in specs}
             try:
-                self._write(specs, Arrival(specs, *self._groups[group], flattened=False).tensors(memory))
+                self._write(arriving(arrivals, memory))
             except RuntimeError as error:
                 return str(error)
             return None
@@ -218,9 +226,9 @@ class WeightEndpoints:
         async with self._wire:
             return await wait(self._update(receive, body))
 
-    def _write(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-        for spec, tensor in zip(specs, tensors, strict=True):
-            self.batcher.model.write(spec.name, tensor)
+    def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.batcher.model.write(name, tensor)
 
     async def update_from_disk(self, http: web.Request) -> web.Response:
         body = await read_object(http)
@@ -368,24 +376,35 @@ class Arrival:
     flattened: bool
     """All bytes in one broadcast; otherwise one for each tensor, in order."""
 
-    def tensors(self, memory: Mapping[str, torch.Tensor | None] | None = None) -> Iterator[torch.Tensor]:
-        """Yield each tensor once it has arrived, in `memory` (by name) where there is some for it that can be used."""
+    def begin(self, memory: Mapping[str, torch.Tensor | None]) -> tuple[list[torch.Tensor], deque[dist.Work]]:
+        """Begin to receive; return the tensors as they will be, and the broadcasts: of each tensor, or of all."""
         if self.flattened:
             pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]
             tensors = unpack_bucket(pieces[0], self.specs)
         else:
-            pieces = tensors = [self._place_for(spec, (memory or {}).get(spec.name)) for spec in self.specs]
-        # All at once, and waited for in turn: a tensor is written while those behind it are on the wire.
-        arriving = deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
-        try:
-            for tensor in tensors:
-                if arriving:
-                    arriving.popleft().wait()
-                yield tensor
-        finally:
-            arriving.clear()  # in a traceback they would outlive their group, which gloo does not forgive
+            pieces = tensors = [self._place_for(spec, memory.get(spec.name)) for spec in self.specs]
+        return tensors, deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
 
     def _place_for(self, spec: TensorSpec, own: torch.Tensor | None) -> torch.Tensor:
         if own is not None and own.device == self.device:
             return own
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+
+def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor once it has arrived, in `memory` (by name) where there is some for it that can be used.
+
+    All arrive at once, and are waited for in turn: a tensor is written while those behind it are on the wire.
+    """
+    begun: list[tuple[list[torch.Tensor], deque[dist.Work]]] = []
+    try:
+        for arrival in arrivals:
+            begun.append(arrival.begin(memory))
+        for arrival, (tensors, broadcasts) in zip(arrivals, begun, strict=True):
+            for spec, tensor in zip(arrival.specs, tensors, strict=True):
+                if broadcasts:
+                    broadcasts.popleft().wait()
+                yield spec.name, tensor
+    finally:
+        for _, broadcasts in begun:
+            broadcasts.clear()  # in a traceback they would outlive their group, which gloo does not forgive

@@ -192,7 +192,7 @@ def memory_of(
 def memory_of_stage(
     model: Model, stage: int, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
 ) -> ModelMemory:
-    """Return a model's memory on a rank of a pipeline stage: the same on all of them, but for rank 0's publication."""
+    """Return a model's memory on a rank of a pipeline stage: the same on all, but for its head's publication."""
     states = states_of_stage(model, stage, world_size)
     if not model.is_trained:  # a pass without gradients keeps little beside a trained model's
         return ModelMemory(states)
@@ -216,7 +216,7 @@ def memory_of_stage(
     shares = parameters_of_stage(model.arch, parallel, stage, model.megatron)
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     moments["optimizer step"] = 4 * float32_copies(model) * updated
-    if model.name == "policy" and (stage == 0 or config.rollout.colocated):
+    if model.name == "policy" and (stage == 0 or config.rollout.colocated or model.engine.publication == "group"):
         # Of several nodes each has a rank that hands its servers the buckets, of whichever stage that is.
         moments["publication"] = publication_bytes(model)
         if config.rollout.colocated:
@@ -226,7 +226,7 @@ def memory_of_stage(
 
 
 def publication_bytes(model: Model) -> float:
-    """Two buckets on the trainer's first rank, one being filled and one being sent, and two tensors for them."""
+    """Two buckets on a rank that sends, one being filled and one on its way, and two tensors for them."""
     bucket = min(model.engine.bucket_bytes, model.itemsize * model.parameters)
     return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch))
 

@@ -139,9 +139,8 @@ class Plan:
 
     @cached_property
     def publication_traffic(self) -> list[Traffic]:
-        """What comes to the first rank, and what it sends, to have the whole policy there."""
-        policy = RankTraffic(self.models[0], 0, self.trainer_gpus, self.cluster.gpus_per_node)
-        return policy.of_publication()
+        """What comes to a rank that sends to the servers, and what it sends, to have its part there: of the busiest."""
+        return self._sent(self.models[0], lambda rank, rows, labels: rank.of_publication())
 
     def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:
         """What the busiest rank sends for a replica's rows of an update."""

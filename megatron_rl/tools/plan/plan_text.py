@@ -159,7 +159,7 @@ def _traffic(plan: Plan) -> dict[str, str]:
     to_publish = plan.publication_traffic
     if to_publish:
         nbytes, seconds = (sum(getattr(part, name) for part in to_publish) for name in ("nbytes", "seconds"))
-        rows["publication"] = f"{_size(nbytes)} to the first rank, {_seconds(seconds)}"
+        rows["publication"] = f"{_size(nbytes)} to a rank that sends, {_seconds(seconds)}"
     return rows or {"nothing": "a rank has the whole model, and no other has it"}
 
 

@@ -87,20 +87,22 @@ class RankTraffic:
         return self._by_link(self._passes(rows, labels, is_training=False))
 
     def of_publication(self) -> list[Traffic]:
-        """What the first rank receives to have the whole model, from which it goes to the servers; and, where an update
-        leaves weights to be gathered later, what each rank sends for that."""
+        """What the ranks that send to the servers receive to have what they send, each stage's first its stage, or the
+        very first rank all of the model; and, where an update leaves weights to be gathered later, what each rank sends
+        for that."""
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
         sent: Counter[str] = Counter()
         if self.model.engine.optimizer.distributed and self.model.engine.optimizer.overlap:
             sent += self._over_replicas(b)
-        if self.rank == 0:
-            own = parameters_of_stage(arch, parallel, 0, self.model.megatron)
+        is_by_stage, ranks_of_stage = self.model.engine.publication == "group", self.world_size // parallel.pipeline
+        if self.rank % ranks_of_stage == 0 if is_by_stage else self.rank == 0:
+            own = parameters_of_stage(arch, parallel, self.stage, self.model.megatron)
             sent["tensor"] = b * (parallel.tensor - 1) * own.dense  # also of what each of them has whole
             sent["expert tensor"] = b * (parallel.expert_tensor - 1) * own.expert
             sent["expert"] = b * (parallel.expert - 1) * parallel.expert_tensor * own.expert
-            sent["pipeline"] = b * sum(self._whole(stage).total for stage in range(1, parallel.pipeline))
-            if arch.tied and parallel.pipeline > 1:
-                sent["pipeline"] -= b * arch.vocab * arch.hidden
+            if not is_by_stage:
+                sent["pipeline"] = b * sum(self._whole(stage).total for stage in range(1, parallel.pipeline))
+                sent["pipeline"] -= b * arch.vocab * arch.hidden if arch.tied and parallel.pipeline > 1 else 0
         return self._by_link(sent)
 
     def _by_link(self, sent: Counter[str]) -> list[Traffic]:

@@ -25,6 +25,7 @@ from megatron_rl.tools.rehearsal.stand_ins import NoWeights
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 from megatron_rl.weights import mapping
 from megatron_rl.weights.publish import WeightPublisher, fill_buckets, plan_buckets
+from megatron_rl.weights.update_group import TensorSpec
 
 
 class RehearsedRun(RLRun):
@@ -88,9 +89,14 @@ def rehearse_step(
         for engine in run.trained.values():
             ledger.mark("gradients", host_gradients(engine))
         with run.timers("publish"):
-            receiver = NoServers() if run.groups.is_main else None
-            run.engine.publisher = BucketsAlone(receiver, ledger, bucket_bytes=run.engine.config.bucket_bytes)
-            run.engine.update_weights(receiver, 1)
+            groups, export = run.groups, run.engine.export()
+            by_stage = config.rollout.publication == "group" and groups.pipeline.size > 1
+            is_sender = groups.tensor.rank == groups.data_context.rank == 0 if by_stage else groups.is_main
+            specs = export.stages[groups.pipeline.rank] if by_stage else export.specs
+            publisher = BucketsAlone(NoServers() if is_sender else None, ledger, run.engine.config.bucket_bytes, specs)
+            publisher.is_by_stage = by_stage
+            run.engine.publisher = publisher
+            run.engine.update_weights(publisher.receiver, 1)
         with run.timers("checkpoint"):
             training_state(run.engine)
         if run.devices.engines is not None:
@@ -166,13 +172,13 @@ class NoServers:
 class BucketsAlone(WeightPublisher):
     """Gathers and fills buckets as for servers over a process group, and keeps the two that would be under way."""
 
-    def __init__(self, receiver: Any, ledger: Ledger, *, bucket_bytes: int) -> None:
+    def __init__(self, receiver: Any, ledger: Ledger, bucket_bytes: int, specs: Sequence[TensorSpec]) -> None:
         super().__init__(receiver)
-        self.ledger, self.bucket_bytes = ledger, bucket_bytes
+        self.ledger, self.bucket_bytes, self.specs = ledger, bucket_bytes, list(specs)
 
     def _deliver(self, specs: Any, tensors: Any, version: int, checksums: Any) -> None:
         in_flight: list[Tensor] = []
-        for bucket, pieces in fill_buckets(plan_buckets(specs, self.bucket_bytes), tensors):
+        for bucket, pieces in fill_buckets(plan_buckets(self.specs, self.bucket_bytes), tensors):
             in_flight = [*in_flight[-1:], *pieces]
             self.ledger.buckets.append(sum(spec.nbytes for spec in bucket))
 
