@@ -48,17 +48,24 @@ def margins(rewards: Tensor) -> Tensor:
 
 
 @pair_loss("dpo", needs_reference=True)
-def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """-(1 - label_smoothing) log s(d) - label_smoothing log s(-d), r = beta log(p / p_reference).
+def dpo(
+    pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, per_token: bool = False, sft: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """-(1 - label_smoothing) log s(d) - label_smoothing log s(-d) + sft nll, r = beta log(p / p_reference).
 
-    label_smoothing above 0 is conservative DPO: that share of the pairs is taken to be the wrong way round.
+    label_smoothing above 0 is conservative DPO: that share of the pairs is taken to be the wrong way round. per_token
+    divides r by the reply's tokens n (arXiv 2411.15124), which takes a larger beta, such as 5. sft above 0 keeps the
+    chosen reply likely, nll is its -log p by token (arXiv 2404.19733).
     Source: arXiv 2305.18290
     """
     _check("beta", beta, beta > 0, "above 0")
     _check("label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, "in [0, 0.5)")
-    rewards = beta * pairs.log_ratios
+    _check("per_token", per_token, isinstance(per_token, bool), "true or false")
+    _check("sft", sft, sft >= 0, "at least 0; 0 leaves the term out")
+    rewards = beta * (pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios)
     d = margins(rewards)
-    return -(1 - label_smoothing) * logsigmoid(d) - label_smoothing * logsigmoid(-d), rewards
+    losses = -(1 - label_smoothing) * logsigmoid(d) - label_smoothing * logsigmoid(-d)
+    return losses - sft * pairs.values[:, 0] / pairs.tokens[:, 0], rewards
 
 
 @pair_loss("ipo", needs_reference=True)
@@ -72,6 +79,25 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> tuple[Te
     _check("per_token", per_token, isinstance(per_token, bool), "true or false")
     rewards = pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios
     return (margins(rewards) - 1 / (2 * beta)).square(), rewards
+
+
+@pair_loss("kto", needs_reference=True)
+def kto(
+    pairs: Pairs, *, beta: float = 0.1, point: float = 0.0, desirable: float = 1.0, undesirable: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """desirable (1 - s(r(chosen) - point)) + undesirable (1 - s(point - r(rejected))), r = beta log(p / p_reference).
+
+    Each reply is held against a point, and not against the other one. The paper estimates the point from replies to
+    other prompts of the batch; here it is given, so that a pair's loss does not depend on its neighbours.
+    Source: arXiv 2402.01306
+    """
+    _check("beta", beta, beta > 0, "above 0")
+    weights = {"desirable": desirable, "undesirable": undesirable}
+    for name, weight in weights.items():
+        _check(name, weight, weight >= 0, "at least 0")
+    rewards = beta * pairs.log_ratios
+    chosen, rejected = rewards.unbind(1)
+    return desirable * torch.sigmoid(point - chosen) + undesirable * torch.sigmoid(rejected - point), rewards
 
 
 @pair_loss("simpo")

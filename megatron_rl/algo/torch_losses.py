@@ -89,6 +89,39 @@ def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: 
     return (-rows.advantages * ratio * rows.logprobs).masked_fill(has_moved, 0.0)
 
 
+GMPO = {"width": (above_0, "must be above 0; the paper's is 0.4")}
+
+
+@torch_loss("gmpo", by_sequence=True, rules=GMPO)
+def gmpo(rows: LossRows, options: AlgorithmConfig, *, width: float = 0.4) -> Tensor:
+    """-A s, s the geometric mean over the sequence of min(u, e^width) where A > 0, of max(u, e^-width) elsewhere.
+
+    The slope of s in a token's log p is s, as if it were the token's own ratio, and 0 where the token's u is bounded;
+    as in gspo that is the paper's gradient where A is the same for all tokens. The paper takes sequence_mean.
+    Source: arXiv 2507.20673
+    """
+    assert rows.cu_seqlens is not None
+    distance = bounded(rows.log_ratio)
+    near = torch.where(rows.advantages > 0, distance.clamp_max(width), distance.clamp_min(-width))
+    mean = mean_of_sequence(near.detach(), rows.trained, rows.cu_seqlens)
+    return -rows.advantages * mean.exp() * (near - near.detach()).exp()
+
+
+@torch_loss("topr", by_sequence=True)
+def topr(rows: LossRows, options: AlgorithmConfig) -> Tensor:
+    """-A log p where A > 0; elsewhere -A min(w, 1) log p, w = p / p(behaviour) of the whole sequence, without gradient.
+
+    What was good is learned however old it is, what was bad no more than the policy would still say it. Its weights
+    take the place of the behaviour weights: correction.weight = off.
+    Source: arXiv 2503.14286
+    """
+    assert rows.cu_seqlens is not None
+    distance = (rows.logprobs - rows.behavior_logprobs).detach()
+    total = sum_of_sequence(distance.masked_fill(~distance.isfinite(), 0.0), rows.cu_seqlens)
+    weight = torch.where(rows.advantages > 0, 1.0, total.clamp_max(0.0).exp())
+    return -rows.advantages * weight * rows.logprobs
+
+
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return each row's p(proximal) / p(behaviour), bounded as `correction` says: `[T]`.
 
@@ -107,10 +140,14 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     return weight.clamp(correction.low, correction.high)
 
 
-def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over its sequence's trained rows, `[T]`; values are 0 in the others."""
+def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return for each row the sum over its sequence's rows, `[T]`; values are 0 in rows that are not trained."""
     # Row t belongs to the first sequence that ends above t.
     sequence = torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)  # [T]
-    zeros = values.new_zeros(len(cu_seqlens) - 1)
-    count = zeros.index_add(0, sequence, trained.to(values.dtype))
-    return (zeros.index_add(0, sequence, values) / count.clamp_min(1.0))[sequence]
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, values)[sequence]
+
+
+def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return for each row the mean over its sequence's trained rows, `[T]`; values are 0 in the others."""
+    count = sum_of_sequence(trained.to(values.dtype), cu_seqlens)
+    return sum_of_sequence(values, cu_seqlens) / count.clamp_min(1.0)

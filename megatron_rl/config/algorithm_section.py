@@ -16,8 +16,8 @@ ESTIMATORS = (
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
 COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k")
 """Estimators that compare the replies of one prompt, so that there must be several."""
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "cpgd", "dppo")
-PAIR_LOSSES = ("dpo", "ipo", "simpo", "bradley_terry")
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "cpgd", "dppo", "gmpo", "topr")
+PAIR_LOSSES = ("dpo", "ipo", "kto", "simpo", "bradley_terry")
 
 
 @dataclass(kw_only=True)

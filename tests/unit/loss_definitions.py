@@ -27,11 +27,27 @@ def one_token(name, u, a, lp, p, options, args, *, sequence=None):
         moved = float(lp.detach().exp() - p.exp())
         outside = moved > args.get("bound", 0.2) if a > 0 else moved < -args.get("bound", 0.2)
         return 0 * lp if outside else -a * u.detach().clamp_max(args.get("most", 20.0)) * lp
+    if name == "gmpo":
+        bound = args.get("width", 0.4)
+        return -a * sequence.detach() * (1 if (u.log() > bound if a > 0 else u.log() < -bound) else u / u.detach())
+    if name == "topr":
+        return -a * (1 if a > 0 else min(float(sequence.detach()), 1.0)) * lp
     assert name == "cpgd"
     gain = min(u.log() * a, u.log().clamp(math.log(low), math.log(high)) * a)
     cap, edge = args.get("drift_cap", 0.2), 1 + args.get("drift_cap", 0.2)
     drift = u - 1 - u.log() if u < edge else edge - 1 - math.log(edge) + cap * (u.log() - math.log(edge))
     return -gain + args.get("drift", 0.01) * drift
+
+
+def of_sequence(name, moved, advantages, since_behavior, args):
+    """What a loss takes from a whole sequence; moved: log u of its tokens, since_behavior: log p / p(behaviour)."""
+    if name == "topr":
+        return since_behavior.sum().exp()
+    if name == "gmpo":
+        bound = args.get("width", 0.4)
+        bounded = [m.clamp(max=bound) if a > 0 else m.clamp(min=-bound) for m, a in zip(moved, advantages, strict=True)]
+        return torch.stack(bounded).mean().exp()
+    return moved.mean().exp()
 
 
 def defined_loss(options, correction, batch, own, h):
@@ -47,7 +63,8 @@ def defined_loss(options, correction, batch, own, h):
         if not places:
             continue
         tokens += len(places)
-        sequence = (own[places] - proximal[places]).mean().exp().detach()
+        distances = (own[places] - proximal[places], advantages[places], own[places] - behavior[places])
+        sequence = of_sequence(options.loss, *(column.detach() for column in distances), args)
         losses = []
         for t in places:
             u = (own[t] - proximal[t]).exp()

@@ -80,6 +80,7 @@ OPTIONS = {
     "sapo, uneven": {"loss": "sapo", "loss_args": {"positive": 0.5, "negative": 3.0}},
     "cpgd, drift": {"loss": "cpgd", "loss_args": {"drift": 0.7, "drift_cap": 1.0}},
     "dppo, tight": {"loss": "dppo", "loss_args": {"bound": 0.02, "most": 1.1}},
+    "gmpo, tight": {"loss": "gmpo", "loss_args": {"width": 0.1}},
     **{k: {"kl_coefficient": 0.1, "kl_estimator": k} for k in ("k1", "k2", "k3", "unbiased")},
     "cpgd, kl and entropy": {"loss": "cpgd", "kl_coefficient": 0.2, "entropy_coefficient": 0.3},
     "entropy": {"entropy_coefficient": 0.3, "loss": "cispo"},
@@ -104,7 +105,7 @@ CORRECTIONS = {
 
 
 # a fused loss by row and one by sequence; one in plain torch
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cpgd"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cpgd", "gmpo"])
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_behaviour_weights_are_those_of_the_definition(loss, correction):
     options = AlgorithmConfig(loss=loss, aggregation="sequence_mean", entropy_coefficient=0.1)
@@ -112,7 +113,7 @@ def test_behaviour_weights_are_those_of_the_definition(loss, correction):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "dppo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "dppo", "topr"])
 def test_the_split_into_microbatches_and_the_order_change_nothing(loss, aggregation):
     length = AGGREGATIONS[aggregation]
     options = AlgorithmConfig(loss=loss, aggregation=aggregation, aggregation_length=length, kl_coefficient=0.1)

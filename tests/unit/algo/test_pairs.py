@@ -122,6 +122,14 @@ def test_losses_of_a_pair_worked_out_by_hand():
     assert loss_of_one_pair("simpo", chosen, rejected, margin=3)[0] == pytest.approx(math.log(2))
     smooth = loss_of_one_pair("dpo", chosen, rejected, beta=0.5, label_smoothing=0.25)[0]
     assert smooth == pytest.approx(0.75 * math.log(1 + math.exp(-1)) + 0.25 * math.log(1 + math.e))
+    # By token r is 0.5 / 2 and -0.5; the chosen one's log p is -0.5 a token.
+    by_token = loss_of_one_pair("dpo", chosen, rejected, beta=0.5, per_token=True, sft=2.0)[0]
+    assert by_token == pytest.approx(math.log(1 + math.exp(-0.75)) + 2.0 * 0.5)
+    # r - point and point - r are 0.5 - 0.25 and 0.25 + 0.5.
+    loss, _, gradient = loss_of_one_pair("kto", chosen, rejected, beta=0.5, point=0.25, desirable=2.0)
+    assert loss == pytest.approx(2 / (1 + math.exp(0.25)) + 1 / (1 + math.exp(0.75)))
+    slope = 2 * 0.5 * math.exp(0.25) / (1 + math.exp(0.25)) ** 2  # of the chosen reply's tokens
+    assert gradient[1] == gradient[2] == pytest.approx(-slope)
     loss, sums, _ = loss_of_one_pair("bradley_terry", [0.5], [2.5])
     assert loss == pytest.approx(math.log(1 + math.exp(2))) and float(sums["preferred"]) == 0
     assert preference_metrics(sums, 1.0) == {
@@ -154,7 +162,9 @@ def of_one_number(pairs):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("kto", {}, "preference.loss = 'kto': must be one of dpo, ipo, simpo, bradley_terry, or an import path"),
+        ("slic", {}, "preference.loss = 'slic': must be one of dpo, ipo, kto, simpo, bradley_terry, or an import"),
+        ("kto", {"desirable": -1.0}, "preference.loss_args: desirable = -1.0: must be at least 0"),
+        ("dpo", {"sft": -0.1}, "preference.loss_args: sft = -0.1: must be at least 0"),
         ("dpo", {"gamma": 1}, "preference.loss_args = .*gamma.* are beta=0.1, label_smoothing=0.0"),
         ("dpo", {"beta": 0}, "preference.loss_args: beta = 0: must be above 0"),
         ("dpo", {"label_smoothing": 0.5}, r"label_smoothing = 0.5: must be in \[0, 0.5\)"),

@@ -287,7 +287,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("algo.advantage_std=all", "algo.advantage_std = 'all': must be none, group, batch or empty"),
         ("algo.advantage_clip=-1", "algo.advantage_clip = -1.0: must be at least 0"),
         ("algo.loss=dpo", "algo.loss = 'dpo': must be one of ppo_clip, gspo"),
-        ("preference.loss=ppo", "preference.loss = 'ppo': must be one of dpo, ipo, simpo, bradley_terry, or an import"),
+        ("preference.loss=ppo", "preference.loss = 'ppo': must be one of dpo, ipo, kto, simpo, bradley_terry"),
         ("algo.dual_clip=1", r"algo.dual_clip = 1.0: must be 0 \(off\), or above 1"),
         (
             "algo.aggregation=mean",
