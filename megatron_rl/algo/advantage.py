@@ -44,10 +44,11 @@ def dr_grpo(batch: TrajectoryBatch) -> Tensor:
 
 
 @estimator("rloo", compares_group=True)
-def rloo(batch: TrajectoryBatch) -> Tensor:
+def rloo(batch: TrajectoryBatch, *, over_std: bool = False) -> Tensor:
     """r - mean of the others of the group.
 
-    A group of one compares with nobody and gives 0.
+    A group of one compares with nobody and gives 0. over_std divides by the others' deviation, as NeMo-RL has it: 0
+    where they do not differ, or are fewer than two.
     Source: arXiv 2402.14740
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
@@ -56,7 +57,20 @@ def rloo(batch: TrajectoryBatch) -> Tensor:
     own = scores - mean_of(scores, batch.samples)
     between = mean_of(scores, batch.samples) - mean_of(scores, group, shares)
     # Of n samples with mean m, s less the mean of the others is s - (n m - s) / (n - 1) = (s - m) n / (n - 1).
-    return own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
+    result = own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
+    return _over_std_of_others(result, batch) if over_std else result
+
+
+def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
+    scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
+    count, samples = count_of(group, shares), mean_of(scores, batch.samples)
+    # Squares about a mean add up: of n with the sum of squares q, those of the others are q - (s - m)^2 n / (n - 1).
+    centered = samples - mean_of(scores, group, shares)
+    others = mean_of(centered.square(), group, shares) * count - centered.square() * count / (count - 1).clamp_min(1.0)
+    deviation = (others.clamp_min(0.0) / (count - 2).clamp_min(1.0)).sqrt().masked_fill(count < 3, 0.0)
+    largest = torch.zeros(int(group.max()) + 1, dtype=torch.float64).scatter_reduce_(0, group, scores.abs(), "amax")
+    differs = deviation > EPS * largest[group]  # a difference of squares keeps half of float64's digits
+    return torch.where(differs, result / (deviation + EPS), 0.0)
 
 
 DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
@@ -198,33 +212,55 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
 
 
 @estimator("gae", mean="batch", std="batch")
-def gae(batch: TrajectoryBatch, *, discount: float = 1.0, trace_decay: float = 1.0, level: str = "token") -> Tensor:
+def gae(
+    batch: TrajectoryBatch,
+    *,
+    discount: float = 1.0,
+    trace_decay: float = 1.0,
+    level: str = "token",
+    decoupled: bool = False,
+    length_factor: float = 0.0,
+) -> Tensor:
     """A_t = d_t + discount trace_decay A_t', d_t = r_t + discount V_t' - V_t, t' the next trained token or turn.
 
     Needs a critic's `values`, and sets `returns` = A + V for it. By turn, a turn has one reward, the value in front of
-    its first token, and one advantage; discounts count turns. The options are keys of the section `critic`.
+    its first token, and one advantage; discounts count turns. decoupled: `returns` are of a trace_decay of 1.
+    length_factor above 0: a sequence's trace_decay is 1 - 1 / (length_factor l) instead, at least 0, l its trained
+    tokens or turns (both of arXiv 2504.05118). The options are keys of the section `critic`.
     Source: arXiv 1506.02438
     """
-    mask = batch["loss_mask"]
-    if level == "token":
-        advantages, batch.tokens["returns"] = packed_gae(
-            batch["token_rewards"], batch["values"], mask, batch.cu_seqlens, discount=discount, trace_decay=trace_decay
-        )
-        return advantages
-    turn, bounds = turns_of(mask, batch.cu_seqlens)
-    first = first_of_turn(turn)  # [turns]: from here on a turn is what a token was, and `bounds` what cu_seqlens was
-    rewards = torch.zeros(len(first), dtype=torch.float64)
-    rewards.index_add_(0, turn[mask], batch["token_rewards"][mask].double())
-    advantages, found = packed_gae(
-        rewards.to(batch["values"].dtype),
-        batch["values"][first],
-        torch.ones(len(first), dtype=torch.bool),
-        bounds,
-        discount=discount,
-        trace_decay=trace_decay,
-    )
-    batch.tokens["returns"] = spread_over_turns(found, turn)
-    return spread_over_turns(advantages, turn)
+    mask, bounds = batch["loss_mask"], batch.cu_seqlens
+    rewards, values, turn = batch["token_rewards"], batch["values"], None
+    if level == "turn":
+        turn, bounds = turns_of(mask, bounds)
+        first = first_of_turn(
+            turn
+        )  # [turns]: from here on a turn is what a token was, and `bounds` what cu_seqlens was
+        by_turn = torch.zeros(len(first), dtype=torch.float64).index_add_(0, turn[mask], rewards[mask].double())
+        rewards, values, mask = by_turn.to(values.dtype), values[first], torch.ones(len(first), dtype=torch.bool)
+    given = (rewards, values, mask, bounds)
+    if length_factor > 0:
+        advantages, found = _gae_by_length(*given, discount=discount, length_factor=length_factor)
+    else:
+        advantages, found = packed_gae(*given, discount=discount, trace_decay=trace_decay)
+    if decoupled:
+        found = packed_discounted_returns(rewards, mask, bounds, discount=discount)
+    batch.tokens["returns"] = found if turn is None else spread_over_turns(found, turn)
+    return advantages if turn is None else spread_over_turns(advantages, turn)
+
+
+def _gae_by_length(
+    rewards: Tensor, values: Tensor, mask: Tensor, bounds: Tensor, *, discount: float, length_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns `[N]`, each sequence's with a trace_decay by its length."""
+    parts = [(values[:0], values[:0])]
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        own, count = slice(start, stop), int(mask[start:stop].sum())
+        decay = max(0.0, 1.0 - 1.0 / (length_factor * max(count, 1)))
+        whole = torch.tensor([0, stop - start])
+        parts.append(packed_gae(rewards[own], values[own], mask[own], whole, discount=discount, trace_decay=decay))
+    advantages, returns = (torch.cat(column) for column in zip(*parts, strict=True))
+    return advantages, returns
 
 
 def members(batch: TrajectoryBatch) -> Tensor:

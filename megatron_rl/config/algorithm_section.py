@@ -165,6 +165,12 @@ class CriticConfig(Section, name="critic"):
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
     level: str = one_of("token", "turn", default="token")
     """The span that an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
+    decoupled: bool = False
+    """The critic's targets take a trace_decay of 1: only the policy's advantages are cut short (VAPO, arXiv
+    2504.05118)."""
+    length_factor: float = at_least(0, default=0.0, hint="0 takes trace_decay for all")
+    """Above 0, in place of trace_decay: 1 - 1 / (length_factor l) for a sequence of l trained tokens or turns (VAPO,
+    whose factor is 0.05)."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")
     """Largest move of a value in one step; 0 sets no bound."""
     warmup_steps: int = at_least(0, default=0)

@@ -93,7 +93,7 @@ class TrainConfig:
         if self.has_critic and self.algo.advantage_args:
             raise ValueError(
                 f"algo.advantage_args = {self.algo.advantage_args}: gae's options are critic.discount, "
-                f"critic.trace_decay and critic.level; set them there."
+                f"critic.trace_decay and others of the section critic; set them there."
             )
         if self.reward_shaping.overlong_buffer > self.generation.max_new_tokens:
             raise ValueError(
@@ -200,7 +200,7 @@ class TrainConfig:
         """The estimator's options, wherever they are set."""
         if not self.has_critic:
             return self.algo.advantage_args
-        names = ("discount", "trace_decay", "level")
+        names = ("discount", "trace_decay", "level", "decoupled", "length_factor")
         return {name: getattr(self.critic, name) for name in names}
 
     @property

@@ -87,10 +87,12 @@ def gae_by_turn(batch, discount, trace_decay):
     return result
 
 
-def gae_by_token(batch, discount, trace_decay):
+def gae_by_token(batch, discount, trace_decay, length_factor=0.0):
     result = torch.zeros(len(batch["input_ids"])).double()
     for i, reward in enumerate(batch["rewards"].tolist()):
         advantage, value = 0.0, 0.0
+        if length_factor:
+            trace_decay = max(0.0, 1 - 1 / (length_factor * max(len(trained(batch, i)), 1)))
         for number, t in enumerate(reversed(trained(batch, i))):
             own = float(batch["values"][t])
             delta = (reward if number == 0 else 0.0) + discount * value - own
@@ -133,6 +135,13 @@ def expected(name, batch, args):
     def per_std(i):
         return (r[i] - center[i]) / (deviation(i) + 1e-6) if deviation(i) else 0.0
 
+    def from_mean_of_others(i):
+        return r[i] - mean(r[j] for j in others(i)) if others(i) else 0.0
+
+    def per_std_of_others(i):
+        rest = [r[j] for j in others(i)]
+        return from_mean_of_others(i) / (stdev(rest) + 1e-6) if len(set(rest)) > 1 else 0.0
+
     groups = {tuple(g) for g in group}
     informative = [g for g in groups if deviation(g[0])]
     if name == "cpgd":
@@ -142,7 +151,7 @@ def expected(name, batch, args):
     return {
         "group_norm": lambda: by_token(batch, map(per_std, count)),
         "dr_grpo": lambda: by_token(batch, [r[i] - center[i] for i in count]),
-        "rloo": lambda: by_token(batch, [r[i] - mean(r[j] for j in others(i)) if others(i) else 0.0 for i in count]),
+        "rloo": lambda: by_token(batch, map(per_std_of_others if args.get("over_std") else from_mean_of_others, count)),
         "reinforce": lambda: discounted(batch, args.get("discount", 1.0)),
         "reinforce++": lambda: whitened(batch, discounted(batch, args.get("discount", 1.0))),
         "reinforce++-baseline": lambda: whitened(batch, by_token(batch, [r[i] - center[i] for i in count])),
@@ -152,14 +161,17 @@ def expected(name, batch, args):
         "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
         "gae": lambda: whitened(
             batch,
-            (gae_by_turn if args.get("level") == "turn" else gae_by_token)(
-                batch, args.get("discount", 1.0), args.get("trace_decay", 1.0)
+            gae_by_turn(batch, args.get("discount", 1.0), args.get("trace_decay", 1.0))
+            if args.get("level") == "turn"
+            else gae_by_token(
+                batch, args.get("discount", 1.0), args.get("trace_decay", 1.0), args.get("length_factor", 0.0)
             ),
         ),
     }[name]()
 
 
 ARGS = [(name, {}) for name in ESTIMATORS] + [
+    ("rloo", {"over_std": True}),
     ("reinforce", {"discount": 0.9}),
     ("reinforce++", {"discount": 0.8}),
     ("cpgd", {"weight": "equal"}),
@@ -169,6 +181,7 @@ ARGS = [(name, {}) for name in ESTIMATORS] + [
     ("pass@k", {"k": 2}),
     ("pass@k", {"k": 3}),
     ("gae", {"discount": 0.9, "trace_decay": 0.7}),
+    ("gae", {"discount": 0.9, "length_factor": 0.5}),
     ("gae", {"discount": 0.9, "trace_decay": 0.7, "level": "turn"}),
 ]
 

@@ -83,6 +83,20 @@ def two_trajectories():
     )
 
 
+def test_decoupled_targets_are_the_returns_without_a_trace_decay():
+    for level in ("token", "turn"):
+        found = []
+        for args in ({"trace_decay": 0.5}, {"trace_decay": 0.5, "decoupled": True}, {"trace_decay": 1.0}):
+            batch = two_trajectories()
+            args |= {"discount": 0.9, "level": level}
+            actor = PolicyActor(None, AlgorithmConfig(advantage="gae"), temperature=1.0, advantage_args=args)
+            actor.compute_advantages(batch)
+            found.append((batch["advantages"], batch["returns"]))
+        (short, _), (policy, targets), (_, whole) = found
+        torch.testing.assert_close(policy, short)
+        torch.testing.assert_close(targets, whole)
+
+
 def test_reward_is_put_on_the_last_trained_token():
     batch = two_trajectories()
     assert at_the_end(batch["rewards"], batch).tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, -1.0]

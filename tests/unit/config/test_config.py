@@ -84,6 +84,8 @@ OUR_KEYS = {
         "discount",
         "trace_decay",
         "level",
+        "decoupled",
+        "length_factor",
         "value_clip",
         "warmup_steps",
     ],
