@@ -23,6 +23,7 @@ Cell = tuple[str, str, str]
 FAMILIES = {
     "deepseek_v3": "DeepSeek-V3",
     "gemma3": "Gemma 3",
+    "glm4_moe": "GLM-4.5",
     "llama": "Llama",
     "mistral": "Mistral",
     "mixtral": "Mixtral",

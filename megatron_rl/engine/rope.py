@@ -27,14 +27,16 @@ class Rope:
         """Return what transformers computes for the architecture's `rope_theta` and `rope_scaling`."""
         if arch.rope_scaling is None:
             # By transformers' own steps: rounded otherwise, the frequencies would differ in their last bits.
-            exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+            width = int(arch.head_dim * arch.rotary_share)
+            exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
             return cls(1.0 / arch.rope_theta**exponents)
         config = PretrainedConfig(
             head_dim=arch.head_dim,
             hidden_size=arch.hidden,
             num_attention_heads=arch.heads,
             max_position_embeddings=arch.max_positions,
-            rope_parameters={"rope_theta": arch.rope_theta} | arch.rope_scaling,
+            rope_parameters={"rope_theta": arch.rope_theta, "partial_rotary_factor": arch.rotary_share}
+            | arch.rope_scaling,
         )
         with torch.device("cpu"):
             frequencies, factor = ROPE_INIT_FUNCTIONS[arch.rope_scaling["rope_type"]](config, torch.device("cpu"))
@@ -60,11 +62,16 @@ def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate `[R, heads, D]`: the pair (i, i + D/2) by the row's angle i (RoFormer, arXiv 2104.09864)."""
+    """Rotate the first W of `[R, heads, D]`: the pair (i, i + W/2) by the row's angle i (RoFormer, arXiv 2104.09864).
+
+    W is the width of the rotation, which may be that of the whole head.
+    """
     if isinstance(rotation, Tensor):
         from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
         return fused_apply_rotary_pos_emb(x[:, None], rotation)[:, 0]  # as R positions of one sequence
     cos, sin = (part.to(x.dtype) for part in rotation)  # as HF and the servers do: rounded before the product
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    rotated, plain = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-high, low], dim=-1) * sin
+    return rotated if plain.shape[-1] == 0 else torch.cat([rotated, plain], dim=-1)

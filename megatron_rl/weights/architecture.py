@@ -10,6 +10,7 @@ from typing import Any
 FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
@@ -21,6 +22,10 @@ CLASSIFIERS = {name.replace("ForCausalLM", "ForSequenceClassification"): name fo
 # Gemma3ForSequenceClassification is the classifier of the model with images; the one of text has a name of its own.
 CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForSequenceClassification")
 """The models of these families whose head is one number per token, and what they are called as language models."""
+
+WITH_QK_NORM = ("gemma3", "qwen3", "qwen3_moe")
+LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
+"""Mixtures with shared experts whose router adds a bias to sigmoids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,12 @@ class Architecture:
     latent: Latent | None = None
     window_rope_theta: float | None = None
     """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
+    qkv_bias: bool = False
+    """The projections of queries, keys and values have one; that of the output never has."""
+    qk_norm: bool = False
+    """Queries and keys go through a norm over each head's width."""
+    rotary_share: float = 1.0
+    """The share of each head's width, from its beginning, that is rotated."""
     softmax_scale: float | None = None
     """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
     head: str = "policy"
@@ -103,14 +114,6 @@ class Architecture:
             )
         # One row of numbers cannot be the embedding's transpose: a value head is never tied.
         return replace(self, head=head, tied=self.tied and head == "policy")
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.family == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.family in ("gemma3", "qwen3", "qwen3_moe")
 
     @property
     def norm_offset(self) -> float:
@@ -164,6 +167,9 @@ def read_architecture(folder: str | Path) -> Architecture:
             windows=_windows(config, family),
             mixture=_mixture(config, family),
             latent=_latent(config) if family == "deepseek_v3" else None,
+            qkv_bias=family == "qwen2" or (family == "glm4_moe" and config.get("attention_bias", False)),
+            qk_norm=config.get("use_qk_norm", False) if family == "glm4_moe" else family in WITH_QK_NORM,
+            rotary_share=_rotary_share(config) if family == "glm4_moe" else 1.0,
             window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
             # Not of head_dim: in Gemma 3 of 27 billion the two differ.
             softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
@@ -201,6 +207,11 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope.get("full_attention", rope)  # Gemma's has one entry for each kind of layer
+
+
+def _rotary_share(config: dict[str, Any]) -> float:
+    # 0.5 is transformers' default of the family.
+    return _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
 
 
 def _window_rope_theta(config: dict[str, Any]) -> float:
@@ -246,7 +257,7 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
             renormalised=config.get("norm_topk_prob", False),
         )
-    if family == "deepseek_v3":
+    if family in LIKE_DEEPSEEK:
         is_grouped, shared = config.get("n_group", 1) > 1, config.get("n_shared_experts") or 0
         return Mixture(
             experts=config["n_routed_experts"],
@@ -257,7 +268,7 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             shared_ffn=shared * config["moe_intermediate_size"] or None,
             groups=config["n_group"] if is_grouped else None,
             groups_per_token=config["topk_group"] if is_grouped else None,
-            scale=config["routed_scaling_factor"],
+            scale=config.get("routed_scaling_factor", 1.0),
             is_biased=True,
         )
     return None
@@ -293,8 +304,9 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
     demands: dict[str, Any] = {
         "hidden_act": "silu",
         "mlp_bias": False,
-        "attention_bias": False,
     }
+    if arch.family != "glm4_moe":
+        demands["attention_bias"] = False
     if arch.family == "gemma3":
         demands |= {
             "hidden_activation": "gelu_pytorch_tanh",
@@ -302,10 +314,10 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,
         }
-    if arch.family == "deepseek_v3":
+    if arch.family in LIKE_DEEPSEEK:
         demands |= {
             "norm_topk_prob": True,
-            "rope_interleave": True,
+            "rope_interleave": arch.family == "deepseek_v3",
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,

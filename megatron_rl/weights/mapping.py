@@ -172,16 +172,20 @@ ATTENTION = (
     ),
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, Columns()),
 )
-QKV_BIAS = (  # Qwen2: the output projection has none
+QKV_BIAS = (
     Rule(
         "self_attention.linear_qkv.bias",
-        {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "key", "self_attn.v_proj.bias": "key"},
+        {
+            "self_attn.q_proj.bias": "query_bias",
+            "self_attn.k_proj.bias": "key_bias",
+            "self_attn.v_proj.bias": "key_bias",
+        },
         FusedQKV(),
     ),
 )
 QK_NORM = (  # one weight for all heads, of a head's width
-    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, Replicated()),
-    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, Replicated()),
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_norm"}, Replicated()),
+    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_norm"}, Replicated()),
 )
 # Queries go through a low rank or not: `sizes` has the words of one kind only, so the other kind's rules are left out.
 # What projects down is small and stands before a norm over its whole width: every tensor rank has all of it. `with_mqa`
@@ -249,6 +253,11 @@ MIXTRAL_EXPERTS = (  # w1 is the gate, w3 goes up, w2 down
 )
 LAYERS = {  # of each family: norms and attention, the dense feed-forward, the mixture of experts
     "deepseek_v3": ((*NORMS, *LATENT_ATTENTION), DENSE, (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS)),
+    "glm4_moe": (
+        (*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM),
+        DENSE,
+        (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS),
+    ),
     "gemma3": ((*SANDWICH_NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
     "llama": ((*NORMS, *ATTENTION), DENSE, ()),
     "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
@@ -273,10 +282,13 @@ def sizes(arch: Architecture) -> dict[str, int]:
         "label": 1,
         "hidden": arch.hidden,
         "ffn": arch.ffn,
-        "head": arch.head_dim,
         "query": arch.heads * arch.head_dim,
         "key": arch.kv_heads * arch.head_dim,
     }
+    if arch.qkv_bias:
+        words |= {"query_bias": words["query"], "key_bias": words["key"]}
+    if arch.qk_norm:
+        words["head_norm"] = arch.head_dim
     if arch.mixture is not None:
         words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn}
         if arch.mixture.shared_ffn is not None:

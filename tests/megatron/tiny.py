@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -93,6 +94,15 @@ DEEPSEEK = dict(
     rms_norm_eps=1e-5,
 )
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+GLM = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+    partial_rotary_factor=0.5,
+)
 # Larger weights than transformers' 0.02: experts of clearly different weight, and no gradient so small that Adam makes
 # much of its rounding.
 SPARSE = SIZES | {"initializer_range": 0.06}
@@ -107,10 +117,14 @@ MIXTURES = {
         q_lora_rank=None,
         rope_parameters=YARN | {"mscale_all_dim": 0.9},
     ),
+    # As GLM-4.5 is, and as its small sibling is: without norms of queries and keys.
+    "glm4_moe": Glm4MoeConfig(**SPARSE | GLM, head_dim=24, attention_bias=True, use_qk_norm=True),
+    "glm4_moe_air": Glm4MoeConfig(**SPARSE | GLM | {"n_shared_experts": 2}, head_dim=16, attention_bias=True),
 }
 FAMILIES |= MIXTURES
 # Differ from another family in what the layout does not touch.
 VARIANTS = {"llama3_rope", "linear_rope", "yarn_rope", "qwen3_moe_raw_weights", "deepseek_v3_yarn_whole_queries"}
+VARIANTS |= {"glm4_moe_air"}
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
