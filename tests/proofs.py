@@ -27,11 +27,13 @@ FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "phi3": "Phi-3 and Phi-4",
     "qwen3_moe": "Qwen3-MoE",
     "linear_rope": "Llama",
     "yarn_rope": "Llama",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "seed_oss": "Seed-OSS",
 }
 """The page's name of each model family, by how its name in tiny.FAMILIES begins (the longest counts)."""
 

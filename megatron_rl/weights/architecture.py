@@ -14,9 +14,11 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SeedOssForCausalLM": "seed_oss",
 }
 CLASSIFIERS = {name.replace("ForCausalLM", "ForSequenceClassification"): name for name in FAMILIES}
 # Gemma3ForSequenceClassification is the classifier of the model with images; the one of text has a name of its own.
@@ -24,6 +26,10 @@ CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForS
 """The models of these families whose head is one number per token, and what they are called as language models."""
 
 WITH_QK_NORM = ("gemma3", "qwen3", "qwen3_moe")
+BIASED = {"glm4_moe": False, "seed_oss": True}
+"""Families whose config.json says whether queries, keys and values have a bias, and transformers' default."""
+PARTLY_ROTATED = {"glm4_moe": 0.5, "phi3": 1.0}
+"""Those whose config.json may say that a share of each head is rotated, and transformers' default."""
 LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
 """Mixtures with shared experts whose router adds a bias to sigmoids."""
 
@@ -167,9 +173,9 @@ def read_architecture(folder: str | Path) -> Architecture:
             windows=_windows(config, family),
             mixture=_mixture(config, family),
             latent=_latent(config) if family == "deepseek_v3" else None,
-            qkv_bias=family == "qwen2" or (family == "glm4_moe" and config.get("attention_bias", False)),
+            qkv_bias=config.get("attention_bias", BIASED[family]) if family in BIASED else family == "qwen2",
             qk_norm=config.get("use_qk_norm", False) if family == "glm4_moe" else family in WITH_QK_NORM,
-            rotary_share=_rotary_share(config) if family == "glm4_moe" else 1.0,
+            rotary_share=_rotary_share(config, PARTLY_ROTATED[family]) if family in PARTLY_ROTATED else 1.0,
             window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
             # Not of head_dim: in Gemma 3 of 27 billion the two differ.
             softmax_scale=config["query_pre_attn_scalar"] ** -0.5 if family == "gemma3" else None,
@@ -209,9 +215,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return rope.get("full_attention", rope)  # Gemma's has one entry for each kind of layer
 
 
-def _rotary_share(config: dict[str, Any]) -> float:
-    # 0.5 is transformers' default of the family.
-    return _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+def _rotary_share(config: dict[str, Any], default: float) -> float:
+    return _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
 
 
 def _window_rope_theta(config: dict[str, Any]) -> float:
@@ -287,7 +292,7 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if "layer_types" in config:
         return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         return (window,) * layers
     if family == "gemma3":
         every = config["sliding_window_pattern"]
@@ -305,8 +310,10 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
         "hidden_act": "silu",
         "mlp_bias": False,
     }
-    if arch.family != "glm4_moe":
+    if arch.family not in BIASED:
         demands["attention_bias"] = False
+    if arch.family == "seed_oss":
+        demands["attention_out_bias"] = False
     if arch.family == "gemma3":
         demands |= {
             "hidden_activation": "gelu_pytorch_tanh",

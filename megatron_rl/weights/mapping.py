@@ -76,24 +76,45 @@ class Columns:
         return [_joined(shards, dim=1)]
 
 
+Place = tuple[str, int]
+"""An HF tensor, and the row in it where a part begins."""
+
+
 class GateUp:
     """Each rank holds its gate rows above its up rows; the whole is not one split of [gate; up]."""
 
     split_dim: int | None = 0
 
+    def places(self, names: list[str], ffn: int) -> list[Place]:
+        return [(name, 0) for name in names]
+
     def load(self, source, names, shape, rank, size, arch):
         rows = shape[0] // 2
-        return torch.cat([source.read(name, 0, rank * rows, (rank + 1) * rows) for name in names])
+        first = [(name, start + rank * rows) for name, start in self.places(names, rows * size)]
+        return torch.cat([source.read(name, 0, start, start + rows) for name, start in first])
 
     def export(self, shards, arch):
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in (0, 1)]
 
 
+class OneGateUp(GateUp):
+    """The same of files that have [gate; up] in one tensor."""
+
+    def places(self, names, ffn):
+        return [(names[0], 0), (names[0], ffn)]
+
+    def export(self, shards, arch):
+        return [torch.cat(super().export(shards, arch))]
+
+
 class FusedQKV:
     """Query heads, key and value of each KV group side by side; ranks take equal runs of those rows."""
 
     split_dim: int | None = 0
+
+    def places(self, names: list[str], arch: Architecture) -> list[Place]:
+        return [(name, 0) for name in names]
 
     def load(self, source, names, shape, rank, size, arch):
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
@@ -104,8 +125,8 @@ class FusedQKV:
         first, last = start // group_rows, (stop - 1) // group_rows + 1
         parts = []
         for group in range(first, last):
-            for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=True):
-                parts.append(source.read(name, 0, group * rows, (group + 1) * rows))
+            for (name, begin), rows in zip(self.places(names, arch), (q_rows, kv_rows, kv_rows), strict=True):
+                parts.append(source.read(name, 0, begin + group * rows, begin + (group + 1) * rows))
         return torch.cat(parts)[start - first * group_rows : stop - first * group_rows]
 
     def export(self, shards, arch):
@@ -114,6 +135,17 @@ class FusedQKV:
         # `shape[1:]` is empty of a bias. HF has all query heads in one tensor, then all keys, then all values.
         groups = whole.view(arch.kv_heads, q_rows + 2 * kv_rows, *whole.shape[1:])
         return [part.reshape(-1, *whole.shape[1:]) for part in groups.split([q_rows, kv_rows, kv_rows], dim=1)]
+
+
+class OneQKV(FusedQKV):
+    """The same of files that have [all queries; all keys; all values] in one tensor."""
+
+    def places(self, names, arch):
+        queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+        return [(names[0], 0), (names[0], queries), (names[0], queries + keys)]
+
+    def export(self, shards, arch):
+        return [torch.cat(super().export(shards, arch))]
 
 
 @dataclass(frozen=True)
@@ -204,6 +236,14 @@ LATENT_ATTENTION = (
     Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "latent_kv kv_rank"}, Rows()),
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden latent_value"}, Columns()),
 )
+PHI_ATTENTION = (
+    Rule("self_attention.linear_qkv.weight", {"self_attn.qkv_proj.weight": "query_key_value hidden"}, OneQKV()),
+    ATTENTION[1],
+)
+PHI_DENSE = (
+    Rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": "gate_up hidden"}, OneGateUp()),
+    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, Columns()),
+)
 DENSE = (
     Rule(
         "mlp.linear_fc1.weight",
@@ -262,9 +302,11 @@ LAYERS = {  # of each family: norms and attention, the dense feed-forward, the m
     "llama": ((*NORMS, *ATTENTION), DENSE, ()),
     "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
     "mixtral": ((*NORMS, *ATTENTION), (), MIXTRAL_EXPERTS),
+    "phi3": ((*NORMS, *PHI_ATTENTION), PHI_DENSE, ()),
     "qwen2": ((*NORMS, *ATTENTION, *QKV_BIAS), DENSE, ()),
     "qwen3": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
     "qwen3_moe": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, EXPERTS),
+    "seed_oss": ((*NORMS, *ATTENTION, *QKV_BIAS), DENSE, ()),
 }
 # Transformer Engine fuses a norm into the matrix behind it and keeps a rank's experts in one module.
 TRANSFORMER_ENGINE = (
@@ -284,6 +326,8 @@ def sizes(arch: Architecture) -> dict[str, int]:
         "ffn": arch.ffn,
         "query": arch.heads * arch.head_dim,
         "key": arch.kv_heads * arch.head_dim,
+        "query_key_value": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+        "gate_up": 2 * arch.ffn,
     }
     if arch.qkv_bias:
         words |= {"query_bias": words["query"], "key_bias": words["key"]}

@@ -1,6 +1,7 @@
 """A model is the same model in HF and in every Megatron layout."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -225,3 +226,50 @@ def test_transformer_engine_names_lead_to_the_same_rules(tmp_path):
         assert rule_for(theirs, 1, arch) == rule_for(local, 1, arch)
     expert = rule_for("mlp.experts.linear_fc2.weight3", 1, arch)
     assert expert.names(first_expert=4) == ["model.layers.1.mlp.experts.7.down_proj.weight"]
+
+
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "vocab_size": 163840,
+}
+MOONLIGHT = KIMI_K2 | {"q_lora_rank": None, "n_routed_experts": 64, "num_experts_per_tok": 6, "rope_scaling": None}
+
+
+@pytest.mark.parametrize("config", [KIMI_K2, MOONLIGHT], ids=["Kimi-K2", "Moonlight"])
+def test_models_of_deepseeks_shape_are_read_under_their_own_names(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = read_architecture(tmp_path)
+    assert (arch.family, arch.mixture.experts, arch.mixture.groups) == ("deepseek_v3", config["n_routed_experts"], None)
+    assert arch.latent.query_rank == config["q_lora_rank"] and arch.mixture.is_biased
+
+
+def test_a_field_that_the_family_does_not_have_is_named(tmp_path):
+    make_model("seed_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_out_bias": True}))
+    with pytest.raises(ValueError, match="attention_out_bias = True: only False is supported for seed_oss"):
+        read_architecture(tmp_path)

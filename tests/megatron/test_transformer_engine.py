@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 ALONE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn_whole_queries")
+ALONE += ("glm4_moe", "phi3_partly_rotated", "seed_oss")
 CASES = [(family, "1") for family in ALONE]
 CASES += [("qwen2", "tp2"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
 # The stand-in has to be there before megatron.core is.

@@ -15,9 +15,11 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -45,6 +47,8 @@ ROPES = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
 }
+# transformers takes no gradient of a padding token's embedding, and these are no tokens of the tiny vocabulary.
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -60,6 +64,15 @@ FAMILIES = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen2_half_windowed": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+    # As Phi-4 is, and as its small sibling's rotation is.
+    "phi3": Phi3Config(**SIZES, **NO_TOKENS, tie_word_embeddings=False),
+    "phi3_partly_rotated": Phi3Config(
+        **SIZES,
+        **NO_TOKENS,
+        sliding_window=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    ),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=24, attention_out_bias=False),
     "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
     "mistral_windowed": MistralConfig(**SIZES, head_dim=24, sliding_window=4),
     # Layers 0 and 2 have a window and a rotary embedding of their own.
@@ -68,7 +81,7 @@ FAMILIES = {
         head_dim=24,
         query_pre_attn_scalar=20,
         sliding_window=4,
-        pad_token_id=None,  # transformers takes no gradient of that token's embedding
+        pad_token_id=None,
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -124,7 +137,7 @@ MIXTURES = {
 FAMILIES |= MIXTURES
 # Differ from another family in what the layout does not touch.
 VARIANTS = {"llama3_rope", "linear_rope", "yarn_rope", "qwen3_moe_raw_weights", "deepseek_v3_yarn_whole_queries"}
-VARIANTS |= {"glm4_moe_air"}
+VARIANTS |= {"glm4_moe_air", "phi3_partly_rotated"}
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
