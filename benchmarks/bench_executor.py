@@ -2,25 +2,36 @@
 
     python benchmarks/bench_executor.py
 
-A null server in a process of its own answers every request at once with the same 32 tokens. Each of trainer and rollout
-process has a core of its own. First row: the rollout process with the real executor, client and workflow (8 samples a
-prompt, tokenised and decoded, a reward function for each) as fast as it goes, in requests per second and per second of
-its CPU time. The server is on the trainer's core meanwhile. Then: one training step of a real engine with and without
-`--rates` requests per second beside it, in turns; the slow-down is the median over pairs, of time and of the trainer's
-CPU time. The server is on the rollout process's core then, and that process's share of it stands beside it.
+A null server in a process of its own answers every request at once with the same tokens. Each of trainer and rollout
+process has a core of its own. First rows: the rollout process with the real executor, client, journal and workflow (8
+samples a prompt, tokenised and decoded, a reward function for each) as fast as it goes, for replies of 32 tokens and of
+32,768, in requests per second and per second of its CPU time. The server is on the trainer's core meanwhile.
+
+Next: many requests whose replies are cut off at once, as by an abort, each half of 32,768 tokens. The lag is how late
+an event of a random moment in that time comes on the client's loop. Then the memory that a whole reply takes which
+waits for others: what the process grows by with many of them.
+
+Last: one training step of a real engine with and without `--rates` requests per second beside it, in turns; the
+slow-down is the median over pairs, of time and of the trainer's CPU time. The server is on the rollout process's core
+then, and that process's share of it stands beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
+import contextlib
+import gc
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import frame
@@ -30,22 +41,19 @@ import uvloop
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs/models/count_tiny"
-SAMPLES, REPLY_TOKENS = 8, 32
+SAMPLES, REPLY_TOKENS, LONG = 8, 32, 32_768
 
 
 class NullServer(asyncio.Protocol):
-    """HTTP/1.1 with nothing behind it: one prepared answer per path."""
+    """HTTP/1.1 with nothing behind it: one prepared answer per path.
 
-    def __init__(self) -> None:
-        tokens = [2 + number % 40 for number in range(REPLY_TOKENS)]
-        meta = {"finish_reason": {"type": "length", "length": REPLY_TOKENS}, "completion_tokens": REPLY_TOKENS}
-        meta |= {"weight_versions": [{"version": "0", "start": 0, "end": REPLY_TOKENS}]}
-        meta |= {"output_token_logprobs": [[-3.5, token, None] for token in tokens]}
-        info = {"version": "0.5.23", "tp_size": 1, "dp_size": 1, "context_length": 1000, "vocab_size": 48}
-        answers = {b"/generate": {"text": "", "meta_info": meta}, b"/server_info": info}
-        self.answers = {path: response(orjson.dumps(answer)) for path, answer in answers.items()}
-        self.other = response(b"{}")
-        self.buffer = b""
+    After /hold requests wait, until /release gives all of them half of a reply at once.
+    """
+
+    held: list[asyncio.Transport] | None = None
+
+    def __init__(self, answers: dict[bytes, bytes], half: bytes) -> None:
+        self.answers, self.half, self.other, self.buffer = answers, half, response(b"{}"), b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -58,15 +66,40 @@ class NullServer(asyncio.Protocol):
             if len(self.buffer) < end + 4 + size:
                 return
             self.buffer = self.buffer[end + 4 + size :]
-            self.transport.write(self.answers.get(head.split(b" ", 2)[1], self.other))
+            path = head.split(b" ", 2)[1]
+            if path == b"/hold":
+                NullServer.held = []
+            if path == b"/release":
+                held, NullServer.held = NullServer.held, None
+                for transport in held:
+                    transport.write(self.half)
+            if path == b"/generate" and NullServer.held is not None:
+                NullServer.held.append(self.transport)
+            else:
+                self.transport.write(self.answers.get(path, self.other))
+
+
+def reply(count: int, finish: dict[str, object]) -> bytes:
+    """As SGLang's JSON: log-probabilities are float32, and words have four characters."""
+    rng = random.Random(count)
+    logprobs = array.array("f", (-rng.expovariate(1.0) for _ in range(count)))
+    tokens = [2 + number % 40 for number in range(count)]
+    meta = {"finish_reason": finish, "completion_tokens": count, "weight_version": "0"}
+    meta |= {"weight_versions": [{"version": "0", "start": 0, "end": count}]}
+    meta |= {"output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]}
+    return response(orjson.dumps({"text": "abc " * count, "output_ids": tokens, "meta_info": meta}))
 
 
 def response(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
-async def serve() -> None:
-    server = await asyncio.get_running_loop().create_server(NullServer, "127.0.0.1", 0)
+async def serve(tokens: int) -> None:
+    info = {"version": "0.5.23", "tp_size": 1, "dp_size": 1, "context_length": 100_000, "vocab_size": 48}
+    whole = reply(tokens, {"type": "length", "length": tokens})
+    answers = {b"/generate": whole, b"/server_info": response(orjson.dumps(info))}
+    half = reply(tokens // 2, {"type": "abort", "message": "Aborted"})
+    server = await asyncio.get_running_loop().create_server(lambda: NullServer(answers, half), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.Event().wait()
 
@@ -74,7 +107,7 @@ async def serve() -> None:
 class Rollout:
     """The rollout process of a trainer, on core `core`, with a null server behind it."""
 
-    def __init__(self, port: int, folder: Path, core: int) -> None:
+    def __init__(self, port: int, folder: Path, core: int, tokens: int) -> None:
         from megatron_rl.config import load_config
         from megatron_rl.data.prompts import load_prompts
         from megatron_rl.data.tokens import load_tokenizer
@@ -82,7 +115,7 @@ class Rollout:
         from megatron_rl.rollout.resume_state import ResumePoint
 
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
-        overrides += [f"generation.max_new_tokens={REPLY_TOKENS}", "rollout.max_concurrent_episodes=32"]
+        overrides += [f"generation.max_new_tokens={tokens}", "rollout.max_concurrent_episodes=32"]
         config = load_config(ROOT / "configs/count_grpo.yaml", overrides)
         self.process = RolloutProcess(folder / "rollout.log", on_death=print)
         self.pid = self.process.process.pid
@@ -101,6 +134,27 @@ class Rollout:
         return used.user + used.system
 
 
+@contextlib.contextmanager
+def null_server(tokens: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    server = subprocess.Popen([sys.executable, __file__, "--serve", str(tokens)], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        yield server, int(server.stdout.readline())
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextlib.contextmanager
+def rollout_process(port: int, core: int, tokens: int) -> Iterator[Rollout]:
+    with tempfile.TemporaryDirectory() as folder:
+        rollout = Rollout(port, Path(folder), core, tokens)
+        try:
+            yield rollout
+        finally:
+            rollout.process.close()
+
+
 def throughput(rollout: Rollout, rounds: int, requests: int) -> tuple[float, float]:
     """Requests per second of time, and per second of its CPU time: medians over rounds of so many."""
     rates = []
@@ -109,6 +163,66 @@ def throughput(rollout: Rollout, rounds: int, requests: int) -> tuple[float, flo
         rollout.send(requests)
         rates.append((requests / (time.perf_counter() - begin), requests / (rollout.cpu_s() - begin_cpu)))
     return statistics.median(rate for rate, _ in rates[1:]), statistics.median(rate for _, rate in rates[1:])
+
+
+async def burst(port: int, requests: int, tokens: int) -> tuple[float, float, float, float]:
+    """Have so many replies cut off at half of their tokens at once.
+
+    Returns the seconds until all are read, the loop's lag that 1 % of moments exceed, its longest, and the bytes that a
+    reply held takes.
+    """
+    import aiohttp
+
+    from megatron_rl.config import GenerationConfig, RolloutConfig
+    from megatron_rl.servers.sampling_client import SamplingClient
+    from megatron_rl.types import LLMRequest
+
+    url = f"http://127.0.0.1:{port}"
+    client, loop = SamplingClient(RolloutConfig()), asyncio.get_running_loop()
+    await client.connect([url])
+    options = GenerationConfig(max_new_tokens=tokens // 2)
+    gaps: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            due = loop.time() + 0.001
+            await asyncio.sleep(0.001)
+            gaps.append(loop.time() - due)
+
+    def ask(number: int, gconfig: GenerationConfig):
+        return client.agenerate(LLMRequest(rid=str(number), input_ids=[2, 3, 4], gconfig=gconfig))
+
+    async with aiohttp.ClientSession() as session:
+        await (await session.post(f"{url}/hold")).read()
+        asked = [asyncio.create_task(ask(number, options)) for number in range(requests)]
+        while len(client.fleet.servers[0].calls) < requests:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        beating, began = asyncio.create_task(beat()), loop.time()
+        await (await session.post(f"{url}/release")).read()
+        await asyncio.gather(*asked)
+        seconds = loop.time() - began
+        beating.cancel()
+    del asked
+    gc.collect()
+    whole = GenerationConfig(max_new_tokens=tokens)
+    held = [await ask(number, whole) for number in range(8)]
+    before = psutil.Process().memory_info().rss
+    for begin in range(0, requests // 2, 8):
+        held += await asyncio.gather(*(ask(begin + number, whole) for number in range(8)))
+    size = (psutil.Process().memory_info().rss - before) / (len(held) - 8)
+    await client.close()
+    return seconds, exceeded(gaps, 0.01), max(gaps), size
+
+
+def exceeded(gaps: list[float], share: float) -> float:
+    """Return the lag that so large a share of moments exceeds: a gap of L has lags from L down to 0."""
+    low, high = 0.0, max(gaps)
+    for _ in range(50):
+        middle = (low + high) / 2
+        above = sum(max(gap - middle, 0.0) for gap in gaps) / sum(gaps)
+        low, high = (middle, high) if above > share else (low, middle)
+    return low
 
 
 def make_step(trained_tokens: int):
@@ -180,24 +294,34 @@ def main(argv: list[str] | None = None) -> None:
     parser = frame.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--rates", type=float, nargs="+", default=[100.0], help="requests/s beside the step")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rates", type=float, nargs="*", default=[100.0], help="requests/s beside the step")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = frame.arguments(parser, argv, rounds=1, pairs=1)
-    requests, trained_tokens, watched_s = (64, 256, 0.2) if args.quick else (4096, 16_384, 5.0)
+    trained_tokens, watched_s = (256, 0.2) if args.quick else (16_384, 5.0)
+    lengths = {REPLY_TOKENS: 64, 256: 16} if args.quick else {REPLY_TOKENS: 4096, LONG: 256}
     if args.serve:
-        return uvloop.run(serve())
+        return uvloop.run(serve(args.serve))
     machine, (own_core, other_core) = frame.Machine(), sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, {own_core})
     os.environ["OMP_NUM_THREADS"] = "1"
-    server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE)
-    assert server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        rollout = Rollout(int(server.stdout.readline()), Path(folder), other_core)
-        try:
+    print(machine)
+    for tokens, requests in lengths.items():
+        with null_server(tokens) as (server, port), rollout_process(port, other_core, tokens) as rollout:
             per_s, per_cpu_s = throughput(rollout, args.rounds, requests)
-            print(machine)
-            print(f"{SAMPLES} samples a prompt, {REPLY_TOKENS} tokens a reply, a null server: ", end="")
-            print(f"{per_s:.0f} requests/s, {per_cpu_s:.0f} per second of CPU time", flush=True)
+            print(f"{SAMPLES} samples a prompt, {tokens} tokens a reply, a null server: ", end="")
+            print(f"{per_s:.1f} requests/s, {per_cpu_s:.1f} per second of CPU time", flush=True)
+    tokens, requests = max(lengths), 16 if args.quick else 1024
+    with null_server(tokens) as (server, port):
+        os.sched_setaffinity(server.pid, {other_core})
+        seconds, lag, longest, size = uvloop.run(burst(port, requests, tokens))
+    print(
+        f"{requests} replies cut off at {tokens // 2} tokens: read in {seconds:.1f} s, the loop lags by at most ",
+        end="",
+    )
+    print(f"{lag * 1000:.0f} ms but for 1 % of the time, {longest * 1000:.0f} ms at worst")
+    print(f"a reply of {tokens} tokens that is held takes {size / 1e6:.2f} MB", flush=True)
+    if args.rates:
+        with null_server(REPLY_TOKENS) as (server, port), rollout_process(port, other_core, REPLY_TOKENS) as rollout:
             os.sched_setaffinity(server.pid, {other_core})
             step = make_step(trained_tokens)
             for rate in args.rates:
@@ -205,10 +329,6 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"a step of {seconds * 1000:.0f} ms beside {rate:.0f} requests/s: {slower:+.1%}, ", end="")
                 print(f"{dearer:+.1%} of its CPU time, ", end="")
                 print(f"which take {cores:.1%} of the other core", flush=True)
-        finally:
-            rollout.process.close()
-            server.kill()
-            server.wait()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Alignment: entry t of every per-token tensor of a trajectory belongs to token t.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,13 @@ class Runs:
         return cls(values, lengths.to(torch.int32))
 
     @classmethod
-    def cat(cls, parts: list[Runs]) -> Runs:
+    def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
+        """Build them of (value, length) pairs."""
+        columns = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+        return cls(columns[:, 0].contiguous(), columns[:, 1].contiguous())
+
+    @classmethod
+    def cat(cls, parts: Sequence[Runs]) -> Runs:
         return cls(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
     def __len__(self) -> int:
@@ -104,34 +110,98 @@ class Runs:
         return self.values[torch.searchsorted(self.lengths.cumsum(0), places, right=True)]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """Tokens that a server generated, 8 bytes each, from where its reply is parsed on. Nobody changes them.
+
+    ids: `[n]` int32. logprobs: `[n]` float32, log p under the distribution at the temperature used, before top-p/top-k
+    cuts. versions: the policy version that sampled each.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    versions: Runs
+
+    @classmethod
+    def of(cls, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> SampledTokens:
+        columns = torch.tensor(ids, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32)
+        return cls(*columns, Runs.of(torch.tensor(versions, dtype=torch.int32)))
+
+    @classmethod
+    def cat(cls, parts: Sequence[SampledTokens]) -> SampledTokens:
+        ids, logprobs = torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts])
+        return cls(ids, logprobs, Runs.cat([part.versions for part in parts]))
+
+    def __post_init__(self) -> None:
+        sizes = {"tokens": len(self.ids), "log-probabilities": len(self.logprobs), "versions": len(self.versions)}
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{count} {name}" for name, count in sizes.items())
+            raise ValueError(f"a reply has {found}: it needs one of each for every token.")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SampledTokens):
+            return NotImplemented
+        pairs = [(self.ids, other.ids), (self.logprobs, other.logprobs)]
+        return all(torch.equal(a, b) for a, b in [*pairs, (self.versions.each(), other.versions.each())])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(kw_only=True, init=False, repr=False)
 class LLMResponse:
-    """One reply. All output lists have `output_len` entries; the end-of-sequence token is included.
+    """One reply. `sampled` holds its tokens; the end-of-sequence token is included.
 
     For example:
 
         reply = await engine.agenerate(request)
         is_cut_off = reply.stop_reason == "length"
         oldest = min(reply.output_versions)  # a reply that went on through a publication has several
+
+    output_tokens, output_logprobs and output_versions are lists of `output_len` entries, made anew at each use: take
+    them once. An engine of your own may give lists in place of `sampled`.
     """
 
     input_tokens: list[int]
-    output_tokens: list[int]
-    output_logprobs: list[float]
-    """log p of each output token under the distribution at the temperature used, before top-p/top-k cuts."""
-    output_versions: list[int]
-    """Policy version that sampled each output token."""
+    sampled: SampledTokens
     stop_reason: str
     """`stop`, `length`, or `abort`: it is not whole, as where the client gave up resuming."""
     text: str = ""
     latency_s: float = 0.0
     interruptions: int = 0
 
+    def __init__(
+        self,
+        *,
+        input_tokens: list[int],
+        output_tokens: Sequence[int] | None = None,
+        output_logprobs: Sequence[float] | None = None,
+        output_versions: Sequence[int] | None = None,
+        stop_reason: str,
+        text: str = "",
+        latency_s: float = 0.0,
+        interruptions: int = 0,
+        sampled: SampledTokens | None = None,
+    ) -> None:
+        self.input_tokens, self.stop_reason, self.text = input_tokens, stop_reason, text
+        self.latency_s, self.interruptions = latency_s, interruptions
+        self.sampled = SampledTokens.of([], [], []) if sampled is None else sampled
+        if not (output_tokens is None and output_logprobs is None and output_versions is None):
+            self.sampled = SampledTokens.of(
+                self.output_tokens if output_tokens is None else output_tokens,
+                self.output_logprobs if output_logprobs is None else output_logprobs,
+                self.output_versions if output_versions is None else output_versions,
+            )
+
     @classmethod
     def nothing(cls, input_tokens: list[int]) -> LLMResponse:
         """Build the reply of which there is no token yet."""
-        rest: dict[str, Any] = {"output_tokens": [], "output_logprobs": [], "output_versions": []}
-        return cls(input_tokens=list(input_tokens), stop_reason="abort", **rest)
+        return cls(input_tokens=list(input_tokens), stop_reason="abort")
+
+    def __repr__(self) -> str:
+        return f"LLMResponse({self.input_len} tokens -> {self.output_len}, {self.stop_reason}, {self.text[:80]!r})"
 
     @property
     def input_len(self) -> int:
@@ -139,7 +209,21 @@ class LLMResponse:
 
     @property
     def output_len(self) -> int:
-        return len(self.output_tokens)
+        return len(self.sampled)
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return list(self.sampled.ids.tolist())
+
+    @property
+    def output_logprobs(self) -> list[float]:
+        """Log p of each output token under the distribution at the temperature used, before top-p/top-k cuts."""
+        return list(self.sampled.logprobs.tolist())
+
+    @property
+    def output_versions(self) -> list[int]:
+        """Policy version that sampled each output token."""
+        return list(self.sampled.versions.each().tolist())
 
 
 @dataclass(kw_only=True)
@@ -169,12 +253,12 @@ class Trajectory:
     @classmethod
     def from_reply(cls, reply: LLMResponse, reward: float, **sequence: float) -> Trajectory:
         """Build the single-turn trajectory of one reply."""
-        prompt = reply.input_len
+        prompt, sampled = reply.input_len, reply.sampled
         return cls(
-            input_ids=torch.tensor(reply.input_tokens + reply.output_tokens, dtype=torch.int32),
-            loss_mask=torch.tensor([False] * prompt + [True] * reply.output_len),
-            logprobs=torch.tensor([0.0] * prompt + reply.output_logprobs, dtype=torch.float32),
-            versions=torch.tensor([-1] * prompt + reply.output_versions, dtype=torch.int32),
+            input_ids=torch.cat([torch.tensor(reply.input_tokens, dtype=torch.int32), sampled.ids]),
+            loss_mask=torch.arange(prompt + len(sampled)) >= prompt,
+            logprobs=torch.cat([torch.zeros(prompt), sampled.logprobs]),
+            versions=torch.cat([torch.full((prompt,), -1, dtype=torch.int32), sampled.versions.each()]),
             reward=float(reward),
             sequence=sequence,
         )

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": {"api", "config", "launch", "types"},
     "workflows": {"api", "config", "rewards", "telemetry", "types"},
     "data": {"config", "rewards", "types", "workflows"},
-    "servers": {"api", "config", "launch", "telemetry", "types"},
+    "servers": {"api", "config", "launch", "ops", "telemetry", "types"},
     "rollout": {"api", "config", "data", "launch", "rewards", "servers", "telemetry", "types", "workflows"},
     "engine": {"api", "batch", "config", "launch", "ops", "parallel", "platform", "types", "weights"},
     # These put the parts together.

@@ -17,6 +17,9 @@ const RowLoops& rows() {
   return best;
 }
 
+std::tuple<Tensor, Tensor, Tensor> reply_tokens(
+    Tensor content, int64_t vocab_size, int64_t at_most, double lowest, double highest);
+
 namespace {
 std::string instruction_set() { return rows().instruction_set; }
 }  // namespace
@@ -24,9 +27,15 @@ std::string instruction_set() { return rows().instruction_set; }
 STABLE_TORCH_LIBRARY(megatron_rl, library) {
   define_operators(library);
   library.def("instruction_set() -> str");
+  library.def(
+      "reply_tokens(Tensor content, int vocab_size, int at_most, float lowest, float highest) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) { implement_operators(library); }
+STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) {
+  implement_operators(library);
+  library.impl("reply_tokens", TORCH_BOX(&reply_tokens));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CompositeExplicitAutograd, library) {
   library.impl("instruction_set", TORCH_BOX(&instruction_set));

@@ -12,6 +12,7 @@ from megatron_rl.ops.logprobs import (
     packed_logprobs,
 )
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
+from megatron_rl.ops.replies import reply_tokens
 from megatron_rl.ops.taken_rows import TakenRows
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "packed_labels",
     "packed_logprobs",
     "ppo_loss",
+    "reply_tokens",
     "tile_hashes",
     "word_sums",
 ]

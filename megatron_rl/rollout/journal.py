@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
@@ -32,17 +31,21 @@ from megatron_rl.launch import file_lock
 from megatron_rl.launch.file_lock import PATIENCE_S
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_versions
-from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, TrajectoryBatch
 from megatron_rl.workflows.attempts import numbered, request_name
 
 FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
 """Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
-_MAGIC, _GROUP, _REPLY, _EVENT = b"mrlj", b"G", b"R", b"E"
-_REPLY_COLUMNS = {
-    **dict.fromkeys(("input_tokens", "output_tokens", "output_versions"), torch.int64),
-    "output_logprobs": torch.float64,
+_MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
+_MAGIC_BEFORE = b"mrlj"
+"""Of journals whose columns were int64, with a version for each token."""
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    torch.bool: "BOOL",
 }
+"""The names of dtypes in safetensors. A column of another one cannot be trained on either."""
 _METADATA_BYTES = struct.Struct("<Q")
 """The first bytes of a safetensors blob: the length of its JSON header."""
 
@@ -60,8 +63,11 @@ class Record:
         return TrajectoryBatch.from_columns(self._tensors())
 
     def reply(self) -> LLMResponse:
-        lists = {name: tensor.tolist() for name, tensor in self._tensors().items()}
-        return LLMResponse(**lists, **self.event["rest"])
+        columns = self._tensors()
+        sampled = SampledTokens(
+            columns["ids"], columns["logprobs"], Runs(columns["versions.values"], columns["versions.lengths"])
+        )
+        return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **self.event["rest"])
 
     def _tensors(self) -> dict[str, Tensor]:
         with open(self.path, "rb") as file:
@@ -127,13 +133,11 @@ class RolloutJournal(RolloutEvents):
         self._replied.pop(episode.data["sample_key"], None)
         if not is_numbered(episode.data):
             return
-        tensors = {name: column.contiguous() for name, column in group.columns().items()}
         versions = trained_versions(group)
         about = {"event": "accepted", "prompt": episode.data["prompt_number"], "key": episode.data["sample_key"]}
         about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
-        blob = save_tensors(tensors, metadata={"record": json.dumps(about)})
         with self._lock:
-            self._write(_GROUP, blob)
+            self._write(_GROUP, *_blob(group.columns(), about))
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
         """Keep a reply of an unfinished episode; `request` names it among those of the episode. No event: any thread.
@@ -141,20 +145,22 @@ class RolloutJournal(RolloutEvents):
         One that was given up, or has no token, is no reply. One that an episode's next attempt is given again is kept
         already.
         """
-        if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_versions:
+        if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_len:
             return
         kept = self._replied.setdefault(data["sample_key"], set())
         if request in kept:
             return
         kept.add(request)
-        columns = {name: torch.tensor(getattr(reply, name), dtype=dtype) for name, dtype in _REPLY_COLUMNS.items()}
-        rest = {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply)}
-        rest = {name: value for name, value in rest.items() if name not in columns}
+        sampled = reply.sampled
+        columns = {"input_ids": torch.tensor(reply.input_tokens, dtype=torch.int32)}
+        columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
+        columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
+        rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
-        about |= {"versions": [min(reply.output_versions), max(reply.output_versions)], "rest": rest}
-        blob = save_tensors(columns, metadata={"record": json.dumps(about)})
+        versions = sampled.versions.values
+        about |= {"versions": [int(versions.min()), int(versions.max())], "rest": rest}
         with self._lock:
-            self._write(_REPLY, blob)
+            self._write(_REPLY, *_blob(columns, about))
 
     def requeued(self, episode: Episode, why: str) -> None:
         self._note("requeued", [episode], why=why)
@@ -181,17 +187,20 @@ class RolloutJournal(RolloutEvents):
     def _write_event(self, event: str, content: dict[str, Any]) -> None:
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
-    def _write(self, kind: bytes, payload: bytes) -> None:
+    def _write(self, kind: bytes, *payload: bytes | memoryview) -> None:
         if self._failed is not None:  # nobody would read what follows a torn record
             raise self._failed
-        record = _HEAD.pack(_MAGIC, kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
+        crc, size = zlib.crc32(kind), sum(len(part) for part in payload)
+        for part in payload:
+            crc = zlib.crc32(part, crc)
         try:
-            # One call: a kill leaves a whole record or a torn one at the end, never two that are mixed.
-            written = os.write(self._file, record)
+            # One call: a kill leaves a whole record or a torn one at the end, never two that are mixed. The tensors are
+            # written from where they lie.
+            written = os.writev(self._file, [_HEAD.pack(_MAGIC, kind, size, crc), *payload])
         except OSError as error:
             raise self._failure(error) from error
-        if written < len(record):
-            raise self._failure(f"only {written:,} of a record's {len(record):,} bytes could be written")
+        if written < _HEAD.size + size:
+            raise self._failure(f"only {written:,} of a record's {_HEAD.size + size:,} bytes could be written")
 
     def _failure(self, fault: object, path: Path | None = None) -> RuntimeError:
         self._failed = RuntimeError(f"rollout journal {path or self.path}: {fault}; make room on the disk and resume.")
@@ -201,6 +210,20 @@ class RolloutJournal(RolloutEvents):
 def is_numbered(data: dict[str, Any]) -> bool:
     """Return True for a prompt of a PromptIterator; its number is its name in journal and ledger."""
     return "prompt_number" in data
+
+
+def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | memoryview]:
+    """Return a safetensors blob in pieces, without a copy of the columns' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"record": json.dumps(about)}}
+    pieces: list[bytes | memoryview] = []
+    end = 0
+    for name, column in sorted(columns.items(), key=lambda entry: -entry[1].dtype.itemsize):  # so that all are aligned
+        begin, end = end, end + column.nbytes
+        header[name] = {"dtype": _DTYPES[column.dtype], "shape": list(column.shape), "data_offsets": [begin, end]}
+        pieces.append(memoryview(column.contiguous().view(torch.uint8).numpy()))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [_METADATA_BYTES.pack(len(text)), text, *pieces]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -219,6 +242,8 @@ def read_file(path: Path) -> tuple[list[Record], str]:
             if len(head) < _HEAD.size:
                 return records, f"{path.name} ends in the middle of a record, {size - at:,} bytes of it are left"
             magic, kind, length, crc = _HEAD.unpack(head)
+            if magic == _MAGIC_BEFORE:
+                return records, f"{path.name} is in the form of an earlier version of this program and is not read"
             if magic != _MAGIC or kind not in (_GROUP, _REPLY, _EVENT):
                 return records, f"{path.name} is damaged from byte {at:,} on ({size - at:,} bytes are not read)"
             payload = file.read(length) if length <= size - file.tell() else b""
@@ -331,7 +356,8 @@ class Replay:
         if sampled is None or not self._is_young(sampled, version):
             return None
         reply = sampled.record.reply()
-        reply.output_versions = [min(sampled_by, sampled.branch) for sampled_by in reply.output_versions]
+        versions = Runs(reply.sampled.versions.values.clamp(max=sampled.branch), reply.sampled.versions.lengths)
+        reply.sampled = dataclasses.replace(reply.sampled, versions=versions)
         self.replayed_replies += 1
         return reply
 

@@ -17,6 +17,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ MAX_ANSWER_BYTES = 256 * 1024**2
 MAX_MESSAGE = 1000
 """Characters of a server's message that are shown."""
 REMEMBERED_VERSIONS = 256
+READ_HERE_BYTES = 32 * 1024
+"""Replies from this size on are read by another thread: to hand a smaller one over takes longer than to read it."""
 BUSY = (408, 425, 429)
 """Statuses of a server, or of a router before it, that takes no more just now."""
 OF_THE_REQUEST = (400, 413, 422)
@@ -150,7 +153,7 @@ class CacheAge:
         publication keeps its keys unless that one flushed.
         """
         if not part.spans:  # before SGLang 0.5.19
-            return len(part.tokens) if self.age else 0
+            return len(part.sampled) if self.age else 0
         stale = 0
         for number, (version, tokens) in enumerate(part.spans):
             reuses = number > 0 or part.cached_tokens > 0
@@ -161,18 +164,27 @@ class CacheAge:
 class ServerClient:
     """Calls one server. All coroutines run on the loop that `session` belongs to.
 
-    server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
+    options = {"freezes_steps": False, "vocab_size": None, "spans": Spans(), "readers": ThreadPoolExecutor(1)}
+    server = ServerClient(url, session, **options)
     print((await server.probe(timeout_s=30.0)).version)
     params = sampling_params(GenerationConfig(max_new_tokens=8), generated=0, seed=1)
     part = await server.generate(server.asked("a", [1, 2, 3], params, version=0), [1, 2, 3], params)
     """
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, *, freezes_steps: bool, vocab_size: int | None, spans: Spans
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        freezes_steps: bool,
+        vocab_size: int | None,
+        spans: Spans,
+        readers: Executor,
     ) -> None:
         """freezes_steps: updates come while a step is under way, because requests are paused in place.
 
-        vocab_size: the model's, as this side knows it; the server may say less, and nothing above.
+        vocab_size: the model's, as this side knows it; the server may say less, and nothing above. readers: threads in
+        which long replies are read.
         """
         self.url, self.freezes_steps, self.vocab_size = url.rstrip("/"), freezes_steps, vocab_size
         self.calls: set[asyncio.Task[ReplyPart]] = set()
@@ -193,7 +205,7 @@ class ServerClient:
         """The start that has the current weights; None until it is asked."""
         self._asking: asyncio.Task[None] | None = None
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
-        self._session, self.spans = session, spans
+        self._session, self.spans, self._readers = session, spans, readers
 
     async def call(
         self,
@@ -203,7 +215,7 @@ class ServerClient:
         *,
         timeout_s: float | None,
         bytes_at_most: int = MAX_ANSWER_BYTES,
-    ) -> bytes:
+    ) -> bytearray:
         """Return the body of an answer below 300; raise ServerError or RequestRefused for others.
 
         A server that is busy is asked again until `timeout_s`; without one, Busy is raised at once.
@@ -225,7 +237,7 @@ class ServerClient:
 
     async def _call_once(
         self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, timeout_s: float | None, at_most: int
-    ) -> bytes:
+    ) -> bytearray:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
@@ -260,15 +272,14 @@ class ServerClient:
                 *(error, self.url),
             )
 
-    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int) -> bytearray:
         """Return the body; BadReply for one that would fill this process's memory."""
-        pieces, size = [], 0
+        content = bytearray()
         async for piece in answer.content.iter_any():
-            pieces.append(piece)
-            size += len(piece)
-            if size > at_most:
+            content += piece
+            if len(content) > at_most:
                 raise BadReply(f"{self.url}{endpoint}: answered more than {at_most:,} bytes.")
-        return b"".join(pieces)
+        return content
 
     async def call_json(
         self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
@@ -277,9 +288,9 @@ class ServerClient:
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}, which is not JSON.") from error
+            raise ServerError(f"{self.url}{endpoint}: answered {bytes(content[:80])!r}, which is not JSON.") from error
         if not isinstance(answer, dict):
-            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
+            raise ServerError(f"{self.url}{endpoint}: answered {bytes(content[:80])!r}; a JSON object was expected.")
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
@@ -432,7 +443,10 @@ class ServerClient:
                 raise
             raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
         try:
-            part = read_reply(content, asked)
+            if len(content) < READ_HERE_BYTES:
+                part = read_reply(content, asked)
+            else:  # an abort brings all that were under way at once, and the loop has more to do than to read them
+                part = await asyncio.get_running_loop().run_in_executor(self._readers, read_reply, content, asked)
         except ValueError as error:
             raise BadReply(f"{self.url}/generate: the reply cannot be used: {error}") from error
         self.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works

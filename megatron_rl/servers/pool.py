@@ -43,6 +43,8 @@ ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
 """How long a reply with the next version waits where another client publishes, which this one hears of later."""
+REPLY_READERS = 2
+"""Threads that read long replies; one of them reads some millions of tokens a second."""
 FILES_FOR_OTHERS = 256
 """Of the files that this process may have open: what is not for requests, such as control calls, rewards and logs."""
 
@@ -81,6 +83,7 @@ class Fleet:
         """Requests that may be under way at once, each of which has a connection."""
         self.config, self.run_name = config, run_name
         self._spans, self._version, self._vocab_size = spans, version, vocab_size
+        self._reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
         self.members = Membership(
@@ -109,6 +112,7 @@ class Fleet:
     def _client(self, url: str) -> ServerClient:
         freezes_steps = self.config.interruption == "in_place"
         options: dict[str, Any] = {"vocab_size": self._vocab_size, "spans": self._spans}
+        options["readers"] = self._reply_readers
         return ServerClient(url, self._session, freezes_steps=freezes_steps, **options)
 
     async def connect(self) -> None:
@@ -134,6 +138,7 @@ class Fleet:
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
+        self._reply_readers.shutdown(wait=False)
         self._registry_reader.shutdown(wait=False)  # a network file system may keep it for minutes
         self.members.close()
         await self._session.close()

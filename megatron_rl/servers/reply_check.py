@@ -2,10 +2,14 @@
 
 A reply is held against what was asked for: its counts, ids, log-probabilities, reason to finish and weight versions,
 each by type and range and against one another. ValueError names the field, what was found and the rule.
+
+    bytes -> the operator reply_tokens: tensors, and the rest without them -> orjson -> check_reply
+          -> orjson alone, where the operator finds anything unusual: this way has the words for each fault
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import reprlib
@@ -13,6 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import orjson
+import torch
+from torch import Tensor
+
+from megatron_rl import ops
+from megatron_rl.types import Runs, SampledTokens
 
 SPANS_SINCE = (0, 5, 19)
 """SGLang's first version that says which weights sampled which tokens."""
@@ -66,9 +75,7 @@ class Asked:
 class ReplyPart:
     """The tokens of one HTTP call; a reply has several parts where it was interrupted."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    sampled: SampledTokens
     stop_reason: str
     """stop, length or abort."""
     text: str
@@ -80,42 +87,53 @@ class ReplyPart:
     """The server's part in the time: those of TIMING that it reports."""
 
 
-def read_reply(content: bytes, asked: Asked) -> ReplyPart:
-    """Parse and check the body of a /generate answer. ValueError for one that this request cannot have."""
+def read_reply(content: bytearray, asked: Asked) -> ReplyPart:
+    """Parse and check the body of a /generate answer, from any thread. ValueError for one that it cannot have."""
+    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
+    bounds = {"lowest": LOWEST_LOGPROB, "highest": HIGHEST_LOGPROB}
+    found = ops.reply_tokens(content, vocab_size=above, at_most=asked.max_new_tokens, **bounds)
+    if found is not None:
+        ids, logprobs, rest = found
+        with contextlib.suppress(ValueError):  # which is raised below, in the words for the answer as it came
+            return check_reply(parsed(rest), asked, ids, logprobs)
+    return check_reply(parsed(content), asked)
+
+
+def parsed(content: bytes | bytearray) -> Any:
     for name in NAMED_ONCE:  # before parsing, which would silently keep the last of two
         # Within a string the quotes would have a backslash before them.
         if content.count(b'"%s":' % name.encode()) > 1:
             refuse(name, "two values", "must be there once")
     try:
-        answer = orjson.loads(content)
+        return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{content[:80]!r} is not JSON: {error}") from None
-    return check_reply(answer, asked)
+        raise ValueError(f"{bytes(content[:80])!r} is not JSON: {error}") from None
 
 
-def check_reply(answer: Any, asked: Asked) -> ReplyPart:
-    """Check a /generate answer and take it apart. ValueError for one that this request cannot have."""
+def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:
+    """Check a /generate answer and take it apart. ValueError for one that this request cannot have.
+
+    ids, logprobs: of its tokens, where they were taken out of it and checked before.
+    """
     meta = member(as_object("the reply", answer), "meta_info", dict)
     kind, finish = finish_of(meta)  # first: an abort may lack all that is checked below
     entries = member(meta, "output_token_logprobs", list, optional=kind == "abort") or []
-    tokens, logprobs = tokens_of(entries, asked)
-    count = len(tokens)
+    if ids is None or logprobs is None:
+        ids, logprobs = tokens_of(entries, asked)
+    count = len(ids)
     if not count and kind != "abort":
         refuse("output_token_logprobs", entries, f"must hold tokens where finish_reason = {shown(finish)}")
-    check_counts(answer, meta, tokens, asked)
-    check_finish(kind, finish, tokens, asked)
+    check_counts(answer, meta, ids, asked)
+    check_finish(kind, finish, ids, asked)
     spans = spans_of(meta, count)
     names = [str(span["version"]) for span in spans]
     versions = versions_of_names(names, asked)
     if count and not spans:  # SGLang before 0.5.19, and a server whose weights stayed the same
-        pinned = pinned_version(meta, asked)
-        token_versions = [pinned] * count
+        versions, ends = [pinned_version(meta, asked)], [count]
     else:
-        token_versions = spread(versions, [span["end"] for span in spans], count, late=asked.late)
+        ends = [span["end"] for span in spans]
     return ReplyPart(
-        tokens=tokens,
-        logprobs=logprobs,
-        versions=token_versions,
+        sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
         stop_reason=kind,
         # A request that is aborted in the queue has no text yet; a server without a tokenizer never has.
         text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
@@ -125,8 +143,8 @@ def check_reply(answer: Any, asked: Asked) -> ReplyPart:
     )
 
 
-def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]:
-    """Return the ids and log-probabilities of (log-probability, id, text) triples."""
+def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
+    """Return the ids (int32) and log-probabilities (float32) of (log-probability, id, text) triples."""
     if len(entries) > asked.max_new_tokens:
         refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
     above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
@@ -145,27 +163,27 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[list[int], list[float]]
             refuse(f"the text at position {position}", text, "must be text or null")
         tokens.append(token)
         logprobs.append(float(logprob))
-    return tokens, logprobs
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32)
 
 
-def check_counts(answer: dict[str, Any], meta: dict[str, Any], tokens: list[int], asked: Asked) -> None:
+def check_counts(answer: dict[str, Any], meta: dict[str, Any], ids: Tensor, asked: Asked) -> None:
     """Check what the reply says of its own size and of the prompt's. A request that waited may say nothing."""
     output = member(answer, "output_ids", list, optional=True)
-    if output is not None and (output != tokens or not all(type(token) is int for token in output)):
-        refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(tokens)}")
+    if output is not None and (output != ids.tolist() or not all(type(token) is int for token in output)):
+        refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(ids.tolist())}")
     for name in ("completion_tokens", "output_token_logprobs_length"):
         said = member(meta, name, int, optional=True)
-        if said is not None and said != len(tokens):
-            refuse(name, said, f"{len(tokens)} tokens came")
+        if said is not None and said != len(ids):
+            refuse(name, said, f"{len(ids)} tokens came")
     prompt = member(meta, "prompt_tokens", int, optional=True)
     if prompt is not None and prompt != asked.prompt_tokens:
         refuse("prompt_tokens", prompt, f"{asked.prompt_tokens} were sent; it answers another prompt")
     cached = member(meta, "cached_tokens", int, optional=True)
     # A request that was put back had its own tokens in the cache as well.
-    if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(tokens):
+    if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(ids):
         refuse("cached_tokens", cached, f"must be of the {asked.prompt_tokens} tokens that were sent")
     rid = member(meta, "id", str, optional=True)
-    if tokens and rid is not None and rid != asked.rid:  # without tokens there is nothing to mix up
+    if len(ids) and rid is not None and rid != asked.rid:  # without tokens there is nothing to mix up
         refuse("id", rid, f"the request's is {asked.rid!r}; it answers another one")
 
 
@@ -179,20 +197,18 @@ def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return kind, finish
 
 
-def check_finish(kind: str, finish: dict[str, Any], tokens: list[int], asked: Asked) -> None:
+def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -> None:
     """The reason why it ended has to be one that these tokens have."""
     if kind == "stop":
-        matched = finish.get("matched")
-        if not (type(matched) is int and matched == tokens[-1]) and not (
-            type(matched) is str and matched in asked.stop
-        ):
-            rule = f"what matched must be the last token, {tokens[-1]}, or one of stop = {shown(list(asked.stop))}"
+        matched, last = finish.get("matched"), int(ids[-1])
+        if not (type(matched) is int and matched == last) and not (type(matched) is str and matched in asked.stop):
+            rule = f"what matched must be the last token, {last}, or one of stop = {shown(list(asked.stop))}"
             refuse("finish_reason", finish, rule)
     elif kind == "length":
-        if type(finish.get("length")) is not int or finish["length"] != len(tokens):
-            refuse("finish_reason", finish, f"length must be that of the reply, {len(tokens)}")
-        is_full = asked.room is not None and asked.prompt_tokens + len(tokens) >= asked.room - KEPT_BACK
-        if len(tokens) < asked.max_new_tokens and not is_full:
+        if type(finish.get("length")) is not int or finish["length"] != len(ids):
+            refuse("finish_reason", finish, f"length must be that of the reply, {len(ids)}")
+        is_full = asked.room is not None and asked.prompt_tokens + len(ids) >= asked.room - KEPT_BACK
+        if len(ids) < asked.max_new_tokens and not is_full:
             rule = f"{asked.max_new_tokens} tokens were asked for, and the server has room for them"
             refuse("finish_reason", finish, rule)
     elif type(finish.get("message")) is not str:
@@ -268,15 +284,15 @@ def newest_of(part: ReplyPart, asked: Asked) -> int:
     return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
 
 
-def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> list[int]:
-    """Return the version of each of `count` tokens from those of spans, which end before `ends`.
+def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> Runs:
+    """Return the versions of `count` tokens from those of spans, which end before `ends`.
 
     The first `late` tokens of a later span were sampled before the server changed the name: they are of the one before.
     """
-    each: list[int] = []
-    for version, end in zip(versions, ends, strict=True):
-        each += [version] * (min(count, end + late) - len(each))
-    return each
+    bounds = [min(count, end + late) if count else 0 for end in ends]
+    lengths = [end - begin for begin, end in zip([0, *bounds], bounds, strict=False)]
+    runs = [(version, length) for version, length in zip(versions, lengths, strict=True) if length]
+    return Runs.of_pairs(runs)
 
 
 def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:

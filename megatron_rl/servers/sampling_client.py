@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rl.api import ContextOutgrown, RequestRefused
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import BadReply, Busy, ServerClient, ServerError, backoff, sampling_params
@@ -27,7 +29,7 @@ from megatron_rl.servers.pool import Fleet
 from megatron_rl.servers.reply_check import Asked, ReplyPart
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.spans import Span, Spans
-from megatron_rl.types import LLMRequest, LLMResponse
+from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class SamplingClient:
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     while fruitless <= FRUITLESS_RESUMES:
-                        part = await self._generate_part(req, reply.output_tokens, deadline)
+                        part = await self._generate_part(req, reply.sampled.ids, deadline)
                         add_part(reply, part)
                         if reply.stop_reason != "abort":
                             break
@@ -140,9 +142,9 @@ class SamplingClient:
                             break
                         reply.interruptions += 1
                         # A server that aborts every part at once would keep the request for ever.
-                        fruitless = 0 if part.tokens else fruitless + 1
+                        fruitless = 0 if len(part.sampled) else fruitless + 1
                         # The server may have been told to abort before this client hears of the pause that follows.
-                        await asyncio.sleep(FIRST_RETRY_S if part.tokens else FIRST_RETRY_S * 2**fruitless)
+                        await asyncio.sleep(FIRST_RETRY_S * (1 if len(part.sampled) else 2**fruitless))
             except TimeoutError as error:
                 for_length = " for its length" if timeout_s > self.config.request_timeout_s else ""
                 raise RuntimeError(
@@ -164,10 +166,10 @@ class SamplingClient:
             span.args |= {"interruptions": reply.interruptions}
         return reply
 
-    async def _generate_part(self, req: LLMRequest, generated: list[int], deadline: asyncio.Timeout) -> ReplyPart:
+    async def _generate_part(self, req: LLMRequest, generated: Tensor, deadline: asyncio.Timeout) -> ReplyPart:
         """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
-        tokens = [*req.input_ids, *generated]
+        tokens = [*req.input_ids, *generated.tolist()]
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
@@ -240,7 +242,7 @@ class SamplingClient:
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
                 part = await asyncio.shield(call)
-                span.args |= {"tokens": len(part.tokens), "cached_tokens": part.cached_tokens, "timing": part.timing}
+                span.args |= {"tokens": len(part.sampled), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
@@ -328,9 +330,7 @@ def least_busy(
 
 
 def add_part(reply: LLMResponse, part: ReplyPart) -> None:
-    reply.output_tokens += part.tokens
-    reply.output_logprobs += part.logprobs
-    reply.output_versions += part.versions
+    reply.sampled = SampledTokens.cat([reply.sampled, part.sampled]) if reply.output_len else part.sampled
     reply.text += part.text
     reply.stop_reason = part.stop_reason
 

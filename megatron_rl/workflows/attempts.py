@@ -7,6 +7,7 @@ refused. What it was answered is kept for the episode's next attempt, which so h
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import hashlib
 import json
@@ -59,11 +60,10 @@ class KeptReplies:
         if not self._replies:
             self.since = version
         reply = self._replies.get(name, req.begun)
-        if reply is None or min(reply.output_versions, default=version) < oldest_allowed:
+        if reply is None or (reply.output_len and int(reply.sampled.versions.values.min()) < oldest_allowed):
             reply = LLMResponse.nothing(req.input_ids)
         elif reply.stop_reason == "abort":  # whatever still adds to this one, it is another's
-            names = ("input_tokens", "output_tokens", "output_logprobs", "output_versions")
-            reply = dataclasses.replace(reply, **{name: list(getattr(reply, name)) for name in names})
+            reply = copy.copy(reply)
             if reply.output_len >= req.gconfig.max_new_tokens:  # it was ended in the last moment
                 reply.stop_reason = "length"
         self._replies[name] = reply

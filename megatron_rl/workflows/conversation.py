@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 
 from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows.scoring import prompt_ids
@@ -25,7 +26,7 @@ REPLY = "THEREPLYSTANDSHERE"
 
 
 class Conversation:
-    """The tokens of one dialogue so far. Entry t of each list belongs to token t.
+    """The tokens of one dialogue so far. Entry t of the list of ids, and of each tensor, belongs to token t.
 
     For example:
 
@@ -37,9 +38,9 @@ class Conversation:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids: list[int] = []
-        self.loss_mask: list[bool] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.loss_mask = torch.empty(0, dtype=torch.bool)
+        self.logprobs = torch.empty(0)
+        self.versions = torch.empty(0, dtype=torch.int32)
         self.last_reply: list[int] = []
         self.replies = 0
         self.add(prompt)
@@ -49,10 +50,13 @@ class Conversation:
 
     def add(self, ids: Sequence[int]) -> None:
         """Append tokens of others: an environment's, a tool's, the template's. They are not trained."""
+        self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
+
+    def _append(self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool) -> None:
         self.ids += ids
-        self.loss_mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+        self.loss_mask = torch.cat([self.loss_mask, torch.full((len(ids),), is_trained)])
+        self.logprobs = torch.cat([self.logprobs, logprobs])
+        self.versions = torch.cat([self.versions, versions])
 
     def take(self, reply: LLMResponse) -> None:
         """Append a reply to exactly these tokens. RuntimeError for an aborted one: the episode is tried again."""
@@ -64,36 +68,34 @@ class Conversation:
             )
         if reply.stop_reason == "abort":
             raise RuntimeError(f"the reply was aborted after {reply.output_len} tokens and not continued.")
-        self.ids += reply.output_tokens
-        self.loss_mask += [True] * reply.output_len
-        self.logprobs += reply.output_logprobs
-        self.versions += reply.output_versions
-        self.last_reply = list(reply.output_tokens)
+        self.last_reply = reply.output_tokens
+        self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=True)
         self.replies += 1
 
     def fork(self, length: int) -> Conversation:
         """Return a copy of the first `length` tokens that goes its own way. It does not know the replies in them."""
-        # Lists of its own: the same dialogue may go on in two ways at once.
+        # A list and a mask of its own: the same dialogue may go on in two ways at once.
         copy = Conversation(())
-        copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length]
+        copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
         return copy
 
     def take_back(self, length: int) -> None:
         """Forget what comes after the first `length` tokens, which end with a reply."""
-        for column in (self.ids, self.loss_mask, self.logprobs, self.versions):
-            del column[length:]
+        del self.ids[length:]
+        self.loss_mask, self.logprobs = self.loss_mask[:length], self.logprobs[:length]
+        self.versions = self.versions[:length]
 
     def leave_out_before(self, length: int) -> None:
         """Do not train the first `length` tokens: another trajectory has them."""
-        self.loss_mask[:length] = [False] * length
+        self.loss_mask[:length] = False
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int32),
-            loss_mask=torch.tensor(self.loss_mask, dtype=torch.bool),
-            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=torch.tensor(self.versions, dtype=torch.int32),
+            loss_mask=self.loss_mask.clone(),
+            logprobs=self.logprobs,
+            versions=self.versions,
             reward=float(reward),
             sequence=sequence,
         )

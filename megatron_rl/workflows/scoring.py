@@ -98,13 +98,14 @@ class RewardCall:
             )
         # The data's own `prompt` would collide with the argument of that name, which holds the same text.
         others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
+        ids = reply.output_tokens
         if self.tokenizer is None:
             prompt, completion = "", reply.text
         else:
             prompt = self.tokenizer.decode(reply.input_tokens)
-            completion = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
+            completion = self.tokenizer.decode(ids, skip_special_tokens=True)
         arguments = {"prompt": prompt, "completions": completion, **others}
-        arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": reply.output_tokens}
+        arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": ids}
         # It ends with the attempt at its episode: afterwards nobody reads the value.
         with call_here():
             if isinstance(self.function, Recipe):

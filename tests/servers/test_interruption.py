@@ -5,6 +5,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import CacheAge
 from megatron_rl.servers.reply_check import ReplyPart
+from megatron_rl.types import SampledTokens
 from tests.servers.reference import (
     interrupt,
     reference_logprobs,
@@ -108,9 +109,7 @@ def test_no_update_ever_asks_for_a_flush_inside_it(scripted, connect, interrupti
 def part(*spans, cached_tokens=0):
     count = sum(tokens for _, tokens in spans)
     return ReplyPart(
-        tokens=[0] * count,
-        logprobs=[0.0] * count,
-        versions=[0] * count,
+        sampled=SampledTokens.of([0] * count, [0.0] * count, [0] * count),
         stop_reason="stop",
         text="",
         cached_tokens=cached_tokens,

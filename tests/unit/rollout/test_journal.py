@@ -31,7 +31,7 @@ from megatron_rl.rollout.journal import (
 from megatron_rl.rollout.ledger import PromptLedger, Share
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens, Trajectory, TrajectoryBatch
 
 
 class Engine:
@@ -336,9 +336,30 @@ def test_old_files_go_and_the_others_stay(tmp_path):
     assert next_run_attempt(tmp_path) == 2 and next_run_attempt(tmp_path / "none") == 1
 
 
+def test_a_journal_of_an_earlier_form_is_named_and_not_read(tmp_path):
+    start(tmp_path).accepted(episode(0), group(0))
+    (path,) = tmp_path.glob("*.journal")
+    path.write_bytes(path.read_bytes().replace(b"mrj2", b"mrlj"))
+    assert read_file(path) == ([], f"{path.name} is in the form of an earlier version of this program and is not read")
+    assert replay(tmp_path, version=0).faults == [read_file(path)[1]]
+
+
+def test_a_record_takes_nine_bytes_a_token(tmp_path):
+    journal = start(tmp_path)
+    sampled = SampledTokens.of([7] * 10_000, [-0.5] * 10_000, [3] * 5_000 + [4] * 5_000)
+    reply = LLMResponse(input_tokens=[1], sampled=sampled, stop_reason="stop")
+    (path,) = tmp_path.glob("*.journal")
+    begin = path.stat().st_size
+    journal.accepted(episode(0), TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0)]]))
+    assert 90_000 < path.stat().st_size - begin < 91_000
+    (record,) = (record for record in read_file(path)[0] if record.event["event"] == "accepted")
+    assert record.group()["versions"].tolist() == [-1, *reply.output_versions]
+    assert record.group()["logprobs"].tolist() == [0.0, *reply.output_logprobs]
+
+
 def test_a_journal_that_cannot_be_written_stops_the_run_by_name(tmp_path, monkeypatch):
     journal = start(tmp_path)
-    monkeypatch.setattr("os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("os.writev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(RuntimeError, match="rollout journal .*0000.journal: .*No space left.*resume"):
         journal.accepted(episode(0), group(0))
 

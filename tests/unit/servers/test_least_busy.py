@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.servers.sampling_client import least_busy
@@ -25,6 +25,7 @@ def place(urls, *, ranks, groups):
     return of_all
 
 
+@settings(deadline=None)
 @given(
     servers=st.integers(1, 70), dead=st.sets(st.integers(0, 69)), ranks=st.integers(1, 70), groups=st.integers(0, 20)
 )

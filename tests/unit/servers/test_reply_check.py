@@ -56,7 +56,9 @@ CALM = embedded()
 
 
 def seen(part):
-    return part.tokens, part.logprobs, part.versions, part.stop_reason, part.text
+    sampled = part.sampled
+    lists = sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.versions.each().tolist()
+    return *lists, part.stop_reason, part.text
 
 
 def taken(part, asked):
@@ -144,12 +146,13 @@ def test_body_spoilt_in_its_bytes_is_refused_or_is_what_it_was_but_for_its_digit
     place = data.draw(st.integers(0, len(content) - 1))
     spoilt = content[:place] + data.draw(st.binary(max_size=3)) + content[place + data.draw(st.integers(0, 40)) :]
     try:
-        part = read_reply(spoilt, ASKED)
+        part = read_reply(bytearray(spoilt), ASKED)
         taken(part, ASKED)
     except ValueError as refusal:
         assert len(str(refusal)) <= 1000
         return
-    assert (part.tokens, part.versions, part.stop_reason) == (OUTPUT, [3, 3, 4, 4], "length")
+    assert (seen(part)[0], seen(part)[3]) == (OUTPUT, "length")
+    assert seen(part)[2] in ([3, 3, 4, 4], [3] * 4)  # of two spans a cut can make one that any reply may have
 
 
 def with_meta(**fields):
@@ -229,14 +232,19 @@ def test_what_no_server_can_have_generated_is_named(answer, words):
 def test_body_that_json_does_not_know_or_that_says_something_twice_is_refused(body):
     compact = body.replace(b'": ', b'":')
     with pytest.raises(ValueError):
-        read_reply(compact, ASKED)
+        read_reply(bytearray(compact), ASKED)
 
 
 def test_weights_of_the_start_stand_for_the_version_of_the_request_until_something_is_published():
     first = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=4, version=0, weights="default", vocab_size=100)
-    assert check_reply(with_spans(("default", 0, 4)), first).versions == [0] * 4
+    assert seen(check_reply(with_spans(("default", 0, 4)), first))[2] == [0] * 4
     # A publication went through it.
-    assert check_reply(with_spans(("default", 0, 3), ("1", 3, 4)), first).versions == [0, 0, 0, 1]
+    assert seen(check_reply(with_spans(("default", 0, 3), ("1", 3, 4)), first))[2] == [
+        0,
+        0,
+        0,
+        1,
+    ]
     with pytest.raises(ValueError, match="had 'default', and may have been started anew"):
         check_reply(with_spans(("none", 0, 4)), first)
 
@@ -247,7 +255,7 @@ def test_servers_before_0_5_19_give_one_name_for_a_reply_and_the_oldest_version_
         answer = with_meta(weight_version=name)
         del answer["meta_info"]["weight_versions"]
         if words is None:
-            assert check_reply(answer, old).versions == [3] * 4
+            assert seen(check_reply(answer, old))[2] == [3] * 4
         else:
             with pytest.raises(ValueError, match=words):
                 check_reply(answer, old)

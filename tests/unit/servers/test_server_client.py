@@ -28,10 +28,10 @@ def test_message_is_found_in_every_shape_of_an_error(content, message):
 
 def test_step_that_was_under_way_at_a_pause_in_place_counts_for_the_weights_that_made_it():
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 5}]
-    assert spread([4, 5], [2, 5], 5, late=1) == [4, 4, 4, 5, 5]
-    assert spread([4], [2], 2, late=1) == [4, 4]
+    assert spread([4, 5], [2, 5], 5, late=1).each().tolist() == [4, 4, 4, 5, 5]
+    assert spread([4], [2], 2, late=1).each().tolist() == [4, 4]
     # A span of one token, from an update right after another.
     spans = [spans[0], {"version": "5", "start": 2, "end": 3}, {"version": "6", "start": 3, "end": 5}]
-    assert spread([4, 5, 6], [2, 3, 5], 5, late=1) == [4, 4, 4, 5, 6]
+    assert spread([4, 5, 6], [2, 3, 5], 5, late=1).each().tolist() == [4, 4, 4, 5, 6]
     assert named_spans(spans, 5, late=1) == [("4", 3), ("5", 1), ("6", 1)]
     assert named_spans(spans, 5, late=0) == [("4", 2), ("5", 1), ("6", 2)]

@@ -15,7 +15,7 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import LLMRequest, Trajectory
+from megatron_rl.types import LLMRequest, SampledTokens, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.scoring import RewardCall
@@ -50,9 +50,7 @@ class TimedEngine:
                 version = self.version
                 await asyncio.sleep(1.0)
                 self.tokens += 1
-                reply.output_tokens.append(5)
-                reply.output_logprobs.append(-1.0)
-                reply.output_versions.append(version)
+                reply.sampled = SampledTokens.cat([reply.sampled, SampledTokens.of([5], [-1.0], [version])])
         finally:
             self.open -= 1
         reply.stop_reason = "stop"
