@@ -13,7 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -26,7 +32,7 @@ from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate, rows_of
-from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.architecture import WITH_NORMS_BEHIND, Architecture
 
 LATENT_NORM_EPS = 1e-6
 """HF's for the norms within latent attention, whatever the model's others have."""
@@ -53,16 +59,48 @@ class OffsetNorm(RMSNorm):
         return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
+class WideNorm(nn.Module):
+    """RMSNorm over the width of all heads, of which each tensor rank has a part. `[R, 1, heads, D]` -> the same."""
+
+    heads: int
+    """Of all tensor ranks; a class for each number, as upstream builds a norm from its class and `head_dim` alone."""
+    group: torch.distributed.ProcessGroup | None = None
+    """The tensor ranks. Set after building."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
+        super().__init__()
+        self.eps, self.width, self.ranks = eps, self.heads * hidden_size, config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        squares = values.square().sum((-2, -1), keepdim=True)  # [R, 1, 1, 1]
+        if self.ranks > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
+            squares = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(squares, group=self.group), group=self.group
+            )
+        normed = (values * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
+        return normed * self.weight.view(x.shape[-2:])
+
+
 class NormedRowParallelLinear(RowParallelLinear):
-    """The matrix that ends a part of a layer, with the norm that Gemma has behind it."""
+    """The matrix that ends a part of a layer, with the norm that is behind it in Gemma and OLMo."""
+
+    norm_class: type[RMSNorm] = RMSNorm
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        self.norm = OffsetNorm(config, output_size, eps=config.layernorm_epsilon)
+        self.norm = self.norm_class(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
         return self.norm(output), bias
+
+
+class OffsetNormedRowParallelLinear(NormedRowParallelLinear):
+    """Gemma's."""
+
+    norm_class = OffsetNorm
 
 
 class WholeLinear(nn.Module):
@@ -209,7 +247,7 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 
 def has_transformer_engine_layers(arch: Architecture) -> bool:
     """Return True if the family can be built of Transformer Engine's modules."""
-    return arch.family != "gemma3"  # its norms are none of TE's, and stand where TE's layers have none
+    return arch.family not in WITH_NORMS_BEHIND  # where TE's layers have none
 
 
 def layer_spec(
@@ -238,15 +276,21 @@ def layer_spec(
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
     attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
+    if arch.wide_qk_norm:
+        attention.q_layernorm, attention.k_layernorm = (
+            type(f"WideNormOf{heads}", (WideNorm,), {"heads": heads}) for heads in (arch.heads, arch.kv_heads)
+        )
     if use_transformer_engine:
         return spec
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch)
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if arch.family == "olmo" else norm_class(arch)
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
-    if arch.family == "gemma3":
+    if arch.family in WITH_NORMS_BEHIND:
         # megatron.core 0.19 makes the feed-forward's spec a partial.
         mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
-        attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = (
+            OffsetNormedRowParallelLinear if arch.norm_offset else NormedRowParallelLinear
+        )
     return spec
 
 
@@ -283,6 +327,8 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
     for layer in layers:
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window
+        if arch.wide_qk_norm:
+            attention.q_layernorm.group = attention.k_layernorm.group = attention.pg_collection.tp
         rotating = attention.core_attention
         if arch.latent is not None:
             rotating.expand, rotating = attention.expand, attention  # latent keys rotate before it

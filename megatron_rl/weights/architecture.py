@@ -12,8 +12,11 @@ FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -26,9 +29,12 @@ CLASSIFIERS["Gemma3TextForSequenceClassification"] = CLASSIFIERS.pop("Gemma3ForS
 """The models of these families whose head is one number per token, and what they are called as language models."""
 
 WITH_QK_NORM = ("gemma3", "qwen3", "qwen3_moe")
+WITH_WIDE_QK_NORM = ("minimax_m2", "olmo")
+WITH_NORMS_BEHIND = ("gemma3", "olmo")
+"""Attention and feed-forward are followed by a norm."""
 BIASED = {"glm4_moe": False, "seed_oss": True}
 """Families whose config.json says whether queries, keys and values have a bias, and transformers' default."""
-PARTLY_ROTATED = {"glm4_moe": 0.5, "phi3": 1.0}
+PARTLY_ROTATED = {"glm4_moe": 0.5, "minimax_m2": 1.0, "phi3": 1.0}
 """Those whose config.json may say that a share of each head is rotated, and transformers' default."""
 LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
 """Mixtures with shared experts whose router adds a bias to sigmoids."""
@@ -104,6 +110,8 @@ class Architecture:
     """The projections of queries, keys and values have one; that of the output never has."""
     qk_norm: bool = False
     """Queries and keys go through a norm over each head's width."""
+    wide_qk_norm: bool = False
+    """They go through one over the width of all heads together."""
     rotary_share: float = 1.0
     """The share of each head's width, from its beginning, that is rotated."""
     softmax_scale: float | None = None
@@ -175,6 +183,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             latent=_latent(config) if family == "deepseek_v3" else None,
             qkv_bias=config.get("attention_bias", BIASED[family]) if family in BIASED else family == "qwen2",
             qk_norm=config.get("use_qk_norm", False) if family == "glm4_moe" else family in WITH_QK_NORM,
+            wide_qk_norm=family in WITH_WIDE_QK_NORM,
             rotary_share=_rotary_share(config, PARTLY_ROTATED[family]) if family in PARTLY_ROTATED else 1.0,
             window_rope_theta=_window_rope_theta(config) if family == "gemma3" else None,
             # Not of head_dim: in Gemma 3 of 27 billion the two differ.
@@ -216,6 +225,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_share(config: dict[str, Any], default: float) -> float:
+    if "rotary_dim" in config:  # MiniMax's own way to say it
+        default = config["rotary_dim"] / config["head_dim"]
     return _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
 
 
@@ -250,6 +261,14 @@ def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
             per_token=config["num_experts_per_tok"],
             ffn=config["intermediate_size"],
             layers=tuple(True for _ in layers),
+        )
+    if family == "minimax_m2":
+        return Mixture(
+            experts=config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            ffn=config["intermediate_size"],
+            layers=tuple(True for _ in layers),
+            is_biased=True,
         )
     if family == "qwen3_moe":
         dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
@@ -294,6 +313,8 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
         return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
     if family in ("mistral", "mixtral", "phi3"):
         return (window,) * layers
+    if family == "olmo":  # without layer_types it is OLMo 2, whose layers have no window
+        return (None,) * layers
     if family == "gemma3":
         every = config["sliding_window_pattern"]
         return tuple(window if (layer + 1) % every else None for layer in range(layers))
@@ -329,12 +350,19 @@ def _refuse_unsupported(config: dict[str, Any], arch: Architecture, path: Path) 
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         }
+    if arch.family == "minimax_m2":
+        demands |= {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "qk_norm_type": "per_layer"}
     for key, supported in demands.items():
         value = config.get(key, supported)
         if value != supported:
             raise ValueError(
                 f"{path}: {key} = {value!r}: only {supported!r} is supported for {arch.family}; pick another model."
             )
+    if arch.family == "olmo" and arch.rope_scaling is not None and any(arch.windows):
+        raise ValueError(
+            f"{path}: rope type {arch.rope_scaling['rope_type']!r}: not supported beside layers with a window, which "
+            f"versions of transformers scale or do not; pick a model with the default."
+        )
     # The model ranks groups by their two best experts, group_limited_topk in megatron.core 0.20 by their best
     # `per_token // groups_per_token`.
     mixture = arch.mixture

@@ -35,6 +35,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
         )
     tensor = parallel.tensor
     widths = {f"{arch.heads} attention heads": (arch.heads, tensor, "tensor")}
+    if arch.wide_qk_norm and arch.kv_heads < tensor:
+        raise ValueError(
+            f"parallel.tensor = {tensor}: {arch.family} norms its {arch.kv_heads} key-value heads together, so that "
+            f"each rank needs heads of its own; set it to {arch.kv_heads} or a divisor."
+        )
     if arch.latent is None and arch.kv_heads < tensor:  # several ranks share a head
         widths[f"ranks over {arch.kv_heads} key-value heads"] = (tensor, arch.kv_heads, "tensor")
     elif arch.latent is None:

@@ -192,6 +192,7 @@ SANDWICH_NORMS = (
     Rule("pre_mlp_layernorm.weight", {"pre_feedforward_layernorm.weight": "hidden"}, Replicated()),
     Rule("mlp.linear_fc2.norm.weight", {"post_feedforward_layernorm.weight": "hidden"}, Replicated()),
 )
+NORMS_BEHIND = (SANDWICH_NORMS[1], SANDWICH_NORMS[3])
 ATTENTION = (
     Rule(
         "self_attention.linear_qkv.weight",
@@ -218,6 +219,10 @@ QKV_BIAS = (
 QK_NORM = (  # one weight for all heads, of a head's width
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_norm"}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_norm"}, Replicated()),
+)
+WIDE_QK_NORM = (  # one for all heads together: each rank has its heads' part
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "query"}, Rows()),
+    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "key"}, Rows()),
 )
 # Queries go through a low rank or not: `sizes` has the words of one kind only, so the other kind's rules are left out.
 # What projects down is small and stands before a norm over its whole width: every tensor rank has all of it. `with_mqa`
@@ -291,6 +296,7 @@ MIXTRAL_EXPERTS = (  # w1 is the gate, w3 goes up, w2 down
         Columns(),
     ),
 )
+MINIMAX_BIAS = (Rule("mlp.router.expert_bias", {"block_sparse_moe.e_score_correction_bias": "experts"}, Replicated()),)
 LAYERS = {  # of each family: norms and attention, the dense feed-forward, the mixture of experts
     "deepseek_v3": ((*NORMS, *LATENT_ATTENTION), DENSE, (*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS)),
     "glm4_moe": (
@@ -300,8 +306,10 @@ LAYERS = {  # of each family: norms and attention, the dense feed-forward, the m
     ),
     "gemma3": ((*SANDWICH_NORMS, *ATTENTION, *QK_NORM), DENSE, ()),
     "llama": ((*NORMS, *ATTENTION), DENSE, ()),
+    "minimax_m2": ((*NORMS, *ATTENTION, *WIDE_QK_NORM), (), (*MIXTRAL_EXPERTS, *MINIMAX_BIAS)),
     "mistral": ((*NORMS, *ATTENTION), DENSE, ()),
     "mixtral": ((*NORMS, *ATTENTION), (), MIXTRAL_EXPERTS),
+    "olmo": ((*NORMS_BEHIND, *ATTENTION, *WIDE_QK_NORM), DENSE, ()),
     "phi3": ((*NORMS, *PHI_ATTENTION), PHI_DENSE, ()),
     "qwen2": ((*NORMS, *ATTENTION, *QKV_BIAS), DENSE, ()),
     "qwen3": ((*NORMS, *ATTENTION, *QK_NORM), DENSE, ()),

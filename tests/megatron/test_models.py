@@ -11,9 +11,11 @@ from test_gradients import assert_same_updates, two_updates
 from tiny import FAMILIES, LAYOUTS, MIXTURES, VARIANTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.config import ParallelConfig
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.mapping import rule_for
 from megatron_rl.weights.update_group import TensorSpec
 
@@ -265,6 +267,37 @@ def test_models_of_deepseeks_shape_are_read_under_their_own_names(config, tmp_pa
     arch = read_architecture(tmp_path)
     assert (arch.family, arch.mixture.experts, arch.mixture.groups) == ("deepseek_v3", config["n_routed_experts"], None)
     assert arch.latent.query_rank == config["q_lora_rank"] and arch.mixture.is_biased
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "share"),
+    [
+        ("minimax_m2", {"rotary_dim": 12, "rope_parameters": {"rope_theta": 1e4}}, 0.5),  # as its own files say it
+        ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": {"rope_theta": 1e4}}, 0.75),
+        ("phi3", {}, 1.0),
+        ("llama", {"partial_rotary_factor": 0.75}, 1.0),  # transformers' Llama looks at none
+    ],
+)
+def test_the_rotated_share_is_read_in_every_way_of_saying_it(family, changes, share, tmp_path):
+    make_model(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert read_architecture(tmp_path).rotary_share == share
+
+
+def test_heads_that_are_normed_together_are_not_shared_by_ranks(tmp_path):
+    make_model("olmo", tmp_path)
+    with pytest.raises(ValueError, match="parallel.tensor = 4: olmo norms its 2 key-value heads together"):
+        check_layout(read_architecture(tmp_path), ParallelConfig(tensor=4), {})
+
+
+def test_a_scaled_rotation_beside_windows_is_refused(tmp_path):
+    make_model("olmo", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config | rope))
+    with pytest.raises(ValueError, match="rope type 'yarn': not supported beside layers with a window"):
+        read_architecture(tmp_path)
 
 
 def test_a_field_that_the_family_does_not_have_is_named(tmp_path):

@@ -13,8 +13,11 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -47,6 +50,7 @@ ROPES = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
 }
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # transformers takes no gradient of a padding token's embedding, and these are no tokens of the tiny vocabulary.
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 FAMILIES = {
@@ -70,8 +74,12 @@ FAMILIES = {
         **SIZES,
         **NO_TOKENS,
         sliding_window=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        rope_parameters=HALF_ROTATED,
     ),
+    "olmo": Olmo3Config(
+        **SIZES, **NO_TOKENS, sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "olmo_tied": Olmo2Config(**SIZES, **NO_TOKENS, tie_word_embeddings=True),
     "seed_oss": SeedOssConfig(**SIZES, head_dim=24, attention_out_bias=False),
     "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
     "mistral_windowed": MistralConfig(**SIZES, head_dim=24, sliding_window=4),
@@ -130,6 +138,9 @@ MIXTURES = {
         q_lora_rank=None,
         rope_parameters=YARN | {"mscale_all_dim": 0.9},
     ),
+    "minimax_m2": MiniMaxM2Config(
+        **SPARSE, **NO_TOKENS, num_local_experts=4, num_experts_per_tok=2, head_dim=24, rope_parameters=HALF_ROTATED
+    ),
     # As GLM-4.5 is, and as its small sibling is: without norms of queries and keys.
     "glm4_moe": Glm4MoeConfig(**SPARSE | GLM, head_dim=24, attention_bias=True, use_qk_norm=True),
     "glm4_moe_air": Glm4MoeConfig(**SPARSE | GLM | {"n_shared_experts": 2}, head_dim=16, attention_bias=True),
@@ -137,7 +148,7 @@ MIXTURES = {
 FAMILIES |= MIXTURES
 # Differ from another family in what the layout does not touch.
 VARIANTS = {"llama3_rope", "linear_rope", "yarn_rope", "qwen3_moe_raw_weights", "deepseek_v3_yarn_whole_queries"}
-VARIANTS |= {"glm4_moe_air", "phi3_partly_rotated"}
+VARIANTS |= {"glm4_moe_air", "olmo_tied", "phi3_partly_rotated"}
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2, sequence=False)),
