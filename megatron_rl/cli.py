@@ -85,6 +85,7 @@ def run(argv: list[str] | None = None) -> None:
         help="first, last, stage-boundaries, all-distinct or numbers, with commas (default: the first three)",
     )
     plan.add_argument("--json", action="store_true", help="for machines")
+    plan.add_argument("--week", action="store_true", help="and simulate a week of it, with faults and other settings")
     plan.add_argument("--rehearse", action="store_true", help="and rehearse the first and last rank of what is planned")
     evaluated = commands.add_parser(
         "eval", help="how well a model, or a run's newest weights, answers held-out prompts"
@@ -145,6 +146,8 @@ def run(argv: list[str] | None = None) -> None:
             if args.command == "convert":
                 print(_convert(args.source, args.target))
             elif args.command == "plan":
+                if args.week and (args.json or args.rehearse):
+                    raise ValueError("--week: is a text below the plan's; leave --json and --rehearse out.")
                 options = {name: getattr(args, name) for name in PLAN_OPTIONS} | {"as_json": args.json}
                 if args.rehearse:
                     from megatron_rl.tools.rehearsal.rehearsal_text import plan_and_rehearsal_text
@@ -153,7 +156,7 @@ def run(argv: list[str] | None = None) -> None:
                 else:
                     from megatron_rl.tools.plan.plan_command import plan_text
 
-                    print(plan_text(args.config, args.overrides, **options))
+                    print(plan_text(args.config, args.overrides, week=args.week, **options))
             elif args.command == "rehearse":
                 from megatron_rl.tools.rehearsal.rehearsal_text import rehearsal_text
 

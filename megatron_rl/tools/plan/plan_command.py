@@ -14,14 +14,20 @@ from megatron_rl.tools.plan.length_files import read_lengths
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.plan_text import as_dict, as_text
 from megatron_rl.tools.plan.step_sizes import PromptTokens
+from megatron_rl.tools.plan.week_text import week_text
 from megatron_rl.weights.architecture import read_architecture
 
 
-def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, **options: Any) -> str:
-    """Return the plan of a run as a text or as JSON. Options and errors as of make_plan."""
+def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, week: bool = False, **options: Any) -> str:
+    """Return the plan of a run as a text or as JSON. Options and errors as of make_plan.
+
+    week: with what it would do in a week of faults, simulated, as a text.
+    """
     plan = make_plan(path, overrides, **options)
     command = start_command(plan, path, overrides)
-    return json.dumps(as_dict(plan) | {"command": command}, indent=2) if as_json else as_text(plan, command)
+    if as_json:
+        return json.dumps(as_dict(plan) | {"command": command}, indent=2)
+    return as_text(plan, command) + (f"\n{week_text(plan)}" if week else "")
 
 
 def make_plan(

@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 
-from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.tools.plan.simulation import Workload, _Run, simulate
+from megatron_rl.tools.plan.simulation import Run, Workload, simulate
 
 
 def work(groups, **changes):
@@ -61,20 +60,20 @@ def test_interrupted_replies_are_read_again():
     # Groups 0 and 1 end at 10. Step 0 updates until 14 and publishes until 15, when group 2 begins. Step 1 has group 1
     # and waits for nothing; it publishes from 19 to 20, when group 2 has 4 tokens. They are read until 20.4, and its
     # other 6 end at 26.4.
-    run = _Run(work([[10]], groups_per_step=1, max_staleness=1, update_s=4.0, publish_s=1.0, read_s=0.1))
+    run = Run(work([[10]], groups_per_step=1, max_staleness=1, update_s=4.0, publish_s=1.0, read_s=0.1))
     waited = [run.step()[0] for _ in range(3)]
     assert waited == [pytest.approx(10), 0, pytest.approx(6.4)]
 
 
 @pytest.mark.parametrize("staleness,at_once", [(0, 100), (2, 100), (3, 5)])
-def test_admission_is_that_of_the_executor(staleness, at_once):
-    run = _Run(work([[1], [9], [4]], max_staleness=staleness, groups_at_once=at_once))
-    gate = AdmissionGate(at_once, staleness, groups_per_step=2)
+def test_no_more_groups_exist_than_staleness_and_concurrency_allow_and_no_fewer(staleness, at_once):
+    run = Run(work([[1], [9], [4]], max_staleness=staleness, groups_at_once=at_once))
     for version in range(6):
-        run.admit()
-        gate.accepted, gate.running = run.trained + len(run.done), len(run.with_servers)
-        assert gate.capacity(version) == 0
         run.step()
+        run.gate.begin_step(2, run.version, waiting=len(run.done))
+        run.admit()
+        exist = len(run.done) + len(run.with_servers)
+        assert len(run.with_servers) == at_once or exist == (staleness + 1) * 2, version
 
 
 def test_a_group_that_is_too_old_is_sampled_again_and_then_waited_for():
@@ -85,10 +84,10 @@ def test_a_group_that_is_too_old_is_sampled_again_and_then_waited_for():
     endless = dataclasses.replace(
         work([[1]], groups_per_step=1, max_staleness=1, update_s=0.0, publish_s=0.0), groups=groups
     )
-    run = _Run(endless)
+    run = Run(endless)
     waited = [run.step()[0] for _ in range(30)]
     assert max(waited) == pytest.approx(50) and waited.count(max(waited)) == 1
-    kept = _Run(dataclasses.replace(endless, drops_stale=False, groups=itertools.chain([[50]], itertools.repeat([2]))))
+    kept = Run(dataclasses.replace(endless, drops_stale=False, groups=itertools.chain([[50]], itertools.repeat([2]))))
     assert max(kept.step()[0] for _ in range(30)) == pytest.approx(2)
 
 

@@ -1,0 +1,69 @@
+"""How often things fail, for how long, and how long replies are: the distributions of a simulated week, with sources.
+
+What has no source is an assumption, and says so. No figure was measured on the cluster that will run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+GPU_FAILURES_PER_S = 419 / (54 * 86_400 * 16_384)
+"""Of one GPU: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv 2407.21783).
+One ends the server that has the GPU, or the trainer."""
+SERVER_CRASHES_PER_S = 1 / (7 * 86_400)
+"""Of one server, by software: out of memory, a hung scheduler. Assumed."""
+SERVER_RESTART_S, TRAINER_RESTART_S = (300.0, 0.5), (600.0, 0.5)
+"""From a death to the end of start-up, log-normal: the median, and the standard deviation of the logarithm. Assumed."""
+SLOW_SERVERS_PER_S = 1 / (1000 * 3600)
+"""How often a GPU begins to slow down its server. Assumed; that large jobs have stragglers: arXiv 2505.05713."""
+SLOW_FOR_S, SLOWNESS = (1800.0, 1.0), (1.1, 2.0)
+"""For how long, log-normal, and by how much, evenly spread. Assumed."""
+UPDATE_SLOWNESS = 0.1
+"""Mean of what an update takes longer than planned, as a share of it, exponential: its slowest rank. Assumed."""
+PUBLICATION_SPREAD = 0.25
+"""Standard deviation of the logarithm of a publication's time, whose median is planned. Assumed."""
+REPLY_SPREAD, OF_PROMPTS, LONGEST = 0.8, 0.5, 0.05
+"""Reply lengths are log-normal: standard deviation of the logarithm, the part of its variance that belongs to the
+prompt, and the share of replies that would exceed the longest, and are cut. Assumed."""
+Z_LONGEST = 1.6449
+"""A normal variable exceeds it in that share of cases."""
+
+
+@dataclass(frozen=True)
+class Chances:
+    """The draws of one run: each kind from a generator of its own, so that one more death shifts no length."""
+
+    seed: int
+
+    def of(self, kind: str) -> random.Random:
+        return random.Random(f"{self.seed} {kind}")
+
+    def lengths(self, longest: int, samples: int) -> Iterator[list[int]]:
+        """Yield groups of reply lengths, endlessly."""
+        chance = self.of("lengths")
+        median = math.log(longest) - Z_LONGEST * REPLY_SPREAD
+        prompt, reply = (REPLY_SPREAD * math.sqrt(part) for part in (OF_PROMPTS, 1 - OF_PROMPTS))
+        while True:
+            middle = chance.gauss(median, prompt)
+            yield [max(1, min(longest, round(math.exp(chance.gauss(middle, reply))))) for _ in range(samples)]
+
+
+def assumptions() -> list[str]:
+    """Say the distributions in sentences."""
+    days = 1 / GPU_FAILURES_PER_S / 86_400
+    return [
+        f"a GPU fails every {days:,.0f} days on average (419 times in 54 days on 16,384 GPUs, arXiv 2407.21783), and "
+        f"ends the server or the trainer that has it",
+        f"a server crashes by software every {1 / SERVER_CRASHES_PER_S / 86_400:g} days",
+        f"a server is back after {SERVER_RESTART_S[0] / 60:g} minutes, and gets requests from the next publication on; "
+        f"the trainer after {TRAINER_RESTART_S[0] / 60:g}, from its newest checkpoint (medians, log-normal)",
+        f"each GPU slows down its server every {1 / SLOW_SERVERS_PER_S / 3600:,.0f} hours, by {SLOWNESS[0]:g} to "
+        f"{SLOWNESS[1]:g}, for {SLOW_FOR_S[0] / 60:g} minutes (median, log-normal)",
+        f"an update takes {UPDATE_SLOWNESS:.0%} longer than planned (mean, exponential)",
+        f"a publication's time is log-normal about what is planned (sigma {PUBLICATION_SPREAD:g})",
+        f"reply lengths are log-normal (sigma {REPLY_SPREAD:g}, {OF_PROMPTS:.0%} of the variance by prompt), and "
+        f"{LONGEST:.0%} are cut at the longest",
+    ]
