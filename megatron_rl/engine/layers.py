@@ -60,25 +60,21 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm over the width of all heads, of which each tensor rank has a part. `[R, 1, heads, D]` -> the same."""
+    """RMSNorm over the width of all heads, of which each rank of `group` has a part. `[R, 1, heads, D]` -> the same."""
 
-    heads: int
-    """Of all tensor ranks; a class for each number, as upstream builds a norm from its class and `head_dim` alone."""
-    group: torch.distributed.ProcessGroup | None = None
-    """The tensor ranks. Set after building."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
+    def __init__(
+        self, config: TransformerConfig, heads: int, head_dim: int, group: torch.distributed.ProcessGroup
+    ) -> None:
         super().__init__()
-        self.eps, self.width, self.ranks = eps, self.heads * hidden_size, config.tensor_model_parallel_size
-        self.weight = nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
+        self.eps, self.width, self.group = config.layernorm_epsilon, heads * head_dim, group
+        self.weight = nn.Parameter(torch.ones(self.width // group.size(), dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
         squares = values.square().sum((-2, -1), keepdim=True)  # [R, 1, 1, 1]
-        if self.ranks > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
-            squares = copy_to_tensor_model_parallel_region(
-                reduce_from_tensor_model_parallel_region(squares, group=self.group), group=self.group
-            )
+        if self.group.size() > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         normed = (values * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
         return normed * self.weight.view(x.shape[-2:])
 
@@ -276,10 +272,6 @@ def layer_spec(
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
     attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
-    if arch.wide_qk_norm:
-        attention.q_layernorm, attention.k_layernorm = (
-            type(f"WideNormOf{heads}", (WideNorm,), {"heads": heads}) for heads in (arch.heads, arch.kv_heads)
-        )
     if use_transformer_engine:
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if arch.family == "olmo" else norm_class(arch)
@@ -327,8 +319,11 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
     for layer in layers:
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window
-        if arch.wide_qk_norm:
-            attention.q_layernorm.group = attention.k_layernorm.group = attention.pg_collection.tp
+        if arch.wide_qk_norm:  # not in the spec: upstream would take their gradients for parts of a sum over the ranks
+            attention.q_layernorm, attention.k_layernorm = (
+                WideNorm(attention.config, heads, arch.head_dim, attention.pg_collection.tp)
+                for heads in (arch.heads, arch.kv_heads)
+            )
         rotating = attention.core_attention
         if arch.latent is not None:
             rotating.expand, rotating = attention.expand, attention  # latent keys rotate before it

@@ -155,8 +155,8 @@ def hf_gradients(folder, batch, stats):
     return model
 
 
-# Families whose gradients differ from those of test_gradients' model: windows, norms behind matrices, scaled rows, norms
-# over the heads of all ranks, heads of which a part is rotated.
+# Families whose gradients differ from those of test_gradients' model: windows, norms behind matrices, scaled rows,
+# norms over the heads of all ranks, heads of which a part is rotated.
 UPDATED = ["gemma3", "mistral_windowed", "olmo", "phi3_partly_rotated", "qwen2"]
 
 
