@@ -76,6 +76,19 @@ class ParallelGroups:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @functools.cached_property
+    def replicas(self) -> tuple[list[int], ...]:
+        """The ranks of each data-parallel replica in the order of data ranks, the first one first.
+
+        In the policy's layout that is its rollout rank.
+        """
+        tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
+        stage = self.world_size // self.pipeline.size  # megatron.core's order: tensor, context, data, pipeline
+        return tuple(
+            [number * stage + first + place for number in stages for place in range(tensor)]
+            for first in range(0, stage, tensor)
+        )
+
     def on_main(self, act: Callable[[], object]) -> str:
         """Run `act` on the main rank while the others wait; return on all which OSError ended it, '' if none did."""
         fault = [""]
@@ -146,7 +159,7 @@ def start(
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)  # upstream's layers ask for its random states by name, also without a GPU
-    return ParallelGroups(
+    groups = ParallelGroups(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
         context=_axis(parallel_state.get_context_parallel_group()),
@@ -161,6 +174,8 @@ def start(
         # Of what upstream's module has, its groups and sizes are the names in capitals.
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
+    assert groups.rank in groups.replicas[groups.data.rank], "megatron.core orders ranks in another way"
+    return groups
 
 
 def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:

@@ -341,7 +341,7 @@ class TrajectoryBatch:
     @property
     def sequence_ids(self) -> Tensor:
         """`[N]` int64: the trajectory that each token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        return torch.repeat_interleave(torch.arange(len(self)), self.cu_seqlens.diff())
 
     @property
     def samples(self) -> Tensor:
@@ -371,7 +371,26 @@ class TrajectoryBatch:
 
     def sums_of_tokens(self, values: Tensor) -> Tensor:
         """`[N]` numbers of tokens -> `[B]`, each trajectory's sum, of the same dtype."""
-        return torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values)
+        return self.completed(torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values))
+
+    # A step's batch has the numbers of all trajectories on every rank, and the tokens of those alone that the rank's
+    # replica trains: batch.step_batch.StepBatch overrides what follows. Every rank calls these, in the same order.
+
+    def completed(self, values: Tensor) -> Tensor:
+        """`[B]` numbers that are right for the trajectories whose tokens are here -> those right for each of them."""
+        return values
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Add whole numbers counted over the tokens here to those of the others."""
+        return counts
+
+    def own(self) -> TrajectoryBatch:
+        """Return the trajectories whose tokens are here, as a batch that has no others."""
+        return self
+
+    def shown(self, indices: list[int]) -> TrajectoryBatch:
+        """Return the trajectories of `indices` on the main rank, whoever has their tokens; others may get none."""
+        return self.select(indices)
 
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
@@ -400,7 +419,7 @@ class TrajectoryBatch:
     def select(self, indices: Iterable[int]) -> TrajectoryBatch:
         """Return the trajectories of `indices`, in that order."""
         order = torch.as_tensor(list(indices), dtype=torch.int64)
-        lengths = self.lengths[order]
+        lengths = self.cu_seqlens.diff()[order]
         cu_seqlens = prefix_sums(lengths)
         # By how much each token is moved: the start of its trajectory here, less its start in the result.
         moves = torch.repeat_interleave(self.cu_seqlens[:-1][order] - cu_seqlens[:-1], lengths)

@@ -62,7 +62,7 @@ class PolicyActor:
 
     @property
     def columns_needed(self) -> list[str]:
-        """The columns that `compute_advantages` needs of the whole batch, `[N]` by token: `ref_logprobs` of the
+        """The columns that `compute_advantages` needs of the tokens here, `[N]`: `ref_logprobs` of the
         reference, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
@@ -70,7 +70,10 @@ class PolicyActor:
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
-        """Shape the rewards and set `advantages`. The batch is the whole step's, with whole groups, on every rank."""
+        """Shape the rewards and set `advantages`. All ranks call it.
+
+        The batch has the numbers of all trajectories, in whole groups, and the tokens that this replica trains.
+        """
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
         options = self.options

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.normalize import EPS, count_of, deviation_of, group_numbers, mean_of, normalize, shares_of
+from megatron_rl.algo.normalize import (
+    EPS,
+    count_of,
+    deviation_of,
+    group_numbers,
+    mean_of,
+    normalize,
+    normalize_tokens,
+    shares_of,
+)
 from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
@@ -280,19 +289,18 @@ def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
 
 
 def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, args: dict[str, Any]) -> None:
-    """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's, on every rank.
+    """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's.
 
-    A result for each trajectory is normalised over samples, one for each token over trained tokens.
+    A result for each trajectory is normalised over samples, one for each token over trained tokens. All ranks call it.
     """
-    _check_finite(batch["scores"], "the shaped reward: scores")
+    wrong = int((~batch["scores"].isfinite()).sum())
+    _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
-    if found.shape == (len(batch),):
+    if is_by_trajectory(found, batch):
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
-        # Untrained tokens may hold anything, and are in no mean.
-        trained = normalize(found[mask], batch.spread(batch["group"])[mask], mean=mean, std=std)
-        found = torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, trained)
+        found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold anything
     else:
         raise ValueError(
             f"algo.advantage = {options.advantage!r}: returned {tuple(found.shape)}; must be one number for each of "
@@ -301,15 +309,25 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
     if options.advantage_clip > 0:
         found = found.clamp(-options.advantage_clip, options.advantage_clip)
     found = found.masked_fill(~mask, 0.0).float()  # normalised in float64, so that rounding is no deviation
-    _check_finite(found, f"algo.advantage = {options.advantage!r}: advantages")
+    wrong, count = batch.total(torch.tensor([int((~found.isfinite()).sum()), len(found)])).tolist()
+    _check_finite(found, wrong, count, f"algo.advantage = {options.advantage!r}: advantages")
     batch.tokens["advantages"] = found
 
 
-def _check_finite(values: Tensor, what: str) -> None:
-    """ValueError instead of advantages that are 0 or no number for all that a wrong one is compared with."""
-    wrong = (~values.isfinite()).nonzero()[:, 0]
-    if len(wrong):
+def is_by_trajectory(found: Tensor, batch: TrajectoryBatch) -> bool:
+    """Return whether a result is `[B]` on all ranks, one of which may have as many tokens. All ranks call it."""
+    return int(batch.total(torch.tensor([int(found.shape != (len(batch),))]))) == 0
+
+
+def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:
+    """ValueError instead of advantages that are 0 or no number for all that a wrong one is compared with.
+
+    wrong and count: of all replicas' values, so that the ranks of all of them end alike.
+    """
+    if wrong:
+        here = (~values.isfinite()).nonzero()[:, 0].tolist()
+        first = f"{what}[{here[0]}] = {float(values[here[0]])}, and" if here else f"{what}:"
         raise ValueError(
-            f"{what}[{int(wrong[0])}] = {float(values[wrong[0]])}, and {len(wrong)} of {len(values)} are not "
-            f"finite; look at the rewards of the workflow and of the reward model, and at the estimator."
+            f"{first} {wrong} of {count} are not finite; look at the rewards of the workflow and of the reward model, "
+            f"and at the estimator."
         )

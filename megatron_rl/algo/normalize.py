@@ -1,12 +1,15 @@
 """Means and standard deviations over groups of trajectories and over whole batches, in float64.
 
-A batch is that of all data-parallel ranks: `batch.exchange.gather` gives every rank the whole of it.
+A batch is that of all data-parallel ranks. Sums over tokens are made of each trajectory's, added in the trajectories'
+order: the same to the last bit, whichever ranks have the tokens.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from megatron_rl.types import TrajectoryBatch
 
 EPS = 1e-6
 """Added to a standard deviation; one below this share of the largest value is rounding, and counts as none."""
@@ -71,3 +74,41 @@ def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Ten
         deviation = deviation_of(values, places[std], correction=1 if std == "group" else 0, shares=shares)
         result = torch.where(deviation > 0, result / (deviation + EPS), 0.0)
     return result
+
+
+def normalize_tokens(values: Tensor, batch: TrajectoryBatch, *, mean: str, std: str) -> Tensor:
+    """Do the same to numbers of tokens, of which the trained ones count: `[N]` -> `[N]` float64, 0 for the others."""
+    mask = batch["loss_mask"].bool()
+    values = values.double().masked_fill(~mask, 0.0)
+    counts = batch.sums_of_tokens(mask.double())
+    places = {"group": group_numbers(batch["group"]), "batch": torch.zeros_like(batch["group"])}
+    result = values
+    if mean != "none":
+        result = result - batch.spread(_mean_of_tokens(values, batch, counts, places[mean]))
+    if std != "none":
+        deviation = _deviation_of_tokens(values, batch, counts, places[std], correction=1 if std == "group" else 0)
+        result = torch.where(batch.spread(deviation > 0), result / (batch.spread(deviation) + EPS), 0.0)
+    return result.masked_fill(~mask, 0.0)
+
+
+def _mean_of_tokens(values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor) -> Tensor:
+    """`[N]` -> `[B]`: the mean over the trained tokens of each trajectory's group, counts `[B]` being their numbers."""
+    return _sum_of(batch.sums_of_tokens(values), member) / _sum_of(counts, member).clamp_min(1.0)
+
+
+def _deviation_of_tokens(
+    values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor, *, correction: int
+) -> Tensor:
+    """`[N]` -> `[B]`: the deviation of the trained tokens of each trajectory's group, as `deviation_of`."""
+    mask = batch["loss_mask"].bool()
+    centered = (values - batch.spread(_mean_of_tokens(values, batch, counts, member))).masked_fill(~mask, 0.0)
+    squares, count = _sum_of(batch.sums_of_tokens(centered.square()), member), _sum_of(counts, member)
+    deviation = (squares / (count - correction).clamp_min(1.0)).sqrt()
+    of_each = torch.zeros(len(batch), dtype=torch.float64).scatter_reduce(0, batch.sequence_ids, values.abs(), "amax")
+    largest = torch.zeros(len(batch), dtype=torch.float64)
+    largest.scatter_reduce_(0, member, batch.completed(of_each), "amax")
+    return deviation.masked_fill(deviation <= EPS * largest[member], 0.0)
+
+
+def _sum_of(values: Tensor, member: Tensor) -> Tensor:
+    return torch.zeros(len(values), dtype=torch.float64).index_add_(0, member, values)[member]  # [B] -> [B]

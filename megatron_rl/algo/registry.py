@@ -32,8 +32,10 @@ class Estimator:
     """An estimator of the advantages of a step's trajectories.
 
     function(batch, **algo.advantage_args) -> `[B]` float, one for all tokens of a trajectory, or `[N]`, one per token.
-    The batch is the whole step's: `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's
-    number, `loss_mask` says which tokens are trained. Several trajectories of one sample (`batch.samples`) count
+    `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's number, `loss_mask` says which
+    tokens are trained. Numbers of trajectories are those of the whole step, on every rank; numbers of tokens those that
+    the rank's replica trains: `batch.sums_of_tokens` makes each trajectory's sum of them, right for all of them on
+    every rank, and all ranks call it. Several trajectories of one sample (`batch.samples`) count
     once where `[B]` results are normalised.
 
         @estimator(mean="group", std="group")  # algo.advantage: my_package.mine:squared
@@ -65,8 +67,8 @@ class FusedLoss:
 
     function: Callable[..., PpoOptions]
     select: Callable[..., Tensor] | None = None
-    """select(batch, **algo.loss_args) -> `[N]` bool, the tokens whose advantage counts, from the whole step's batch,
-    which has `proximal_logprobs` then."""
+    """select(batch, **algo.loss_args) -> `[N]` bool, the tokens whose advantage counts, of a batch as an estimator has
+    it, which has `proximal_logprobs` then."""
     rules: Rules = field(default_factory=dict)
     """Of algo.loss_args."""
 

@@ -1,4 +1,4 @@
-"""Reward shaping: from what a workflow reported to what an estimator compares. All of it sees the whole step's batch.
+"""Reward shaping: from what a workflow reported to what an estimator compares, over the whole step's trajectories.
 
 In this order: minus the overlong penalty, per written token, running normalisation, clip, minus the KL penalty.
 """
@@ -129,7 +129,8 @@ class RewardShaper:
         mask = batch["loss_mask"]
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
-        mean = float(divergence.sum()) / max(int(mask.sum()), 1)
+        count = int(batch.total(mask.sum()))
+        mean = float(batch.sums_of_tokens(divergence).sum()) / max(count, 1)  # by trajectory: in one order on all ranks
         return self.kl.coefficient * divergence, mean
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def longest_replies(batch: TrajectoryBatch) -> Tensor:
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
     lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
-    return torch.zeros(len(batch), dtype=torch.int64).scatter_reduce(0, trajectory, lengths, "amax")
+    return batch.completed(torch.zeros(len(batch), dtype=torch.int64).scatter_reduce(0, trajectory, lengths, "amax"))
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:

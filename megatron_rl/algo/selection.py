@@ -1,9 +1,13 @@
-"""Which tokens' advantages count: masks over the whole step's batch, from one pass of the policy before its updates.
+"""Which tokens' advantages count: masks over the step's batch, from one pass of the policy before its updates.
 
 A token that is left out has advantage 0; it stays in the denominator, and KL and entropy terms hold for it.
 """
 
 from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -18,16 +22,24 @@ def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     Source: arXiv 2506.01939
     """
     trained = batch["loss_mask"].nonzero()[:, 0]
-    sequence = batch.sequence_ids[trained] if level == "sequence" else torch.zeros_like(trained)
+    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
+    if level == "batch":
+        most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
+        falling = 2**32 - 1 - _rising_keys(batch["entropies"][trained])
+        kept[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
+        return kept
+    sequence = batch.sequence_ids[trained]
     by_entropy = batch["entropies"][trained].argsort(descending=True, stable=True)
     order = by_entropy[sequence[by_entropy].argsort(stable=True)]  # within each sequence, the highest first
     count = torch.bincount(sequence)
     rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # place within the sequence
-    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
-    # The product is rounded first: 0.2 * 5 is a little more than 1 in floating point.
-    most = (share * count.double()).mul(1e9).round().div(1e9).ceil().long()
-    kept[trained[order[rank < most[sequence[order]]]]] = True
+    kept[trained[order[rank < _share_of(share, count)[sequence[order]]]]] = True
     return kept
+
+
+def _share_of(share: float, count: Tensor) -> Tensor:
+    # The product is rounded first: 0.2 * 5 is a little more than 1 in floating point.
+    return (share * count.double()).mul(1e9).round().div(1e9).ceil().long()
 
 
 def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
@@ -36,18 +48,66 @@ def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
     d = log p(policy before the updates) - log p(behaviour policy): `[N]` bool.
     Source: arXiv 2510.01161
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]
-    moment = (batch["proximal_logprobs"] - batch["logprobs"])[trained].double().square()
-    moment = moment.nan_to_num(nan=torch.inf)  # sorted last: left out, and out of the mean of those kept
-    ascending, order = moment.sort(stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(order) + 1)
-    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
-    kept[trained[order[means <= bound]]] = True  # the mean rises with every token, so these are the first ones
+    d = (batch["proximal_logprobs"] - batch["logprobs"]).float().abs()
+    finite = (batch["loss_mask"].bool() & d.isfinite()).nonzero()[:, 0]  # others are left out, and out of the mean
+    bits = d[finite].view(torch.int32).long()
+    exponent, fraction = bits >> 23, bits & 0x7FFFFF
+    root = torch.where(exponent > 0, fraction + 2**23, 2 * fraction)  # d = root 2^(exponent - 150)
+    most = Fraction(bound) * 2**300
+    kept = torch.zeros(len(d), dtype=torch.bool)
+    kept[finite] = _first_that_fit(2 * bits, root.square(), batch, finite, lambda n, total: total <= n * most)
     return kept
+
+
+def _rising_keys(values: Tensor) -> Tensor:
+    """`[n]` float32 -> `[n]` int64 from 0 to 2^32 - 1, which rise as the values do; NaN is above all of them."""
+    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 makes one of both zeros
+    return torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)
+
+
+def _first_that_fit(
+    keys: Tensor, weights: Tensor, batch: TrajectoryBatch, places: Tensor, fits: Callable[[int, int], bool]
+) -> Tensor:
+    """Return the tokens of the longest row that fits, of those of all replicas in the order of keys: `[n]` bool.
+
+    Of equal keys the earlier comes first. No replica sees another's tokens: each counts its own by the key's highest
+    8 bits, and so on for those of one number, until the last key is known. All ranks call it.
+
+    keys: `[n]` int64 from 0 to 2^32 - 1. weights: `[n]` int64 below 2^48, the same for equal keys, in units of
+    4^(the key's highest 8 bits): their sums are exact in any order. places: `[n]`, the tokens. fits(count, total): is
+    False for every row that begins with one for which it is.
+    """
+    parts = torch.stack([torch.ones_like(keys), weights >> 24, weights & 0xFFFFFF], dim=1)  # sums fit into int64
+    last, count, total = 0, 0, 0
+    for shift in (24, 16, 8, 0):
+        inside = keys >> (shift + 8) == last
+        table = torch.zeros(256, 3, dtype=torch.int64).index_add_(0, (keys[inside] >> shift) & 255, parts[inside])
+        last *= 256
+        for more, high, low in batch.total(table).tolist():
+            added = ((high << 24) + low) << 2 * (last >> 24 - shift)
+            if not fits(count + more, total + added):
+                break
+            last, count, total = last + 1, count + more, total + added
+        else:  # in the first round: all of them fit
+            return torch.ones(len(keys), dtype=torch.bool)
+    # `more` tokens have the last key, and `last` is what the keys below it are less than.
+    share = added // max(more, 1)
+    taken = bisect(range(1, more + 1), False, key=lambda n: not fits(count + n, total + n * share))
+    ties = keys == last
+    of_each = torch.zeros(len(batch), dtype=torch.int64)
+    sequence = batch.sequence_ids[places[ties]]
+    here = of_each.index_add(0, sequence, torch.ones_like(sequence))
+    all_ties = batch.completed(here)
+    before = (all_ties.cumsum(0) - all_ties)[sequence]  # in the trajectories before
+    own = torch.arange(len(sequence)) - (here.cumsum(0) - here)[sequence]
+    chosen = keys < last
+    chosen[ties.nonzero()[:, 0][before + own < taken]] = True
+    return chosen
 
 
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
     """Set the advantages of the other tokens to 0; return the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
     trained = batch["loss_mask"]
-    return float((kept & trained).sum() / trained.sum().clamp_min(1))
+    chosen, of = batch.total(torch.stack([(kept & trained).sum(), trained.sum()]))
+    return float(chosen / of.clamp_min(1))

@@ -1,6 +1,8 @@
-"""Moves trajectories between ranks.
+"""Shares a step's trajectories out to the ranks that train them: each token is sent once.
 
-Every rank gets the step's batch, then takes its data-parallel share of each update.
+Rollout ranks tell all ranks the numbers of their trajectories (lengths, rewards, prompts). Of those every rank makes
+one plan (batch/share_plan.py), and tokens go to the replica that computes all passes over them. Rows of data, which
+every rank has, are shared out by the same plan.
 """
 
 from __future__ import annotations
@@ -12,47 +14,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import packing
+from megatron_rl.batch import delivery, packing, share_plan, step_table
+from megatron_rl.batch.delivery import Layout
+from megatron_rl.batch.step_batch import SharePlan, StepBatch
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
+LENGTH, COMMON = ".length", ".common"
+"""What is told of trajectories beside their own columns: tokens, and those that their family begins with alike."""
 
 
-def gather(batch: TrajectoryBatch | None, groups: ParallelGroups) -> TrajectoryBatch:
-    """Return the whole step's trajectories on every rank. All ranks call it; rollout ranks give theirs, others None.
+def share_out(
+    own: TrajectoryBatch | None, groups: ParallelGroups, *, updates: int, seed: int, share_prompts: bool = False
+) -> StepBatch:
+    """Return the step's trajectories, each token on the replica that trains it. All ranks call it.
 
-    Trajectories come in the order of ranks, and `group` numbers are made unique over the rollout ranks. Only names and
-    sizes travel as objects; each rollout rank's tensors are one flat broadcast.
+    own: a rollout rank's, None on others. Trajectories come in the order of ranks, and `group` numbers are made unique
+    over the rollout ranks. Each is trained in one of `updates` optimizer steps, into which `seed` shuffles them, but
+    for the greedy replies that are only scored (`is_greedy`). With `share_prompts` those of a group stay together as
+    far as even shares allow.
+
+    RuntimeError on all ranks where rollout ranks have different columns.
     """
-    columns = {} if batch is None else batch.columns()
-    header = [(key, column.dtype, len(column)) for key, column in columns.items()]
-    headers: list[list[tuple[str, torch.dtype, int]]] = [[] for _ in range(groups.world_size)]
-    dist.all_gather_object(headers, header, group=groups.control)
-    parts: list[TrajectoryBatch] = []
-    for rank, layout in enumerate(headers):  # the same order of broadcasts on every rank
-        if layout:
-            parts.append(_broadcast(columns, layout, rank, groups))
-    offset = 0
-    for part in parts:  # rollout ranks number their groups each by itself
-        part.sequences["group"] = part.sequences["group"] + offset
-        offset = int(part.sequences["group"].max()) + 1
-    return TrajectoryBatch.cat(parts)
+    numbers: dict[str, Tensor] = {}
+    layout: Layout = []
+    if own is not None:
+        numbers, layout = {LENGTH: own.lengths.int()} | own.sequences, delivery.token_layout(own)
+        if share_prompts:
+            numbers[COMMON] = packing.common_beginnings(own).long()
+    table = sorted((name, column.dtype) for name, column in numbers.items())
+    told = [[table, layout]]
+    dist.broadcast_object_list(told, src=0, group=groups.control)
+    is_alike = told == [[table, layout]]
+    table, layout = told[0]
+    found = step_table.gather(numbers if is_alike else {}, table, groups)
+    if found is None:
+        names = [name.removeprefix("tokens.") for name, _ in table + layout if not name.startswith((".", "versions."))]
+        raise RuntimeError(
+            f"rollout ranks have trajectories with different columns; rank 0 has {', '.join(names)}. Have the workflow "
+            f"return the same ones for every prompt."
+        )
+    numbers, sender = found
+    lengths, common = numbers.pop(LENGTH).long(), numbers.pop(COMMON, None)
+    plan = plan_step(numbers, lengths, groups, updates=updates, seed=seed, share_prompts=share_prompts, common=common)
+    held = own if own is not None else TrajectoryBatch({}, {}, torch.zeros(1, dtype=torch.int64))
+    tokens = delivery.deliver(held, layout, lengths=lengths, sender=sender, owner=plan.owner, groups=groups)
+    return StepBatch.of_tokens(tokens, numbers, plan)
 
 
-def _broadcast(
-    columns: dict[str, Tensor], layout: list[tuple[str, torch.dtype, int]], source: int, groups: ParallelGroups
-) -> TrajectoryBatch:
-    """Send one rollout rank's columns to every rank as bytes."""
-    sizes = [length * dtype.itemsize for _, dtype, length in layout]
-    if groups.rank == source:
-        flat = torch.cat([columns[key].contiguous().view(torch.uint8) for key, _, _ in layout])
-    else:
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-    dist.broadcast(flat, src=source, group=groups.control)
-    parts = zip(layout, torch.split(flat, sizes), strict=True)
-    # A copy of its own is aligned for its dtype.
-    return TrajectoryBatch.from_columns({name: part.clone().view(dtype) for (name, dtype, _), part in parts})
+def plan_step(
+    sequences: dict[str, Tensor],
+    lengths: Tensor,
+    groups: ParallelGroups,
+    *,
+    updates: int,
+    seed: int,
+    share_prompts: bool = False,
+    common: Tensor | None = None,
+) -> SharePlan:
+    """Return who trains which trajectory in which update; no communication. Tensors and columns are `[B]`.
+
+    common: packing.common_beginnings where prompts are shared.
+    """
+    is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
+    group = sequences["group"]
+    update = torch.full((len(lengths),), updates)
+    update[is_trained] = share_plan.plan_updates(
+        int(is_trained.sum()), updates, seed=seed, group=group[is_trained] if share_prompts else None
+    )
+    owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, common=common)
+    columns = {"lengths": lengths, "update": update, "owner": owner, "group": group}
+    return SharePlan(groups=groups, updates=updates, **columns, common=common)
 
 
 def pack_alike(
@@ -81,63 +114,30 @@ def least_alone(
     return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 
 
-UNITS_PER_RANK = 16
-"""Families are divided until a rank has as many units to choose from, which keeps ranks within some percent."""
+def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool = False) -> TrajectoryBatch:
+    """Return this data-parallel rank's share of a batch that every rank has, balanced as a step's are.
 
-
-def update_shares(
-    batch: TrajectoryBatch, updates: int, groups: ParallelGroups, *, seed: int, share_prompts: bool = False
-) -> list[TrajectoryBatch]:
-    """Split a whole batch into `updates` shuffled parts and return this data-parallel rank's balanced share of each.
-
-    Every rank computes the same split from the same batch; shares of one update differ in cost by one unit at most.
     With `share_prompts` the trajectories of a group stay together as far as even shares allow.
     """
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(batch), generator=generator)
-    if share_prompts and "group" in batch:
-        prompts, group = torch.unique(batch["group"], return_inverse=True)
-        # Prompts are shuffled, and the trajectories of each stay side by side in their order.
-        order = torch.randperm(len(prompts), generator=generator)[group].argsort(stable=True)
-    shares = []
-    # The cuts are by number: a group at a cut is in both parts. So a batch of pairs has one update.
-    for chosen in order.tensor_split(updates):
-        part = batch.select(sorted(chosen.tolist()))
-        most_rows = len(part["input_ids"])  # one rank takes families whole
-        if groups.data.size > 1:
-            most_rows = max(1, most_rows // (UNITS_PER_RANK * groups.data.size))
-        parts = packing.units(part, most_rows, share_prompts=share_prompts)
-        own = packing.split_evenly([unit.cost for unit in parts], groups.data.size)[groups.data.rank]
-        shares.append(part.select(sorted(index for number in own for index in parts[number].members)))
-    return shares
+    options = {"group": batch.sequences.get("group"), "pair": batch.sequences.get("pair")}
+    if share_prompts:
+        options["common"] = packing.common_beginnings(batch)
+    together = torch.zeros(len(batch), dtype=torch.int64)
+    owner = share_plan.plan_owners(together, batch.lengths, groups.data.size, **options)
+    return batch.select((owner == groups.data.rank).nonzero()[:, 0].tolist())
 
 
 def by_token(
     batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
-    """Return `compute`'s `[N]` float32 of the whole batch on every rank, each data-parallel rank computing its share.
+    """Return `compute`'s `[N]` float32 of a batch that every rank has, each data-parallel rank computing its share.
 
     All ranks call it with the same batch and an engine of this layout behind `compute`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)
-    return _computed_by_all(numbered, groups, compute, share_prompts)
-
-
-def by_sequence(
-    batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
-) -> Tensor:
-    """The same for `compute`'s `[B]`, one number per trajectory."""
-    numbered = dataclasses.replace(batch, sequences=batch.sequences | {"row": torch.arange(len(batch))})
-    return _computed_by_all(numbered, groups, compute, share_prompts)
-
-
-def _computed_by_all(
-    numbered: TrajectoryBatch, groups: ParallelGroups, compute: Compute, share_prompts: bool
-) -> Tensor:
-    """numbered: has a column `row` that numbers the results."""
-    result = torch.zeros(len(numbered["row"]))  # every place is written by one rank, so that their sum is exact
-    (share,) = update_shares(numbered, 1, groups, seed=0, share_prompts=share_prompts)
+    share = own_share(numbered, groups, share_prompts=share_prompts)
+    result = torch.zeros(len(batch["input_ids"]))  # every place is written by one rank, so that their sum is exact
     computed = compute(share)
     if groups.is_rollout_rank:  # of the ranks that computed the same share one contributes
         result[share["row"]] = computed.cpu()

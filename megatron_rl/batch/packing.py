@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -124,22 +125,46 @@ WORTH_SHARING = 0.1
 
 def _families(batch: TrajectoryBatch, indices: list[int]) -> list[tuple[list[int], int]]:
     """Return the trajectories of one `group` that begin with the same tokens, with the length of that beginning."""
-    if "group" not in batch.sequences:
+    starts, ids = batch.cu_seqlens.tolist(), batch.tokens["input_ids"]
+
+    def common_beginning(members: list[int], shortest: int) -> int:
+        begins = torch.stack([ids[starts[m] : starts[m] + shortest] for m in members])
+        return int((begins == begins[0]).all(0).cumprod(0).sum())  # the ones before the first difference
+
+    return families_of(batch.lengths, batch.sequences.get("group"), indices, common_beginning)
+
+
+def families_of(
+    lengths: Tensor, group: Tensor | None, indices: list[int], common_beginning: Callable[[list[int], int], int]
+) -> list[tuple[list[int], int]]:
+    """Return which of the trajectories `indices` are computed together, with the length of their common beginning.
+
+    lengths and group: `[B]`. common_beginning(members, shortest): how many tokens members of one group begin with
+    alike, of which the shortest has `shortest`.
+    """
+    if group is None:
         return []
-    lengths, starts, groups = batch.lengths.tolist(), batch.cu_seqlens.tolist(), batch.sequences["group"].tolist()
+    all_lengths, groups = lengths.tolist(), group.tolist()
     by_group: dict[int, list[int]] = {}
     for index in indices:
-        if lengths[index]:
+        if all_lengths[index]:
             by_group.setdefault(groups[index], []).append(index)
     families = []
     for members in by_group.values():
         if len(members) > 1:
-            shortest = min(lengths[m] for m in members)
-            begins = torch.stack([batch.tokens["input_ids"][starts[m] : starts[m] + shortest] for m in members])
-            common = int((begins == begins[0]).all(0).cumprod(0).sum())  # the ones before the first difference
-            if common * (len(members) - 1) >= WORTH_SHARING * sum(lengths[m] for m in members):
+            own = [all_lengths[m] for m in members]
+            common = common_beginning(members, min(own))
+            if common * (len(members) - 1) >= WORTH_SHARING * sum(own):
                 families.append((members, common))
     return families
+
+
+def common_beginnings(batch: TrajectoryBatch) -> Tensor:
+    """`[B]` int32: how many tokens each trajectory's family begins with alike; 0 for one that has none."""
+    common = torch.zeros(len(batch), dtype=torch.int32)
+    for members, length in _families(batch, list(range(len(batch)))):
+        common[members] = length
+    return common
 
 
 @dataclass(frozen=True)
@@ -156,23 +181,31 @@ def units(
 ) -> list[Unit]:
     """Divide the trajectories: pairs, else whole families up to `most_rows` rows, the others one by one."""
     needed = _needed_rows(batch.lengths, final_rows).tolist()
+    found = _families(batch, list(range(len(batch)))) if share_prompts else []
+    return divide(needed, found, batch.sequences.get("pair"), most_rows)
+
+
+def divide(rows: list[int], families: list[tuple[list[int], int]], pair: Tensor | None, most_rows: int) -> list[Unit]:
+    """Divide trajectories, of which the needed rows and families are known, as `units` does.
+
+    families: members with the length of their common beginning. pair: `[B]`, the number of each one's, or None.
+    """
     result, together = [], set()
-    for members, common in _families(batch, list(range(len(batch)))) if share_prompts else []:
+    for members, common in families:
         together.update(members)
-        common = min(common, *(needed[m] for m in members))
-        own_rows = [needed[m] - common for m in members]
-        is_pair = "pair" in batch.sequences
-        for part in [members] if is_pair else _parts_of_family(members, own_rows, common, most_rows):
-            result.append(_unit(part, [needed[m] for m in part], common if len(part) > 1 else 0))
-    rest = [i for i in range(len(batch)) if i not in together]
-    return result + [_unit(part, [needed[i] for i in part], 0) for part in _inseparable(batch, rest)]
+        common = min(common, *(rows[m] for m in members))
+        own_rows = [rows[m] - common for m in members]
+        for part in [members] if pair is not None else _parts_of_family(members, own_rows, common, most_rows):
+            result.append(_unit(part, [rows[m] for m in part], common if len(part) > 1 else 0))
+    rest = [i for i in range(len(rows)) if i not in together]
+    return result + [_unit(part, [rows[i] for i in part], 0) for part in _inseparable(pair, rest)]
 
 
-def _inseparable(batch: TrajectoryBatch, indices: list[int]) -> list[list[int]]:
+def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
     """Return the pairs among the trajectories, or each one alone."""
-    if "pair" not in batch.sequences:
+    if pair is None:
         return [[index] for index in indices]
-    number_of = batch.sequences["pair"].tolist()
+    number_of = pair.tolist()
     pairs: dict[int, list[int]] = {}
     for index in indices:
         pairs.setdefault(number_of[index], []).append(index)

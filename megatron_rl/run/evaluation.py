@@ -149,28 +149,24 @@ def score_sets(
     return found
 
 
-def decode_samples(
-    tokenizer: PreTrainedTokenizerBase,
-    batch: TrajectoryBatch,
-    count: int,
-    *,
-    seed: int = 0,
-    prompts: list[dict[str, Any]] | None = None,
-) -> list[Sample]:
-    """Decode `count` trajectories drawn at random by `seed`: of as many prompts as there are, then of these again.
-
-    prompts: those that the batch's `prompt_index` numbers, for their answers.
-    """
-    answers = [""] * len(batch)
-    if prompts is not None and "prompt_index" in batch:
-        answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
+def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
+    """Draw `count` trajectories at random by `seed`: of as many prompts as there are, then of these again."""
     waiting: dict[int, list[int]] = {}
     # A generator of its own: which samples are shown must change no other draw.
     for row in random.Random(seed).sample(range(len(batch)), len(batch)):
         waiting.setdefault(int(batch["group"][row]), []).append(row)
     rounds = itertools.zip_longest(*waiting.values())
-    drawn = [row for rows in rounds for row in rows if row is not None][:count]
-    return [decode(tokenizer, batch, row, answers[row]) for row in drawn]
+    return [row for rows in rounds for row in rows if row is not None][:count]
+
+
+def decode_samples(
+    tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, *, prompts: list[dict[str, Any]] | None = None
+) -> list[Sample]:
+    """Decode all trajectories of a batch. prompts: those that its `prompt_index` numbers, for their answers."""
+    answers = [""] * len(batch)
+    if prompts is not None and "prompt_index" in batch:
+        answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
+    return [decode(tokenizer, batch, row, answer) for row, answer in enumerate(answers)]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int, answer: Any = "") -> Sample:

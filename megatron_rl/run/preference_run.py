@@ -55,10 +55,10 @@ class PairTraining(RowTraining):
         """Return means over pairs; `accuracy` is the share of pairs whose chosen reply the model finds better."""
         return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))
 
-    def _share(self, batch: TrajectoryBatch, seed: int) -> TrajectoryBatch:
+    def _share(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         if self.entry.head == "value":  # the score is the value behind the last token, which needs a row of its own
             batch = batch.with_one_more_token()[0]
-        return super()._share(batch, seed)
+        return super()._share(batch)
 
 
 class Reference:

@@ -6,17 +6,14 @@ ranks.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import Critic, PolicyActor
 from megatron_rl.algo.reward_shaping import RewardShaper, add_scores, take_out_greedy
 from megatron_rl.batch import exchange
+from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.config import ParallelConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
@@ -24,7 +21,7 @@ from megatron_rl.launch import own_gpu, process_exit
 from megatron_rl.launch.signs_of_life import Look
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
-from megatron_rl.run.evaluation import Evaluations, decode_samples
+from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
 from megatron_rl.run.rollouts import RolloutProcesses, Rollouts
 from megatron_rl.run.run import Run
 from megatron_rl.run.run_checkpoints import PromptResumeState
@@ -251,11 +248,12 @@ class RLRun(Run):
         self.say(message)
         self.processes.leave_step(message)
 
-    def next_batch(self, step: int) -> TrajectoryBatch | None:
-        """Return the step's trajectories on every rank, or None where a stop signal ends the run early.
+    def next_batch(self, step: int) -> StepBatch | None:
+        """Return the step's trajectories, or None where a stop signal ends the run early.
 
-        A rollout that a stop signal or the end of its time cuts short is left, and so is the step: the checkpoint is
-        that of its beginning.
+        Every rank has the numbers of all of them, and the tokens of those that its replica trains. A rollout that a
+        stop signal or the end of its time cuts short is left, and so is the step: the checkpoint is that of its
+        beginning.
         """
         own: TrajectoryBatch | None = None
         is_left = False  # on this rank; the others may have their replies, and are told below
@@ -271,56 +269,55 @@ class RLRun(Run):
             if self.groups.any(is_left):
                 self.stop_after(step, "a hang" if self.has_hung else "")
                 return None
-            return exchange.gather(own, self.groups)
+            if own is not None and self.reward_model is None:
+                own = take_out_greedy(own)  # which nobody computes anything of: their tokens stay here
+            options = self.config.batch
+            return exchange.share_out(
+                own,
+                self.groups,
+                updates=options.updates_per_step,
+                seed=self.config.run.seed * 1_000_003 + step,  # of the step alone: a resumed run's shares are the same
+                share_prompts=options.share_prompts,
+            )
 
-    def add_reward_model_scores(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+    def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
         """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
         check_greedy(self.config, batch)  # here, as the greedy replies are taken out below
         if self.reward_model is not None:
-            engine, shared = self.reward_model, self.config.batch.share_prompts
             with self.timers("score"):
-                scores = exchange.by_sequence(batch, engine.groups, engine.score, share_prompts=shared)
+                scores = batch.in_layout(self.reward_model.groups).by_sequence(self.reward_model.score)
             add_scores(batch, scores, coefficient=self.config.reward_model.coefficient)
         return take_out_greedy(batch)
 
-    def compute_advantages(self, batch: TrajectoryBatch) -> None:
+    def compute_advantages(self, batch: StepBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
         if self.critic is not None:
             with self.timers("values"):
-                batch.tokens["values"] = self._by_token(batch, self.critic.engine, self.critic.values)
+                there = batch.in_layout(self.critic.engine.groups)
+                there.tokens["values"] = self.critic.values(there.own())
+                batch.tokens["values"] = batch.taken_from(there, there["values"])
         for name in self.actor.columns_needed:
             engine = self.reference if name == "ref_logprobs" else self.engine
             assert engine is not None
             options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}
             with self.timers("first_pass"):
-                batch.tokens[name] = self._by_token(batch, engine, functools.partial(engine.forward, **options))
+                batch.tokens[name] = engine.forward(batch.own(), **options)
         self.actor.compute_advantages(batch)
 
-    def _by_token(
-        self, batch: TrajectoryBatch, engine: MegatronEngine, compute: Callable[[TrajectoryBatch], Tensor]
-    ) -> Tensor:
-        return exchange.by_token(batch, engine.groups, compute, share_prompts=self.config.batch.share_prompts)
-
-    def split_into_updates(self, batch: TrajectoryBatch, step: int) -> list[TrajectoryBatch]:
+    def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
-        return [] if step < self.config.critic.warmup_steps else self._shares(batch, step, self.groups)
+        return [] if step < self.config.critic.warmup_steps else batch.shares()
 
-    def _shares(self, batch: TrajectoryBatch, step: int, groups: parallel.ParallelGroups) -> list[TrajectoryBatch]:
-        # Of the step alone: the critic's shares are the policy's in another layout, and a resumed run's the same.
-        seed = self.config.run.seed * 1_000_003 + step
-        options = self.config.batch
-        return exchange.update_shares(
-            batch, options.updates_per_step, groups, seed=seed, share_prompts=options.share_prompts
-        )
-
-    def update_critic(self, batch: TrajectoryBatch, step: int) -> list[StepStats]:
+    def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
         """Train the critic, where there is one, on the same split of the step in its own layout."""
         if self.critic is None:
             return []
         if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
             self.engine.set_version(self.engine.get_version() + 1)
         with self.timers("critic"):
-            return self.critic.update(self._shares(batch, step, self.critic.engine.groups))
+            there = batch.in_layout(self.critic.engine.groups)
+            there.tokens["returns"] = there.taken_from(batch, batch["returns"])
+            return self.critic.update(there.shares())
 
     def evaluate(self, *, step: int) -> None:
         """Answer the held-out prompts where it is time to, and log what is there."""
@@ -336,7 +333,7 @@ class RLRun(Run):
     def log(
         self,
         step: int,
-        batch: TrajectoryBatch,
+        batch: StepBatch,
         shares: list[TrajectoryBatch],
         stats: list[StepStats],
         critic_stats: list[StepStats],
@@ -370,10 +367,10 @@ class RLRun(Run):
         metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
         self.traces.end(step)
         self.traces.begin(step + 1)
-        samples, count = [], self.config.telemetry.samples_logged
+        drawn = draw(batch, self.config.telemetry.samples_logged, seed=self.config.run.seed * 1_000_003 + step)
+        shown, samples = batch.shown(drawn), []
         if self.groups.is_main:
-            seed = self.config.run.seed * 1_000_003 + step
-            samples = decode_samples(self.tokenizer, batch, count, seed=seed, prompts=self.prompts.prompts)
+            samples = decode_samples(self.tokenizer, shown, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
         # What ends the run comes behind the log, which is to show why.
         is_skipped = bool(stats) and not stats[0].applied

@@ -87,8 +87,8 @@ class RowTraining:
     """Trains an engine by a loss of rows. Collective: every rank calls every method, with the same whole batches.
 
     training = answer_training(engine, groups)
-    for step, batch in enumerate(batches):
-        print(training.metrics(training.update(batch, step)))  # {"loss": ..., "perplexity": ...}
+    for batch in batches:
+        print(training.metrics(training.update(batch)))  # {"loss": ..., "perplexity": ...}
     """
 
     weight = "tokens"
@@ -108,24 +108,23 @@ class RowTraining:
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
-    def update(self, batch: TrajectoryBatch, step: int) -> StepStats:
+    def update(self, batch: TrajectoryBatch) -> StepStats:
         self.engine.train()
-        stats = self.engine.train_batch(self._share(batch, step), self.loss, self.weigh)
+        stats = self.engine.train_batch(self._share(batch), self.loss, self.weigh)
         self.engine.step_lr_scheduler()
         return stats
 
     def evaluate(self, batch: TrajectoryBatch) -> StepStats:
         self.engine.eval()
-        return self.engine.eval_batch(self._share(batch, 0), self.loss, self.weigh)
+        return self.engine.eval_batch(self._share(batch), self.loss, self.weigh)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
         """Return what an update or an evaluation says of its rows."""
         # Perplexity as a tensor: exp of a large loss is infinite there, and an OverflowError in math.
         return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
 
-    def _share(self, batch: TrajectoryBatch, seed: int) -> TrajectoryBatch:
-        # By the step's number, and not by a generator's state: every rank, and a resumed run, shares it out alike.
-        return exchange.update_shares(batch, 1, self.groups, seed=seed, share_prompts=self.share_prompts)[0]
+    def _share(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        return exchange.own_share(batch, self.groups, share_prompts=self.share_prompts)
 
 
 def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> RowTraining:
@@ -174,7 +173,7 @@ class RowSteps:
         """
         numbers = self.data.numbers(step)
         with self.timers("update"):
-            stats = self.training.update(batch_of(numbers), step)
+            stats = self.training.update(batch_of(numbers))
         found = self.training.metrics(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
         found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,10 +71,11 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return the metrics of the step's trajectories, whatever is trained on them.
+    """Return the metrics of the step's trajectories, whatever is trained on them. All ranks call it.
 
     version: the policy's before the updates.
     """
+    own = batch.own()
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     member = group_numbers(batch["group"])
     # Each member of a group has its group's deviation: one of them stays.
@@ -86,8 +88,8 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
     }
     metrics |= {
-        "histogram/reply_tokens": counts_by_doubling(batch.sums_of_tokens(written_tokens(batch).long())),
-        "histogram/token_age": counts_by_number(version - trained_versions(batch)),
+        "histogram/reply_tokens": counts_by_doubling(own.sums_of_tokens(written_tokens(own).long()), batch.total),
+        "histogram/token_age": counts_by_number(version - trained_versions(own), batch.total, most=version),
     }
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
@@ -106,18 +108,24 @@ def publication_metrics(publication: Publication) -> dict[str, Any]:
     return metrics
 
 
-def counts_by_doubling(values: Tensor) -> dict[str, int]:
+Total = Callable[[Tensor], Tensor]
+"""Adds the counts of all ranks, as TrajectoryBatch.total does."""
+
+
+def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> dict[str, int]:
     """Count whole numbers by the class [2^k, 2^(k+1)) they are in: class -> count, from the lowest one that has any."""
-    classes = torch.bincount(values.clamp_min(1).double().log2().floor().long())
-    present = classes.nonzero().flatten().tolist()
-    first = present[0] if present else 0
-    names = [f"{2**k} to {2 ** (k + 1) - 1}" if k else "0 to 1" for k in range(len(classes))]
-    return dict(zip(names[first:], classes[first:].tolist(), strict=True))
+    classes = total(torch.bincount(values.clamp_min(1).double().log2().floor().long(), minlength=63)).tolist()
+    present = [number for number, count in enumerate(classes) if count]
+    between = range(present[0], present[-1] + 1) if present else ()
+    return {f"{2**k} to {2 ** (k + 1) - 1}" if k else "0 to 1": classes[k] for k in between}
 
 
-def counts_by_number(values: Tensor) -> dict[str, int]:
-    """Count whole numbers from 0: number -> count."""
-    return {str(number): count for number, count in enumerate(torch.bincount(values.clamp_min(0).long()).tolist())}
+def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, most: int = 0) -> dict[str, int]:
+    """Count whole numbers from 0: number -> count, up to the highest that has any. most: none is above it on any rank
+    of several."""
+    counts = total(torch.bincount(values.clamp_min(0).long(), minlength=most + 1)).tolist()
+    end = max((number + 1 for number, count in enumerate(counts) if count), default=0)
+    return {str(number): count for number, count in enumerate(counts[:end])}
 
 
 def mismatch_metrics(

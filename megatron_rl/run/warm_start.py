@@ -97,7 +97,7 @@ class WarmStart:
         for update in range(options.updates):
             chosen = prompts.next_batch(options.prompts_per_update)
             batch = rows.batch(prompt["prompt_index"] for prompt in chosen)
-            stats = training.update(batch, update)
+            stats = training.update(batch)
             losses.append(stats.loss)
             self._check(stats)
             # The same on all ranks: it depends on the config and on a reward that they all have been told.

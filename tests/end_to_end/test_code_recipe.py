@@ -50,7 +50,7 @@ def train_and_count_processes(overrides):
 
     def compute_and_keep(self, batch):
         compute(self, batch)
-        kept.append(batch)
+        kept.append(batch.own())
 
     RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     config = load_config(CONFIG, list(overrides))

@@ -87,7 +87,7 @@ def train_and_keep(arguments):
 
     def compute_and_keep(self, batch):
         compute(self, batch)
-        torch.save(batch, self.folder / "batch.pt")
+        torch.save(batch.own(), self.folder / "batch.pt")
 
     RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     main(list(arguments))

@@ -64,7 +64,7 @@ def train_and_keep(overrides):
     def compute_and_keep(self, batch):
         compute(self, batch)
         if self.engine.get_version() == 0:
-            torch.save(batch, self.folder / "batch.pt")
+            torch.save(batch.own(), self.folder / "batch.pt")
 
     RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     train(load_config(COUNT, list(overrides)))

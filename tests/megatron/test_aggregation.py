@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl import parallel
 from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.reward_shaping import RewardShaper
 from megatron_rl.batch import exchange
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RewardShapingConfig
+from megatron_rl.run.step_metrics import batch_metrics
 from tests.unit.loss_definitions import defined_loss
 
 TEMPERATURE, TOLERANCE = 0.7, 1e-5
@@ -125,30 +127,54 @@ def test_entropies_are_those_of_float64(backend, folder):
 
 
 def advantages_of_a_step(layout):
-    """Each rollout rank has its own prompts; every rank compares them all."""
+    """Each rollout rank has its own prompts; all trajectories are compared, and each replica has its share of them."""
     groups = parallel.start(LAYOUTS[layout][1], seed=1)
     heads, own = groups.data.size, None
     if groups.is_rollout_rank:
         mine = [i for i, prompt in enumerate((0, 0, 1, 1, 2, 2)) if prompt * heads // 3 == groups.data.rank]
-        own = make_batch().select(mine)
-    whole = exchange.gather(own, groups)
-    actors = (PolicyActor(None, options, temperature=1.0) for options in NORMALIZED)
-    found = []
-    for actor in actors:
-        actor.compute_advantages(whole)
-        found.append(whole["advantages"])
-    return found
+        own = compared_batch().select(mine)
+    step = exchange.share_out(own, groups, updates=2, seed=0)
+    found, metrics = [], []
+    for options, shaping in COMPARED:
+        shaper = RewardShaper(RewardShapingConfig(**shaping), options, longest_reply=6)
+        actor = PolicyActor(None, options, temperature=1.0, shaper=shaper, reference=object())
+        for _ in range(2):  # what adapts from step to step does so alike
+            actor.compute_advantages(step)
+        found.append(step.own().select(range(len(step.own()))))  # the columns as they are now
+        metrics.append(actor.metrics | batch_metrics(step, version=3))
+    return found, metrics
 
 
-NORMALIZED = (
-    AlgorithmConfig(advantage="reinforce++"),
-    AlgorithmConfig(advantage_std="batch"),
-    AlgorithmConfig(advantage="reinforce++-baseline"),
+def compared_batch():
+    """With columns of the passes that a step may make before its updates, and numbers that several tokens share."""
+    batch, generator = make_batch(), torch.Generator().manual_seed(5)
+    batch.sequences["number"] = torch.arange(len(batch))
+    batch.sequences["sample"] = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+    for name in ("proximal_logprobs", "ref_logprobs", "values", "entropies"):
+        batch.tokens[name] = torch.randint(-8, 0, (len(batch["logprobs"]),), generator=generator) / 7
+    batch.tokens["entropies"] = batch["entropies"].round()  # so few that the last one kept is one of several like it
+    return batch
+
+
+KL_IN_REWARD = {"kl_coefficient": 0.1, "kl_in": "reward", "kl_target": 0.05}
+COMPARED = (
+    (AlgorithmConfig(advantage="reinforce++"), {}),
+    (AlgorithmConfig(advantage_std="batch"), {"overlong_buffer": 4, "running": "mean_std"}),
+    (AlgorithmConfig(advantage="reinforce++-baseline", **KL_IN_REWARD), {"per_token": True}),
+    (AlgorithmConfig(advantage="gae", advantage_std="group"), {}),
+    (AlgorithmConfig(advantage="opo", high_entropy_share=0.3), {}),
+    (AlgorithmConfig(advantage="rloo", loss="m2po"), {}),
 )
 
 
 def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit():
-    one = run_ranks(1, advantages_of_a_step, "1")[0]
-    for found in run_ranks(2, advantages_of_a_step, "dp2"):
-        assert all(torch.equal(ours, alone) for ours, alone in zip(found, one, strict=True))
-    assert all(values.count_nonzero() > 10 for values in one)
+    ((one, metrics),) = run_ranks(1, advantages_of_a_step, "1")
+    assert all(batch["advantages"].count_nonzero() > 5 for batch in one)
+    assert all("policy/high_entropy_share" in metrics[4] and "policy/selected_share" in metrics[5] for _ in one)
+    for layout, count in (("dp2", 2), ("tp2_pp2_dp2", 8)):
+        for found, same in run_ranks(count, advantages_of_a_step, layout):
+            assert same == metrics
+            for ours, alone in zip(found, one, strict=True):
+                expected = alone.select(ours["number"].tolist())
+                assert 0 < len(ours) < len(alone)
+                assert torch.equal(ours["advantages"], expected["advantages"])

@@ -210,10 +210,9 @@ def both_models(policy_folder, critic_folder, policy_layout, critic_layout):
     critic = make_engine(critic_folder, critic_layout, groups=critic_groups, head="value").train()
     policy.reset_optimizer(10)  # as after a warm start, with the critic's layout the active one
     batch, values, policy_stats, critic_stats = critic_batch(), [], [], []
-    for step in range(2):
+    for _ in range(2):
         values.append(exchange.by_token(batch, critic_groups, critic.forward))
-        (share,) = exchange.update_shares(batch, 1, groups, seed=step)
-        (critic_share,) = exchange.update_shares(batch, 1, critic_groups, seed=step)
+        share, critic_share = (exchange.own_share(batch, layout) for layout in (groups, critic_groups))
         policy_stats.append(policy.train_batch(share, LogprobLoss(PolicyLoss(AlgorithmConfig()))))
         critic_stats.append(critic.train_batch(critic_share, VALUE_LOSS))
     weights = [{name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in (policy, critic)]
@@ -255,7 +254,8 @@ def scores_of_all(folder, layout, batch):
     config = EngineConfig(model=ModelConfig(path=str(folder)), parallel=layout, tokens_per_microbatch=24)
     engine = MegatronEngine(config, groups=groups, trainable=False, head="value")
     engine.initialize()
-    return exchange.by_sequence(batch, groups, engine.score, share_prompts=True)
+    own = batch if groups.is_main else batch.select([]) if groups.is_rollout_rank else None
+    return exchange.share_out(own, groups, updates=1, seed=0, share_prompts=True).by_sequence(engine.score)
 
 
 # Two replicas of two ranks each; and more replicas than trajectories, so that one computes nothing.

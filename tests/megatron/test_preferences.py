@@ -77,7 +77,7 @@ def updates(backend, folders, layout, splits, cases):
                 engine.load(engine.config.model.path)
                 engine.reset_optimizer(10)
                 engine.config.tokens_per_microbatch = split
-                stats = PairTraining(engine, engine.groups, entry_of(case)).update(pairs_of_batch(), step=0)
+                stats = PairTraining(engine, engine.groups, entry_of(case)).update(pairs_of_batch())
                 results[case, split] = stats, as_hf_tensors(engine, gradients[-1])
     return results
 
@@ -170,7 +170,7 @@ def trained(backend, folders, layout):
             pairs = pairs_of_batch()
             if training.entry.needs_reference:
                 pairs.tokens["ref_logprobs"] = training.ref_logprobs(pairs)
-            results[case] = [*(training.update(pairs, step) for step in range(2)), training.evaluate(pairs)]
+            results[case] = [*(training.update(pairs) for _ in range(2)), training.evaluate(pairs)]
     return results
 
 

@@ -44,7 +44,7 @@ def updates(backend, folder, layout, splits):
         engine.config.tokens_per_microbatch = split
         training = answer_training(engine, engine.groups)
         before = training.evaluate(answers_of_batch()).loss
-        results[split] = before, training.update(answers_of_batch(), step=0), as_hf_tensors(engine, gradients[-1])
+        results[split] = before, training.update(answers_of_batch()), as_hf_tensors(engine, gradients[-1])
     return results
 
 
@@ -100,7 +100,7 @@ def rates_of_a_warm_start(backend, folder):
     engine = make_fsdp(folder, **options) if backend == "fsdp" else make_engine(folder, LAYOUTS["1"][1], **options)
     engine.reset_optimizer(3, lr=0.25)
     training = answer_training(engine, engine.groups)
-    return [training.update(answers_of_batch(), step).lr for step in range(3)]
+    return [training.update(answers_of_batch()).lr for step in range(3)]
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])

@@ -50,11 +50,16 @@ def train_publish_and_sample(model, urls, layout, bucket_bytes):
         tokenizer=None,
     )
     prompts = [{"input_ids": [5, 17, 300 + i]} for i in range(6)]
+
+    def sampled():
+        own = rollout.rollout_batch(prompts, workflow) if rollout else None
+        return exchange.share_out(own, groups, updates=1, seed=0).own()  # one replica: all of it
+
     engine.update_weights(rollout, VERSION - 1)
-    batch = exchange.gather(rollout.rollout_batch(prompts, workflow) if rollout else None, groups)
+    batch = sampled()
     engine.train().train_batch(batch, LogprobLoss(supervised))
     engine.update_weights(rollout, VERSION)
-    batch = exchange.gather(rollout.rollout_batch(prompts, workflow) if rollout else None, groups)
+    batch = sampled()
     ours = engine.eval().forward(batch, temperature=TEMPERATURE)
     weights = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
     if rollout is not None:

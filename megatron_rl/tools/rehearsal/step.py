@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import exchange
+from megatron_rl.batch import exchange, packing
+from megatron_rl.batch.step_batch import SharePlan, StepBatch
 from megatron_rl.config import TrainConfig
 from megatron_rl.engine import offload, schedule
 from megatron_rl.engine.checkpoint import start_adam, training_state
@@ -76,7 +77,8 @@ def rehearse_step(
         ledger.layers = run.engine.chunks[0].config.transformer_impl
         ledger.overlaps = config.optimizer.overlap
         ledger.enter("step")
-        batch = made_batch(config, run.groups.data.size, run.engine.arch.vocab, lengths)
+        whole = made_batch(config, run.groups.data.size, run.engine.arch.vocab, lengths)
+        batch = rehearsed_batch(whole, run.groups, share_prompts=config.batch.share_prompts)
         batch = run.add_reward_model_scores(batch)
         with run.timers("advantages"):
             run.compute_advantages(batch)
@@ -137,27 +139,75 @@ def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
     schedule.own_rows, schedule.finalize_model_grads, schedule.run = noted_pack, noted_finalize, noted_run
 
 
+@dataclass(kw_only=True)
+class RehearsedBatch(StepBatch):
+    """A step's trajectories on a rank that hears nobody: it has all tokens, and knows by them what others would say."""
+
+    whole: TrajectoryBatch
+
+    @classmethod
+    def shared_out(cls, whole: TrajectoryBatch, plan: SharePlan) -> RehearsedBatch:
+        here = plan.owner == plan.groups.data.rank
+        return cls.of_tokens(whole.select(here.nonzero()[:, 0].tolist()), whole.sequences, plan, whole=whole)
+
+    def completed(self, values: Tensor) -> Tensor:
+        return values
+
+    def total(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def in_layout(self, groups: ParallelGroups) -> RehearsedBatch:
+        if groups is self.plan.groups:
+            return self
+        return RehearsedBatch.shared_out(self.whole, self.plan.in_layout(groups))
+
+    def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
+        return torch.zeros(len(self.tokens["input_ids"]), dtype=column.dtype)
+
+    def own(self) -> TrajectoryBatch:
+        return self._noted([super().own()], lambda batch: [StepBatch.own(batch)])[0]
+
+    def shares(self) -> list[TrajectoryBatch]:
+        return self._noted(super().shares(), StepBatch.shares)
+
+    def _noted(
+        self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
+    ) -> list[TrajectoryBatch]:
+        """Note what the other ranks have at the times at which this one has its own parts."""
+        groups = self.plan.groups
+        for rank in range(groups.data.size):
+            of_rank = replace(groups, data=replace(groups.data, rank=rank))
+            parts = parts_of(RehearsedBatch.shared_out(self.whole, replace(self.plan, groups=of_rank)))
+            for mine, other in zip(own, parts, strict=True):
+                SHARES_OF_ALL.setdefault(id(mine.sequences), [mine]).append(other)
+        return own
+
+
+def rehearsed_batch(whole: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool) -> RehearsedBatch:
+    """Share a step of one update out to the ranks of a layout."""
+    common = packing.common_beginnings(whole) if share_prompts else None
+    options: dict[str, Any] = {"updates": 1, "seed": 0, "share_prompts": share_prompts, "common": common}
+    return RehearsedBatch.shared_out(whole, exchange.plan_step(whole.sequences, whole.lengths, groups, **options))
+
+
+SHARES_OF_ALL: dict[int, list[TrajectoryBatch]] = {}
+"""By the identity of a share's columns: that share, and those of all ranks that are computed at the same time."""
+
+
 def count_for_all_replicas() -> None:
     """Make ranks agree on the number of microbatches: each works out what every data-parallel rank's share takes.
 
     On a cluster they tell each other, and a rehearsed rank hears nobody's numbers.
     """
-    split, least = exchange.update_shares, exchange.least_alone
-    of_all: dict[int, list[TrajectoryBatch]] = {}
+    least = exchange.least_alone
 
-    def update_shares(batch: Any, updates: int, groups: ParallelGroups, **options: Any) -> list[TrajectoryBatch]:
-        every = [
-            split(batch, updates, replace(groups, data=replace(groups.data, rank=rank)), **options)
-            for rank in range(groups.data.size)
-        ]
-        own = every[groups.data.rank]
-        of_all.update({id(share.cu_seqlens): list(shares) for share, *shares in zip(own, *every, strict=True)})
-        return own
+    def least_of_all(batch: TrajectoryBatch, *args: Any, **options: Any) -> int:
+        own, *every = SHARES_OF_ALL[id(batch.sequences)]
+        if len(own["input_ids"]) < len(batch["input_ids"]):
+            every = [share.with_one_more_token()[0] for share in every]
+        return max(least(share, *args, **options) for share in every)
 
-    def least_alone(batch: TrajectoryBatch, *args: Any, **options: Any) -> int:
-        return max(least(share, *args, **options) for share in of_all[id(batch.cu_seqlens)])
-
-    exchange.update_shares, exchange.least_alone = update_shares, least_alone
+    exchange.least_alone = least_of_all
 
 
 class NoServers:

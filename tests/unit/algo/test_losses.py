@@ -1,9 +1,13 @@
 """Every policy loss, weight and aggregation against float64 sums over tokens and trajectories, gradients included."""
 
 import math
+from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from megatron_rl.algo import registry
@@ -15,6 +19,7 @@ from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.algo.selection import high_entropy, second_moment
 from megatron_rl.batch import packing
 from megatron_rl.config import LOSSES, AlgorithmConfig, CorrectionConfig
+from megatron_rl.types import TrajectoryBatch
 from tests.unit.loss_definitions import defined_loss
 from tests.unit.ragged import LENGTHS, UNTRAINED, parts_of, ragged_batch
 
@@ -240,6 +245,33 @@ def test_the_second_moment_of_the_kept_tokens_is_within_its_bound():
     one_more = torch.cat([square[kept], square[dropped].min()[None]])
     assert one_more.mean() > 0.02, "no fewer than needed"
     assert torch.equal(second_moment(batch, bound=10.0), mask)
+
+
+NUMBERS = st.sampled_from([0.0, -0.0, 1e-42, 0.1, 0.2, 0.30000001, 0.3, 2.0, 3e19, math.inf, math.nan])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.lists(st.tuples(NUMBERS, st.booleans()), max_size=9), max_size=6), st.floats(0.01, 1.0))
+def test_tokens_are_selected_as_by_sorting_all_of_them(sequences, share):
+    flat = [token for sequence in sequences for token in sequence]
+    values, mask = torch.tensor([v for v, _ in flat]).float(), torch.tensor([m for _, m in flat], dtype=torch.bool)
+    tokens = {
+        "entropies": values,
+        "proximal_logprobs": -values,
+        "logprobs": torch.zeros_like(values),
+        "loss_mask": mask,
+    }
+    batch = TrajectoryBatch(tokens, {}, torch.tensor([0, *map(len, sequences)]).cumsum(0))
+    trained = mask.nonzero()[:, 0]
+
+    highest = trained[values[trained].argsort(descending=True, stable=True)]
+    most = math.ceil(round(share * len(trained), 9))
+    assert high_entropy(batch, share=share, level="batch").nonzero()[:, 0].tolist() == sorted(highest[:most].tolist())
+
+    ascending = [n for n in trained[values[trained].argsort(stable=True)].tolist() if math.isfinite(values[n])]
+    squares = [Fraction(float(values[n])) ** 2 for n in ascending]
+    most = sum(total <= Fraction(share) * n for n, total in enumerate(accumulate(squares), 1))
+    assert second_moment(batch, bound=share).nonzero()[:, 0].tolist() == sorted(ascending[:most])
 
 
 def test_tokens_that_are_left_out_lose_their_advantage_and_stay_in_the_denominator():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch import exchange, packing
+from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.types import TrajectoryBatch
 
 BUDGETS = st.integers(1, 120)  # from one that most sequences exceed to one that holds several
@@ -28,7 +29,8 @@ def batches(draw):
         "versions": torch.arange(count),
     }
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return TrajectoryBatch(tokens, {"number": torch.arange(len(lengths))}, cu_seqlens)
+    number = torch.arange(len(lengths))
+    return TrajectoryBatch(tokens, {"number": number, "group": number // 3}, cu_seqlens)
 
 
 def packed(batch, budget, spare=0):
@@ -90,13 +92,21 @@ def test_any_count_from_the_least_upwards_is_kept_exactly(batch, budget, multipl
         assert all(sum(lengths[i] for i in part) <= budget or len(part) == 1 for part in parts)
 
 
+def shares_of(batch, updates, ranks, **options):
+    """By data-parallel rank, its share of each update."""
+    found = []
+    for rank in range(ranks):
+        groups = SimpleNamespace(data=SimpleNamespace(size=ranks, rank=rank))
+        plan = exchange.plan_step(batch.sequences, batch.lengths, groups, updates=updates, **options)
+        own = batch.select((plan.owner == rank).nonzero()[:, 0].tolist())
+        found.append(StepBatch.of_tokens(own, batch.sequences, plan).shares())
+    return found
+
+
 @random_batches
 @given(batches(), st.integers(1, 4), st.integers(1, 5), SEEDS)
 def test_shares_partition_every_update_and_updates_the_batch(batch, ranks, updates, seed):
-    shares = [
-        exchange.update_shares(batch, updates, SimpleNamespace(data=SimpleNamespace(size=ranks, rank=rank)), seed=seed)
-        for rank in range(ranks)
-    ]
+    shares = shares_of(batch, updates, ranks, seed=seed)
     assert [len(per_update) for per_update in shares] == [updates] * ranks
     whole = []
     for update in range(updates):
@@ -167,9 +177,7 @@ def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(bat
 @random_batches
 @given(families(), st.integers(1, 4), st.integers(1, 3), SEEDS)
 def test_shares_of_groups_partition_the_batch(batch, ranks, updates, seed):
-    numbers = []
-    for rank in range(ranks):
-        groups = SimpleNamespace(data=SimpleNamespace(size=ranks, rank=rank))
-        for share in exchange.update_shares(batch, updates, groups, seed=seed, share_prompts=True):
-            numbers += share["number"].tolist()
+    common = packing.common_beginnings(batch)
+    shares = shares_of(batch, updates, ranks, seed=seed, share_prompts=True, common=common)
+    numbers = [number for of_rank in shares for share in of_rank for number in share["number"].tolist()]
     assert sorted(numbers) == list(range(len(batch)))

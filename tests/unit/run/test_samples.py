@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from megatron_rl.config import GenerationConfig, TrainConfig
-from megatron_rl.run.evaluation import Evaluations, decode, decode_samples
+from megatron_rl.run.evaluation import Evaluations, decode, decode_samples, draw
 from megatron_rl.telemetry.run_log import RunLog, read_run
 from megatron_rl.types import Trajectory, TrajectoryBatch
 
@@ -70,23 +70,22 @@ def groups(prompts=4, samples=4):
 
 def test_samples_are_drawn_at_random_of_as_many_prompts_as_there_are():
     batch = groups()
-    drawn = [[sample.reward for sample in decode_samples(Words(), batch, 6, seed=seed)] for seed in range(20)]
-    assert drawn[0] == [sample.reward for sample in decode_samples(Words(), batch, 6, seed=0)]
+    drawn = [batch["rewards"][draw(batch, 6, seed=seed)].tolist() for seed in range(20)]
+    assert drawn[0] == batch["rewards"][draw(batch, 6, seed=0)].tolist()
     for rewards in drawn:
         assert len(set(rewards)) == 6 and set(Counter(reward // 10 for reward in rewards).values()) <= {1, 2}
     assert {reward for rewards in drawn for reward in rewards} == set(batch["rewards"].tolist())
-    everything = [sample.reward for sample in decode_samples(Words(), batch, 10**6)]
-    assert sorted(everything) == batch["rewards"].tolist() and decode_samples(Words(), batch, 0) == []
+    assert sorted(draw(batch, 10**6)) == list(range(len(batch))) and draw(batch, 0) == []
 
 
 def test_a_samples_answer_is_that_of_its_prompt():
     prompts = [{"answer": number} for number in range(4)] + [{"prompt": "without one"}]
-    for sample in decode_samples(Words(), groups(), 16, prompts=prompts):
+    for sample in decode_samples(Words(), groups(), prompts=prompts):
         place = int(sample.reward // 10) + 1
         assert sample.answer == (str(place) if place < 4 else "")
     unnumbered = groups()
     del unnumbered.sequences["prompt_index"]
-    assert {sample.answer for sample in decode_samples(Words(), unnumbered, 16, prompts=prompts)} == {""}
+    assert {sample.answer for sample in decode_samples(Words(), unnumbered, prompts=prompts)} == {""}
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_plan_is_rehearsed_with_the_servers_and_ranks_that_it_chose(model, tmp
 
 
 def test_ranks_agree_on_the_number_of_microbatches_without_hearing_each_other(monkeypatch):
-    from megatron_rl.tools.rehearsal.step import count_for_all_replicas, made_batch
+    from megatron_rl.tools.rehearsal.step import count_for_all_replicas, made_batch, rehearsed_batch
 
     config = load_config(ROOT / CONFIG, ["batch.tokens_per_microbatch=4096", "generation.max_new_tokens=2500"])
     batch, replicas = made_batch(config, 4, 512), range(4)
@@ -225,16 +225,16 @@ def test_ranks_agree_on_the_number_of_microbatches_without_hearing_each_other(mo
     groups = [ParallelGroups(**alone | {"data": Axis(None, 4, rank)}) for rank in replicas]
 
     def counts():
-        shares = [exchange.update_shares(batch, 1, groups[rank], seed=0, share_prompts=True) for rank in replicas]
+        steps = [rehearsed_batch(batch, groups[rank], share_prompts=True) for rank in replicas]
+        shares = [share for step in steps for share in (step.own(), *step.shares())]
         options = {"allow_longer": True, "share_prompts": True, "final_rows": True}
-        return [exchange.least_alone(share, 4096, 1, **options) for (share,) in shares]
+        return [exchange.least_alone(share, 4096, 1, **options) for share in shares]
 
     apart = counts()
     assert min(apart) < max(apart)
-    for name in ("update_shares", "least_alone"):  # which are put back afterwards
-        monkeypatch.setattr(exchange, name, getattr(exchange, name))
+    monkeypatch.setattr(exchange, "least_alone", exchange.least_alone)  # which is put back afterwards
     count_for_all_replicas()
-    assert counts() == [max(apart)] * 4
+    assert counts() == [max(apart)] * 8
 
 
 def test_the_distinct_ranks_are_the_first_and_last_of_every_stage():

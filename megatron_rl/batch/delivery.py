@@ -1,0 +1,139 @@
+"""Brings bytes to the ranks that need them, and to no others, over the control group.
+
+A rank receives what it needs once: bytes go from the first rank of one replica to that of another, and within a
+replica from its first rank on, each rank passing them to two others. All ranks call every function, with the same
+plan, and no rank is asked what that says already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.types import TrajectoryBatch, prefix_sums
+
+Layout = list[tuple[str, torch.dtype]]
+"""The names, as of TrajectoryBatch.columns, and dtypes of what a trajectory's tokens have, alike on all ranks."""
+
+
+def token_layout(batch: TrajectoryBatch) -> Layout:
+    columns = batch.columns().items()
+    return sorted((name, column.dtype) for name, column in columns if name.partition(".")[0] in ("tokens", "versions"))
+
+
+def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
+    """Return the bytes of all replicas, one after the other, on every rank.
+
+    own: uint8, what this rank's replica gives; it is read on the replica's first rank. sizes: of each replica's.
+    In round k each first rank has 2^k replicas' bytes and gets as many more: log2 rounds, and no byte twice.
+    """
+    place, leaders = groups.data.rank, [ranks[0] for ranks in groups.replicas]
+    if groups.rank != leaders[place]:
+        return spread(torch.empty(sum(sizes), dtype=torch.uint8), groups)
+    blocks = [own]  # of this replica and those behind it, around the circle
+    while (known := len(blocks)) < len(sizes):
+        count = min(known, len(sizes) - known)
+        expected = [sizes[(place + known + number) % len(sizes)] for number in range(count)]
+        outgoing, incoming = torch.cat(blocks[:count]), torch.empty(sum(expected), dtype=torch.uint8)
+        to, source = leaders[(place - known) % len(sizes)], leaders[(place + known) % len(sizes)]
+        _wait([*_send(outgoing, to, groups), *_receive(incoming, source, groups)])
+        blocks += torch.split(incoming, expected)
+    return spread(torch.cat([blocks[(number - place) % len(sizes)] for number in range(len(sizes))]), groups)
+
+
+def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
+    """Fill `flat`, of one size on the ranks of a replica, with what its first rank has in it, and return it."""
+    ranks = groups.replicas[groups.data.rank]
+    place = ranks.index(groups.rank)
+    if place > 0:
+        _wait(_receive(flat, ranks[(place - 1) // 2], groups))
+    children = ranks[2 * place + 1 : 2 * place + 3]
+    _wait([work for child in children for work in _send(flat, child, groups)])
+    return flat
+
+
+def deliver(
+    held: TrajectoryBatch, layout: Layout, *, lengths: Tensor, sender: Tensor, owner: Tensor, groups: ParallelGroups
+) -> TrajectoryBatch:
+    """Bring trajectories' tokens to the replicas of `groups`; return those for this rank's, in the order of all.
+
+    held: on a rank that sends, what it has of them, in their order; others give anything. lengths, sender and owner:
+    `[B]`, by trajectory: its tokens, the rank that has them, and the replica that gets them, -1 for none.
+    """
+    ranks = groups.replicas[groups.data.rank]
+    parts: dict[int, TrajectoryBatch] = {}
+    if bool((sender == groups.rank).any()):
+        goes_to = owner[sender == groups.rank]
+        for replica in sorted(set(goes_to.tolist())):
+            if replica >= 0:
+                parts[groups.replicas[replica][0]] = held.select((goes_to == replica).nonzero()[:, 0].tolist())
+    wanted = (owner == groups.data.rank).nonzero()[:, 0]
+    from_ranks = sorted(set(sender[wanted].tolist())) if groups.rank == ranks[0] else []
+    others = {rank: _flat(part, layout) for rank, part in parts.items() if rank != groups.rank}
+    found = _swapped(others, from_ranks, layout, groups)
+    batches, order = [], []
+    for rank in from_ranks:
+        of_rank = wanted[sender[wanted] == rank]
+        order.append(of_rank)
+        batches.append(parts[rank] if rank == groups.rank else _unflat(*found[rank], layout, lengths[of_rank]))
+    sizes, flat = torch.zeros(len(layout), dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+    if batches:
+        joined = TrajectoryBatch.cat([replace(batch, sequences={}) for batch in batches])
+        places = torch.cat(order)
+        if bool((places.diff() < 0).any()):
+            joined = joined.select(places.argsort().tolist())
+        if len(ranks) == 1:
+            return joined
+        sizes, flat = _flat(joined, layout)
+    spread(sizes, groups)
+    if groups.rank != ranks[0]:
+        flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    return _unflat(sizes, spread(flat, groups), layout, lengths[wanted])
+
+
+def _swapped(
+    parts: dict[int, tuple[Tensor, Tensor]], from_ranks: list[int], layout: Layout, groups: ParallelGroups
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Send each rank its part and return those of `from_ranks`: the columns' sizes in bytes, and the bytes."""
+    found = {rank: torch.empty(len(layout), dtype=torch.int64) for rank in from_ranks if rank != groups.rank}
+    works = [work for rank, (sizes, _) in parts.items() for work in _send(sizes, rank, groups)]
+    _wait([*works, *(work for rank, sizes in found.items() for work in _receive(sizes, rank, groups))])
+    bytes_of = {rank: torch.empty(int(sizes.sum()), dtype=torch.uint8) for rank, sizes in found.items()}
+    works = [work for rank, (_, flat) in parts.items() for work in _send(flat, rank, groups)]
+    _wait([*works, *(work for rank, flat in bytes_of.items() for work in _receive(flat, rank, groups))])
+    return {rank: (found[rank], bytes_of[rank]) for rank in found}
+
+
+def _flat(batch: TrajectoryBatch, layout: Layout) -> tuple[Tensor, Tensor]:
+    columns = batch.columns()
+    parts = [columns[name].contiguous().view(torch.uint8) for name, _ in layout]
+    return torch.tensor([len(part) for part in parts]), torch.cat(parts)
+
+
+def _unflat(sizes: Tensor, flat: Tensor, layout: Layout, lengths: Tensor) -> TrajectoryBatch:
+    parts = zip(layout, torch.split(flat, sizes.tolist()), strict=True)
+    # A copy of its own is aligned for its dtype.
+    columns = {name: part.clone().view(dtype) for (name, dtype), part in parts}
+    return TrajectoryBatch.from_columns(columns | {"cu_seqlens": prefix_sums(lengths)})
+
+
+Works = list[dist.Work | None]
+
+
+def _send(flat: Tensor, rank: int, groups: ParallelGroups) -> Works:
+    return [dist.isend(flat, rank, group=groups.control)] if flat.numel() else []
+
+
+def _receive(flat: Tensor, rank: int, groups: ParallelGroups) -> Works:
+    return [dist.irecv(flat, rank, group=groups.control)] if flat.numel() else []
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        assert work is not None, "this rank is in the group of all ranks"
+        work.wait()

@@ -1,0 +1,161 @@
+"""A step's trajectories as a rank has them: numbers of all, and the tokens of those that its replica trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.batch import delivery, share_plan
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.types import TrajectoryBatch, prefix_sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharePlan:
+    """Who trains what, alike on all ranks. The tensors are `[B]`, one entry for each trajectory of the step."""
+
+    groups: ParallelGroups
+    updates: int
+    lengths: Tensor
+    """int64, in tokens."""
+    update: Tensor
+    """int64: the update it is trained in, or `updates` where it is only scored."""
+    owner: Tensor
+    """int64: the data-parallel rank of `groups` that computes all passes over it."""
+    group: Tensor
+    """int64: the prompt's number."""
+    common: Tensor | None = None
+    """packing.common_beginnings where families are computed together."""
+
+    def in_layout(self, groups: ParallelGroups) -> SharePlan:
+        """Return the plan of another layout's ranks, of the same updates."""
+        columns = {"group": self.group, "common": self.common}
+        owner = share_plan.plan_owners(self.update, self.lengths, groups.data.size, **columns)
+        return replace(self, groups=groups, owner=owner)
+
+    def select(self, order: Tensor) -> SharePlan:
+        columns: dict[str, Any] = {name: getattr(self, name) for name in ("lengths", "update", "owner", "group")}
+        chosen = {name: column[order] for name, column in columns.items()}
+        return replace(self, **chosen, common=None if self.common is None else self.common[order])
+
+    @property
+    def leaders(self) -> Tensor:
+        """`[B]` int64: the first rank of each trajectory's replica."""
+        return torch.tensor([ranks[0] for ranks in self.groups.replicas])[self.owner]
+
+
+@dataclass(kw_only=True)
+class StepBatch(TrajectoryBatch):
+    """The trajectories of a step: `sequences` has all of them on every rank, `tokens` those of this rank's replica.
+
+        batch = exchange.share_out(own, groups, updates=2, seed=step)
+        batch["rewards"]      # [B], of the whole step, the same on every rank
+        batch["input_ids"]    # [N], of the trajectories that this replica trains, whichever update they are in
+        batch.spread(values)  # [B] -> [N]
+        for share in batch.shares():  # a TrajectoryBatch for each update
+            engine.train_batch(share, loss)
+
+    By `cu_seqlens` a trajectory whose tokens are elsewhere has none; `lengths` has the true ones. What is not said to
+    be of all tokens is of those here. Sums over tokens are right on every rank: `sums_of_tokens` asks the replicas
+    that have them. Each is taken by trajectory in its order, and so is the same whoever trains it.
+    """
+
+    plan: SharePlan
+    _in_layouts: dict[int, StepBatch] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of_tokens(cls, own: TrajectoryBatch, sequences: dict[str, Tensor], plan: SharePlan, **more: Any) -> Self:
+        """own: the tokens of the trajectories that the plan gives this rank's replica, in their order."""
+        here = plan.lengths.where(plan.owner == plan.groups.data.rank, 0)
+        return cls(**_fields(own) | {"sequences": sequences, "cu_seqlens": prefix_sums(here)}, plan=plan, **more)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.plan.lengths
+
+    @property
+    def _is_here(self) -> Tensor:
+        return self.plan.owner == self.plan.groups.data.rank  # [B]
+
+    def select(self, indices: Any) -> StepBatch:
+        order = torch.as_tensor(list(indices), dtype=torch.int64)
+        chosen = super().select(order.tolist())
+        return StepBatch(**_fields(chosen), plan=self.plan.select(order))
+
+    def completed(self, values: Tensor) -> Tensor:
+        plan = self.plan
+        counts = torch.bincount(plan.owner, minlength=plan.groups.data.size).tolist()
+        own = values[self._is_here].contiguous().view(torch.uint8)
+        size = values.dtype.itemsize
+        found = delivery.gather(own, [count * size for count in counts], plan.groups).view(values.dtype)
+        result = torch.empty_like(values)
+        result[plan.owner.argsort(stable=True)] = found  # it came by replica, and of each in its order
+        return result
+
+    def total(self, counts: Tensor) -> Tensor:
+        groups = self.plan.groups
+        counted = counts.clone() if groups.is_rollout_rank else torch.zeros_like(counts)
+        dist.all_reduce(counted, group=groups.control)
+        return counted
+
+    def own(self) -> TrajectoryBatch:
+        here = self._is_here
+        sequences = {key: column[here] for key, column in self.sequences.items()}
+        return TrajectoryBatch(
+            **_fields(self) | {"sequences": sequences, "cu_seqlens": prefix_sums(self.lengths[here])}
+        )
+
+    def by_sequence(self, compute: Callable[[TrajectoryBatch], Tensor]) -> Tensor:
+        """Return `compute`'s number for each trajectory of the step, `[B]` float32, each replica computing its own."""
+        found = torch.zeros(len(self))
+        found[self._is_here] = compute(self.own()).cpu().float()
+        return self.completed(found)
+
+    def shares(self) -> list[TrajectoryBatch]:
+        """Return what this rank's replica trains in each update."""
+        plan, here = self.plan, self._is_here
+        chosen = [(here & (plan.update == number)).nonzero()[:, 0].tolist() for number in range(plan.updates)]
+        return [TrajectoryBatch.select(self, indices) for indices in chosen]
+
+    def shown(self, indices: list[int]) -> TrajectoryBatch:
+        chosen = self.select(indices)
+        goes_to = torch.zeros(len(indices), dtype=torch.int64)  # the main rank is in the first replica
+        tokens = _delivered(chosen, self.plan.groups, goes_to)
+        if self.plan.groups.data.rank != 0:
+            return chosen.own()
+        return replace(tokens, sequences=chosen.sequences)
+
+    # -- other layouts ------------------------------------------------------------------------------------------------
+
+    def in_layout(self, groups: ParallelGroups) -> StepBatch:
+        """Return the same step as the ranks of another layout share it out, which is sent once for each layout."""
+        if groups is self.plan.groups:
+            return self
+        if id(groups) not in self._in_layouts:
+            there = self.plan.in_layout(groups)
+            tokens = _delivered(self, groups, there.owner)
+            self._in_layouts[id(groups)] = StepBatch.of_tokens(tokens, self.sequences, there)
+        return self._in_layouts[id(groups)]
+
+    def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
+        """Return a column `[N]` of `other`'s tokens, the same step in another layout, for the tokens here."""
+        if other is self:
+            return column
+        one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)
+        moved = StepBatch(**_fields(one), plan=other.plan)
+        return _delivered(moved, self.plan.groups, self.plan.owner)["column"]
+
+
+def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
+    return {entry.name: getattr(batch, entry.name) for entry in fields(TrajectoryBatch)}
+
+
+def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
+    """Bring the tokens of a batch to the replicas `owner` of `groups`."""
+    plan = {"lengths": batch.lengths, "sender": batch.plan.leaders, "owner": owner}
+    return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

@@ -1,0 +1,61 @@
+"""Tells all ranks the numbers of a step's trajectories, a few bytes for each.
+
+What is of a prompt (int64: its number, its place in the data) is told once for the trajectories of a group, which come
+one after the other, and the rest once for each trajectory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.batch import delivery
+from megatron_rl.batch.delivery import Layout
+from megatron_rl.parallel import ParallelGroups
+
+
+def gather(
+    numbers: dict[str, Tensor], table: Layout, groups: ParallelGroups
+) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Return all rollout ranks' columns `[B]`, and the rank `[B]` that each trajectory is on. All ranks call it.
+
+    numbers: `[n]` each, of a rollout rank's own trajectories, as `table` names them; nothing from one that has other
+    columns, and then None is returned on all ranks. Trajectories come in the order of ranks, and their numbers `group`
+    are made unique.
+    """
+    of_prompts = [name for name, dtype in table if dtype == torch.int64]
+    singly = [(name, dtype) for name, dtype in table if dtype != torch.int64]
+    count, runs, flat = -1, 0, torch.zeros(0, dtype=torch.uint8)
+    if numbers:
+        in_runs = _runs_of(torch.stack([numbers[name] for name in of_prompts], dim=1))
+        columns = [in_runs.flatten(), *(numbers[name].contiguous() for name, _ in singly)]
+        flat = torch.cat([column.view(torch.uint8) for column in columns])
+        count, runs = len(numbers["group"]), len(in_runs)
+    record = torch.tensor([count, runs]).view(torch.uint8)
+    told = delivery.gather(record, [len(record)] * groups.data.size, groups).view(torch.int64).view(-1, 2)
+    counts = told[:, 0]
+    if bool((counts < 0).any()):
+        return None
+    # By rollout rank: the bytes of each part.
+    sizes = [[r * 8 * (1 + len(of_prompts)), *(n * dtype.itemsize for _, dtype in singly)] for n, r in told.tolist()]
+    totals = [sum(of_rank) for of_rank in sizes]
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in table}
+    groups_before = 0
+    for part, of_rank in zip(torch.split(delivery.gather(flat, totals, groups), totals), sizes, strict=True):
+        first, *columns = (piece.clone() for piece in torch.split(part, of_rank))  # clones are aligned for their dtypes
+        times, *values = first.view(torch.int64).view(-1, 1 + len(of_prompts)).unbind(1)
+        for name, value in zip(of_prompts, values, strict=True):
+            found[name].append(value.repeat_interleave(times))
+        for (name, dtype), column in zip(singly, columns, strict=True):
+            found[name].append(column.view(dtype))
+        group = found["group"][-1]
+        group += groups_before  # rollout ranks number their groups each by itself
+        groups_before = int(group.max()) + 1 if len(group) else groups_before
+    leaders = torch.tensor([ranks[0] for ranks in groups.replicas])
+    return {name: torch.cat(columns) for name, columns in found.items()}, leaders.repeat_interleave(counts)
+
+
+def _runs_of(rows: Tensor) -> Tensor:
+    """`[n, k]` -> `[R, 1 + k]`: how often each row comes in a run, and the row."""
+    found, counts = torch.unique_consecutive(rows, dim=0, return_counts=True) if len(rows) else (rows, rows[:, 0])
+    return torch.cat([counts[:, None], found], dim=1)
