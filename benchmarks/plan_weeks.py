@@ -3,7 +3,7 @@
     python benchmarks/plan_weeks.py --write
 
 Nothing is measured. The loop, its gate and the rules of interruption are the run's (plan/week.py); the times of a
-token and of an update are the plan's; faults, lengths and publications are drawn (plan/drawn.py), for each of
+token and of an update are the plan's; faults, lengths and publications are drawn (plan/chances.py), for each of
 `--weeks` anew. `planned` is without faults and with lengths spread evenly. Below are samples a second in a day with
 other settings, best first, of which one is the config's; all of a config have the same faults and lengths.
 """

@@ -86,6 +86,8 @@ class ModelMemory:
     """Other moments of a step, none of them at the same time as another or as `update`."""
     on_cpu: float = 0.0
     """In host memory: of the optimizer, and float32 copies of gradients for it."""
+    checkpoint: float = 0.0
+    """In host memory until a checkpoint is written: the copy of what this rank writes of it."""
 
     @property
     def kept(self) -> float:
@@ -130,8 +132,11 @@ def float32_copies(model: Model) -> int:
 
 def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
     """The parameters that one rank's optimizer updates."""
-    if not engine.optimizer.distributed:
-        return shares.total
+    return _of_replica(shares, engine, world_size) if engine.optimizer.distributed else shares.total
+
+
+def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
+    """A rank's part of the parameters, where replicas divide them among each other."""
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
@@ -222,7 +227,15 @@ def memory_of_stage(
         if config.rollout.colocated:
             moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
     on_cpu = _optimizer_bytes(model, shares, world_size) + 4 * _of_optimizer(shares, model.engine, world_size)
-    return ModelMemory(states, update, moments, model.share_on_cpu * on_cpu)
+    written = checkpoint_bytes(model, shares, world_size)
+    return ModelMemory(states, update, moments, model.share_on_cpu * on_cpu, written)
+
+
+def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
+    """Return what a rank of a stage with these parameters writes of a checkpoint: replicas share the writing."""
+    has_main_weights = model.itemsize == 2 or model.engine.optimizer.distributed
+    # The weights, two moments and main weights, which are float32 in a checkpoint whatever they are in memory.
+    return (model.itemsize + 8 + 4 * has_main_weights) * _of_replica(shares, model.engine, world_size)
 
 
 def publication_bytes(model: Model) -> float:

@@ -142,6 +142,8 @@ def _trainer(plan: Plan) -> dict[str, str]:
         rows[f"or {name}"] = f"{_size(size)} in place of activations and head"
     if on_cpu := sum(memory.on_cpu for memory in trainer.by_model.values()):
         rows["on the CPU"] = f"{_size(on_cpu)} of optimizer and gradients, in host memory"
+    written = sum(memory.checkpoint for memory in trainer.by_model.values())
+    rows["checkpoint"] = f"{_size(written)} of host memory, until it is written"
     if trainer.offload:
         rows["run.offload"] = "of these models one at a time, the others wait in host memory"
     parts = trainer.parts

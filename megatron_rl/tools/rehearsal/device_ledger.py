@@ -85,6 +85,8 @@ class Ledger:
         self.page_locked: list[range] = []
         """Addresses of host memory that the code has pinned by itself."""
         self.made_groups: Counter[str] = Counter()
+        self.checkpoint_bytes = 0.0
+        """Of a checkpoint, which this rank writes."""
         """By backend."""
         self.peers: dict[str, set[int]] = defaultdict(set)
         """By backend, the ranks that this one has a group with."""

@@ -122,5 +122,6 @@ def as_dict(ledger: Ledger) -> dict[str, Any]:
         "made_groups": ledger.made_groups,
         "peers": {backend: len(ranks) - 1 for backend, ranks in ledger.peers.items()},
         "assumed": ledger.assumed,
+        "checkpoint_bytes": ledger.checkpoint_bytes,
         "layers": ledger.layers,
     }

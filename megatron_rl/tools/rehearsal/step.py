@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from megatron_rl.batch import exchange, packing
@@ -100,12 +102,27 @@ def rehearse_step(
             run.engine.publisher = publisher
             run.engine.update_weights(publisher.receiver, 1)
         with run.timers("checkpoint"):
-            training_state(run.engine)
+            state, _ = training_state(run.engine)
+            ledger.checkpoint_bytes = bytes_to_write(state, run.groups, run.engine.config.optimizer.distributed)
         if run.devices.engines is not None:
             with run.timers("offload"):
                 run.engine.offload()
                 run.engine.onload()
         yield run
+
+
+def bytes_to_write(state: dict[str, Any], groups: ParallelGroups, is_distributed: bool) -> float:
+    """Return the bytes of a checkpoint that this rank writes, of which it makes a copy on the host.
+
+    Replicas share the writing, and those of a distributed optimizer have parts of their own.
+    """
+    total = 0.0
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory):
+            replicas = groups.expert_data if ".experts." in part.key else groups.data_context
+            is_own = is_distributed and part.key.startswith("optimizer.")
+            total += part.data.nbytes / (1 if is_own else replicas.size)
+    return total
 
 
 def host_gradients(engine: MegatronEngine) -> Iterator[Tensor]:

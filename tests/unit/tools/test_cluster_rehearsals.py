@@ -103,6 +103,18 @@ def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, table, found)
     assert as_text(result).count("GiB at most in large tensors") == len(result.by_rank)
 
 
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_rank_has_no_more_to_write_of_a_checkpoint_than_planned_and_gathers_nothing_for_it(path, found):
+    settings, result = found[path]
+    config, tokens = load_config(path, settings), PromptTokens.of([1])
+    (model,) = models_of(config)
+    for rank, part in result.by_rank.items():
+        stage, batch = rank // result.world.ranks_of_stage, plan_batch(config, tokens, 1)
+        planned = memory_of_stage(model, stage, config, batch, tokens, result.world.ranks).checkpoint
+        assert part["checkpoint_bytes"] == pytest.approx(planned, rel=0.03), rank
+        assert "checkpoint" not in part["phases"], "tensors are made on the device for it"
+
+
 @pytest.fixture(scope="module")
 def rows(table):
     """The table in docs/cluster.md: the figures of each config."""
