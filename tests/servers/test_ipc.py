@@ -142,6 +142,7 @@ def publish_from_two_nodes(folder, urls, layout):
     """
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     engine, receiver, verified, told = make_engine(folder, LAYOUTS[layout][1]), None, [], {url: set() for url in urls}
+    engine.config.publication = "ipc"  # as a run says it on all ranks, of which some have no part below
     first_ranks = first_ranks_of_nodes(engine.groups, timeout_s=60)
     if engine.groups.is_main:
         receiver = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE))
