@@ -26,7 +26,7 @@ CALLS = {
     "leave": lambda engine: engine.leave_weight_group(name="g"),
     "bucket": lambda engine: engine.load_bucket(**BUCKET, group="g"),
     "shared": lambda engine: engine.load_shared(**BUCKET, buckets=dict.fromkeys(engine.server_ranks, {})),
-    "changes": lambda engine: engine.load_changes(dict.fromkeys(engine.server_ranks, b"")),
+    "changes": lambda engine: engine.load_changes(dict.fromkeys(engine.server_ranks, b""), 1),
     "folder": lambda engine: engine.load_folder("/nowhere", 1),
     "held": lambda engine: engine.held_weights(),
     "unreachable": lambda engine: engine.unreachable(),
