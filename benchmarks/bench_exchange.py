@@ -147,7 +147,7 @@ def rank_of_a_world(rank: int, ranks: int, tensor: int, args: argparse.Namespace
 
 def measure(ranks: int, tensor: int, args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     """Return by way: seconds of the slowest rank, the most bytes that one received, and that as a part of its share."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads of OpenMP would hang in them
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         given = (ranks, tensor, args, folder, answers)
