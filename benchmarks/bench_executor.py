@@ -7,9 +7,9 @@ process has a core of its own. First rows: the rollout process with the real exe
 samples a prompt, tokenised and decoded, a reward function for each) as fast as it goes, for replies of 32 tokens and of
 32,768, in requests per second and per second of its CPU time. The server is on the trainer's core meanwhile.
 
-Next: many requests whose replies are cut off at once, as by an abort, each half of 32,768 tokens. The lag is how late
-an event of a random moment in that time comes on the client's loop. Then the memory that a whole reply takes which
-waits for others: what the process grows by with many of them.
+Next: the memory that a whole reply takes which waits for others, by what the process grows with many of them. Then many
+requests whose replies are cut off together, as by an abort, each at half of 32,768 tokens. The lag is for how long an
+event of a random moment in that time waits for the client's loop, in CPU time of the loop's thread.
 
 Last: one training step of a real engine with and without `--rates` requests per second beside it, in turns; the
 slow-down is the median over pairs, of time and of the trainer's CPU time. The server is on the rollout process's core
@@ -22,7 +22,6 @@ import argparse
 import array
 import asyncio
 import contextlib
-import gc
 import os
 import random
 import statistics
@@ -47,7 +46,7 @@ SAMPLES, REPLY_TOKENS, LONG = 8, 32, 32_768
 class NullServer(asyncio.Protocol):
     """HTTP/1.1 with nothing behind it: one prepared answer per path.
 
-    After /hold requests wait, until /release gives all of them half of a reply at once.
+    After /hold requests wait, until /release?within=SECONDS gives all of them half of a reply.
     """
 
     held: list[asyncio.Transport] | None = None
@@ -69,12 +68,15 @@ class NullServer(asyncio.Protocol):
             path = head.split(b" ", 2)[1]
             if path == b"/hold":
                 NullServer.held = []
-            if path == b"/release":
+            if path.startswith(b"/release"):
                 held, NullServer.held = NullServer.held, None
-                for transport in held:
-                    transport.write(self.half)
+                pause_s, loop = float(path.rpartition(b"=")[2]) / len(held), asyncio.get_running_loop()
+                for number, transport in enumerate(held):
+                    loop.call_later(number * pause_s, transport.write, self.half)
             if path == b"/generate" and NullServer.held is not None:
                 NullServer.held.append(self.transport)
+            elif path == b"/held":
+                self.transport.write(response(b"%d" % len(NullServer.held)))
             else:
                 self.transport.write(self.answers.get(path, self.other))
 
@@ -165,54 +167,62 @@ def throughput(rollout: Rollout, rounds: int, requests: int) -> tuple[float, flo
     return statistics.median(rate for rate, _ in rates[1:]), statistics.median(rate for _, rate in rates[1:])
 
 
-async def burst(port: int, requests: int, tokens: int) -> tuple[float, float, float, float]:
-    """Have so many replies cut off at half of their tokens at once.
+async def held_bytes(port: int, count: int, tokens: int) -> float:
+    """Return what a client's process grows by with each reply that it holds."""
+    async with sampling_client(port) as client:
+        held = [await ask(client, number, tokens) for number in range(8)]
+        before = psutil.Process().memory_info().rss
+        held += [await ask(client, number, tokens) for number in range(count)]
+        return (psutil.Process().memory_info().rss - before) / count
 
-    Returns the seconds until all are read, the loop's lag that 1 % of moments exceed, its longest, and the bytes that a
-    reply held takes.
+
+async def burst(port: int, requests: int, tokens: int, within_s: float) -> tuple[float, float, float]:
+    """Have so many replies cut off at half of their tokens within some time.
+
+    Returns the seconds until all are read, the loop's lag that 1 % of moments exceed, and its longest.
     """
     import aiohttp
 
-    from megatron_rl.config import GenerationConfig, RolloutConfig
-    from megatron_rl.servers.sampling_client import SamplingClient
-    from megatron_rl.types import LLMRequest
-
-    url = f"http://127.0.0.1:{port}"
-    client, loop = SamplingClient(RolloutConfig()), asyncio.get_running_loop()
-    await client.connect([url])
-    options = GenerationConfig(max_new_tokens=tokens // 2)
+    url, loop = f"http://127.0.0.1:{port}", asyncio.get_running_loop()
     gaps: list[float] = []
 
     async def beat() -> None:
+        # In the time that the loop's thread computes: what others on the machine take is not the client's.
         while True:
-            due = loop.time() + 0.001
+            began = time.thread_time()
             await asyncio.sleep(0.001)
-            gaps.append(loop.time() - due)
+            gaps.append(time.thread_time() - began)
 
-    def ask(number: int, gconfig: GenerationConfig):
-        return client.agenerate(LLMRequest(rid=str(number), input_ids=[2, 3, 4], gconfig=gconfig))
-
-    async with aiohttp.ClientSession() as session:
+    async with sampling_client(port) as client, aiohttp.ClientSession() as session:
         await (await session.post(f"{url}/hold")).read()
-        asked = [asyncio.create_task(ask(number, options)) for number in range(requests)]
-        while len(client.fleet.servers[0].calls) < requests:
+        asked = [asyncio.create_task(ask(client, number, tokens // 2)) for number in range(requests)]
+        while int(await (await session.get(f"{url}/held")).read()) < requests:
             await asyncio.sleep(0.1)
-        await asyncio.sleep(0.5)
         beating, began = asyncio.create_task(beat()), loop.time()
-        await (await session.post(f"{url}/release")).read()
+        await (await session.post(f"{url}/release?within={within_s}")).read()
         await asyncio.gather(*asked)
         seconds = loop.time() - began
         beating.cancel()
-    del asked
-    gc.collect()
-    whole = GenerationConfig(max_new_tokens=tokens)
-    held = [await ask(number, whole) for number in range(8)]
-    before = psutil.Process().memory_info().rss
-    for begin in range(0, requests // 2, 8):
-        held += await asyncio.gather(*(ask(begin + number, whole) for number in range(8)))
-    size = (psutil.Process().memory_info().rss - before) / (len(held) - 8)
+    return seconds, exceeded(gaps, 0.01), max(gaps)
+
+
+@contextlib.asynccontextmanager
+async def sampling_client(port: int):
+    from megatron_rl.config import RolloutConfig
+    from megatron_rl.servers.sampling_client import SamplingClient
+
+    client = SamplingClient(RolloutConfig())
+    await client.connect([f"http://127.0.0.1:{port}"])
+    yield client
     await client.close()
-    return seconds, exceeded(gaps, 0.01), max(gaps), size
+
+
+def ask(client, number: int, tokens: int):
+    from megatron_rl.config import GenerationConfig
+    from megatron_rl.types import LLMRequest
+
+    options = GenerationConfig(max_new_tokens=tokens)
+    return client.agenerate(LLMRequest(rid=str(number), input_ids=[2, 3, 4], gconfig=options))
 
 
 def exceeded(gaps: list[float], share: float) -> float:
@@ -313,13 +323,15 @@ def main(argv: list[str] | None = None) -> None:
     tokens, requests = max(lengths), 16 if args.quick else 1024
     with null_server(tokens) as (server, port):
         os.sched_setaffinity(server.pid, {other_core})
-        seconds, lag, longest, size = uvloop.run(burst(port, requests, tokens))
-    print(
-        f"{requests} replies cut off at {tokens // 2} tokens: read in {seconds:.1f} s, the loop lags by at most ",
-        end="",
-    )
-    print(f"{lag * 1000:.0f} ms but for 1 % of the time, {longest * 1000:.0f} ms at worst")
-    print(f"a reply of {tokens} tokens that is held takes {size / 1e6:.2f} MB", flush=True)
+        size = uvloop.run(held_bytes(port, requests // 4, tokens))
+        print(f"a reply of {tokens} tokens that is held takes {size / 1e6:.2f} MB", flush=True)
+        for within_s in (0.0, 1.0):
+            seconds, lag, longest = uvloop.run(burst(port, requests, tokens, within_s))
+            print(
+                f"{requests} replies cut off at {tokens // 2} tokens within {within_s:g} s: read in {seconds:.1f} s, ",
+                end="",
+            )
+            print(f"lag {lag * 1000:.0f} ms but for 1 % of the time, {longest * 1000:.0f} ms at worst", flush=True)
     if args.rates:
         with null_server(REPLY_TOKENS) as (server, port), rollout_process(port, other_core, REPLY_TOKENS) as rollout:
             os.sched_setaffinity(server.pid, {other_core})

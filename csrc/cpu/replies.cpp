@@ -16,6 +16,9 @@
 
 namespace {
 
+constexpr double POWERS_OF_10[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,
+                                   1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19};
+
 struct Limits {
   int64_t vocab_size, at_most;
   double lowest, highest;
@@ -104,9 +107,10 @@ class Reader {
     return true;
   }
 
-  int64_t digits() {
+  // Appends digits to a number, which is whole up to 19 of them; returns how many there were.
+  int64_t digits(uint64_t& number) {
     const char* first = at_;
-    while (at_ < end_ && *at_ >= '0' && *at_ <= '9') at_++;
+    while (at_ < end_ && *at_ >= '0' && *at_ <= '9') number = 10 * number + uint64_t(*at_++ - '0');
     return at_ - first;
   }
 
@@ -114,21 +118,28 @@ class Reader {
   bool logprob() {
     const bool negative = take('-');  // and the spaces before it; none may follow
     const char* first = at_;
-    const int64_t whole = digits();
+    uint64_t number = 0, exponent = 0;
+    const int64_t whole = digits(number);
     if (whole == 0 || (whole > 1 && *first == '0')) return false;
-    bool is_integer = true;
+    int64_t decimals = 0;
+    bool is_integer = true, is_exact = true;
     if (at_ < end_ && *at_ == '.') {
       at_++, is_integer = false;
-      if (digits() == 0) return false;
+      decimals = digits(number);
+      if (decimals == 0) return false;
     }
     if (at_ < end_ && (*at_ == 'e' || *at_ == 'E')) {
-      at_++, is_integer = false;
+      at_++, is_integer = is_exact = false;
       if (at_ < end_ && (*at_ == '+' || *at_ == '-')) at_++;
-      if (digits() == 0) return false;
+      if (digits(exponent) == 0) return false;
     }
     double value;
-    const auto [stop, error] = std::from_chars(first, at_, value);
-    if (error != std::errc() || stop != at_) return false;  // beyond a double, or closer to 0 than one
+    if (is_exact && whole + decimals <= 19 && number <= uint64_t(1) << 53) {
+      value = double(number) / POWERS_OF_10[decimals];  // both are exact, so that their quotient is rounded once
+    } else {
+      const auto [stop, error] = std::from_chars(first, at_, value);
+      if (error != std::errc() || stop != at_) return false;  // beyond a double, or closer to 0 than one
+    }
     if (negative && !(is_integer && value == 0)) value = -value;  // the integer -0 is 0
     if (!(limits_.lowest <= value && value <= limits_.highest)) return false;
     logprobs.push_back(static_cast<float>(value));
@@ -138,11 +149,10 @@ class Reader {
   bool id(std::vector<int32_t>& found) {
     spaces();
     const char* first = at_;
-    const int64_t count = digits();
+    uint64_t value = 0;
+    const int64_t count = digits(value);
     if (count == 0 || count > 10 || (count > 1 && *first == '0')) return false;
-    int64_t value = 0;
-    for (const char* digit = first; digit < at_; digit++) value = 10 * value + (*digit - '0');
-    if (value >= limits_.vocab_size) return false;
+    if (int64_t(value) >= limits_.vocab_size) return false;
     found.push_back(static_cast<int32_t>(value));
     return true;
   }

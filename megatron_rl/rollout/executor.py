@@ -28,11 +28,11 @@ import torch
 from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
-from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_versions
+from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_runs
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.types import Runs, TrajectoryBatch
 from megatron_rl.workflows.attempts import ENDING_S, Attempt, RunBroken
 from megatron_rl.workflows.scoring import RewardTimeout
 
@@ -55,7 +55,7 @@ class Finished:
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
-        versions = trained_versions(group)
+        versions = trained_runs(group).values
         ends = range(int(versions.min()), int(versions.max()) + 1) if len(versions) else range(0)
         return cls(episode=episode, group=group, versions=ends)
 
@@ -330,9 +330,10 @@ class RolloutExecutor:
                 place = finished.episode.data["prompt_index"]
                 finished.group.sequences["prompt_index"] = torch.full((len(finished.group),), place)
         batch = join_groups([finished.group for finished in taken])
-        ages = version - trained_versions(batch)
-        if len(ages):
-            self._metrics.add(staleness=float(ages.sum()), aged_tokens=len(ages))
+        runs = Runs.cat([trained_runs(finished.group) for finished in taken])
+        if len(runs.values):
+            ages = version - runs.values
+            self._metrics.add(staleness=float((ages * runs.lengths.long()).sum()), aged_tokens=len(runs))
             self._metrics.at_least(staleness_max=float(ages.max()))
         for events in self._events:
             events.consumed([finished.episode for finished in taken], version)

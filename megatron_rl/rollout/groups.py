@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.types import TOKEN_KEYS, Trajectory, TrajectoryBatch
+from megatron_rl.types import TOKEN_KEYS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample")
 """Columns of numbers that something is computed from."""
@@ -106,12 +106,13 @@ def _check_tokens(columns: Mapping[str, Tensor], whose: str = "") -> None:
     """Look at `[N]` columns before they get their dtypes: a conversion would hide what is wrong."""
     for name, value in columns.items():
         what = f"arun_episode returned {whose}{name}"
-        if name in ("input_ids", "versions") and bool((value != value.to(TOKEN_KEYS[name])).any()):
+        is_converted = name in TOKEN_KEYS and value.dtype != TOKEN_KEYS[name]
+        if is_converted and name in ("input_ids", "versions") and bool((value != value.to(TOKEN_KEYS[name])).any()):
             found = value[value != value.to(TOKEN_KEYS[name])][0].item()
             raise ValueError(f"{what} that hold {found}: must be whole numbers, {TOKEN_KEYS[name]}.")
         if name == "input_ids" and bool((value < 0).any()):
             raise ValueError(f"{what} that hold {int(value.min())}: must be ids of the vocabulary, from 0.")
-        if name == "loss_mask" and bool(((value != 0) & (value != 1)).any()):
+        if is_converted and name == "loss_mask" and bool(((value != 0) & (value != 1)).any()):
             found = value[(value != 0) & (value != 1)][0].item()
             raise ValueError(f"{what} that holds {found}: must be True where a token is trained and False elsewhere.")
         if name == "logprobs" and not bool(value.isfinite().all()):
@@ -169,10 +170,19 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
     return TrajectoryBatch.cat(groups)
 
 
+def trained_runs(group: TrajectoryBatch) -> Runs:
+    """Return the policy versions of the trained tokens that have one, without a number for each token."""
+    runs = group.versions
+    assert runs is not None, "a group has versions"
+    trained = group["loss_mask"].cumsum(0)[runs.lengths.cumsum(0) - 1]  # [R]: up to each run's end
+    counts = trained.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    kept = (runs.values >= 0) & (counts > 0)
+    return Runs(runs.values[kept], counts[kept].to(torch.int32))
+
+
 def trained_versions(group: TrajectoryBatch) -> Tensor:
     """Return the policy versions of the trained tokens that have one, int32."""
-    versions: Tensor = group["versions"]
-    return versions[group["loss_mask"] & (versions >= 0)]
+    return trained_runs(group).each()
 
 
 def is_uniform(group: TrajectoryBatch) -> bool:
@@ -209,7 +219,7 @@ def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int
     They would be sampled again and again: no later try is younger. What is only older than `version` may come from a
     journal.
     """
-    versions = trained_versions(group) if group is not None else ()
+    versions = trained_runs(group).values if group is not None else ()
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:
         raise RuntimeError(
             f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "

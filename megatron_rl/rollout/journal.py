@@ -30,7 +30,7 @@ from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.launch import file_lock
 from megatron_rl.launch.file_lock import PATIENCE_S
 from megatron_rl.rollout.events import Episode, RolloutEvents
-from megatron_rl.rollout.groups import trained_versions
+from megatron_rl.rollout.groups import trained_runs
 from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, TrajectoryBatch
 from megatron_rl.workflows.attempts import numbered, request_name
 
@@ -133,7 +133,7 @@ class RolloutJournal(RolloutEvents):
         self._replied.pop(episode.data["sample_key"], None)
         if not is_numbered(episode.data):
             return
-        versions = trained_versions(group)
+        versions = trained_runs(group).values
         about = {"event": "accepted", "prompt": episode.data["prompt_number"], "key": episode.data["sample_key"]}
         about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
         with self._lock:

@@ -214,16 +214,21 @@ class ServerClient:
         body: dict[str, Any] | bytes | None = None,
         *,
         timeout_s: float | None,
-        bytes_at_most: int = MAX_ANSWER_BYTES,
-    ) -> bytearray:
+    ) -> bytes:
         """Return the body of an answer below 300; raise ServerError or RequestRefused for others.
 
         A server that is busy is asked again until `timeout_s`; without one, Busy is raised at once.
         """
+        return b"".join(await self._pieces(method, endpoint, body, timeout_s, MAX_ANSWER_BYTES))
+
+    async def _pieces(
+        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, timeout_s: float | None, at_most: int
+    ) -> list[bytes]:
+        """The same of at most so many bytes, in the pieces in which it came."""
         deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while True:
             try:
-                return await self._call_once(method, endpoint, body, timeout_s, bytes_at_most)
+                return await self._call_once(method, endpoint, body, timeout_s, at_most)
             except Busy as error:
                 if deadline is None or time.monotonic() + error.wait_s > deadline:
                     raise
@@ -237,7 +242,7 @@ class ServerClient:
 
     async def _call_once(
         self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, timeout_s: float | None, at_most: int
-    ) -> bytearray:
+    ) -> list[bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
@@ -245,7 +250,7 @@ class ServerClient:
         sent = {"data": data, "headers": headers, "timeout": timeout, "allow_redirects": False}
         try:
             async with self._session.request(method, self.url + endpoint, **sent, trace_request_ctx=self) as answer:
-                status, content = answer.status, await self._read(answer, endpoint, at_most)
+                status, pieces = answer.status, await self._read(answer, endpoint, at_most)
                 wait_s = seconds_of(answer.headers.get("Retry-After", ""))
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
@@ -253,6 +258,7 @@ class ServerClient:
             if isinstance(error, OSError) and error.errno in NO_FILES:  # plain: `call` waits, and blames nobody
                 raise OSError(error.errno, str(error)) from error
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
+        content = b"" if status < 300 else b"".join(pieces)
         if status in BUSY:  # before other 4xx: these are no refusals
             raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
         if status >= 500 or 300 <= status < 400:  # a redirect is no success either: nothing was done
@@ -261,7 +267,7 @@ class ServerClient:
             kind = NotFound if status == 404 else RequestRefused
             hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
             raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}", status)
-        return content
+        return pieces
 
     def _warn_of_files(self, error: OSError) -> None:
         if time.monotonic() - self._warned_of_files_s >= FILES_WARNING_EVERY_S:
@@ -272,14 +278,15 @@ class ServerClient:
                 *(error, self.url),
             )
 
-    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int) -> bytearray:
-        """Return the body; BadReply for one that would fill this process's memory."""
-        content = bytearray()
+    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int) -> list[bytes]:
+        """Return the body's pieces; BadReply for one that would fill this process's memory."""
+        pieces, size = [], 0
         async for piece in answer.content.iter_any():
-            content += piece
-            if len(content) > at_most:
+            pieces.append(piece)
+            size += len(piece)
+            if size > at_most:
                 raise BadReply(f"{self.url}{endpoint}: answered more than {at_most:,} bytes.")
-        return content
+        return pieces
 
     async def call_json(
         self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
@@ -288,9 +295,9 @@ class ServerClient:
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise ServerError(f"{self.url}{endpoint}: answered {bytes(content[:80])!r}, which is not JSON.") from error
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}, which is not JSON.") from error
         if not isinstance(answer, dict):
-            raise ServerError(f"{self.url}{endpoint}: answered {bytes(content[:80])!r}; a JSON object was expected.")
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
@@ -437,16 +444,16 @@ class ServerClient:
         body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
         try:
-            content = await self.call("POST", "/generate", body, timeout_s=None, bytes_at_most=at_most)
+            pieces = await self._pieces("POST", "/generate", body, None, at_most)
         except RequestRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
                 raise
             raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
         try:
-            if len(content) < READ_HERE_BYTES:
-                part = read_reply(content, asked)
+            if sum(map(len, pieces)) < READ_HERE_BYTES:
+                part = read_reply(pieces, asked)
             else:  # an abort brings all that were under way at once, and the loop has more to do than to read them
-                part = await asyncio.get_running_loop().run_in_executor(self._readers, read_reply, content, asked)
+                part = await asyncio.get_running_loop().run_in_executor(self._readers, read_reply, pieces, asked)
         except ValueError as error:
             raise BadReply(f"{self.url}/generate: the reply cannot be used: {error}") from error
         self.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import re
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -87,8 +88,9 @@ class ReplyPart:
     """The server's part in the time: those of TIMING that it reports."""
 
 
-def read_reply(content: bytearray, asked: Asked) -> ReplyPart:
+def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
     """Parse and check the body of a /generate answer, from any thread. ValueError for one that it cannot have."""
+    content = bytearray().join(pieces)
     above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
     bounds = {"lowest": LOWEST_LOGPROB, "highest": HIGHEST_LOGPROB}
     found = ops.reply_tokens(content, vocab_size=above, at_most=asked.max_new_tokens, **bounds)
