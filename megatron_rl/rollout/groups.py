@@ -166,7 +166,8 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
                 f"group {number} has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, group 0 "
                 f"{sorted(first.tokens)} and {sorted(first.sequences)}; every episode must return the same ones."
             )
-        group.sequences["group"].fill_(number)
+        # A column of its own: the journal may still be writing the other one.
+        group.sequences["group"] = torch.full_like(group.sequences["group"], number)
     return TrajectoryBatch.cat(groups)
 
 

@@ -3,9 +3,10 @@
 With `rollout.journal_replies` it has the single replies of episodes that go on, too.
 
 Append-only files, one per rollout rank and stretch between two checkpoints; each process writes files of its own and
-never touches those of earlier ones. A record is there as soon as it is written, whatever happens to the process; it is
-on the disk (for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and
-left as it is, and its prompts are sampled again.
+never touches those of earlier ones. A group is written by a thread, before any record of what became of it and so
+before it is trained. A record is there as soon as it is written, whatever happens to the process; it is on the disk
+(for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and left as it is,
+and its prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,9 @@ class RolloutJournal(RolloutEvents):
         self._file, self._files = -1, 0
         self._failed: RuntimeError | None = None
         self._replied: dict[str, set[str]] = {}  # by sample key, of episodes that go on
+        # Groups and replies are megabytes, and a disk may be slow: the event loop does not wait for them.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writing: Future[None] | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -98,6 +103,7 @@ class RolloutJournal(RolloutEvents):
 
         New ones do not wait for that, which may take seconds: they come on the event loop.
         """
+        self.settle()
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -121,7 +127,14 @@ class RolloutJournal(RolloutEvents):
             finally:
                 os.close(full)
 
+    def settle(self) -> None:
+        """Return once every record so far is written; RuntimeError where one could not be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def close(self) -> None:
+        self._writer.shutdown()
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -136,8 +149,7 @@ class RolloutJournal(RolloutEvents):
         versions = trained_runs(group).values
         about = {"event": "accepted", "prompt": episode.data["prompt_number"], "key": episode.data["sample_key"]}
         about |= {"versions": [int(versions.min()), int(versions.max())] if len(versions) else []}
-        with self._lock:
-            self._write(_GROUP, *_blob(group.columns(), about))
+        self._write_later(_GROUP, group.columns(), about)
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
         """Keep a reply of an unfinished episode; `request` names it among those of the episode. No event: any thread.
@@ -159,8 +171,7 @@ class RolloutJournal(RolloutEvents):
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
         versions = sampled.versions.values
         about |= {"versions": [int(versions.min()), int(versions.max())], "rest": rest}
-        with self._lock:
-            self._write(_REPLY, *_blob(columns, about))
+        self._write_later(_REPLY, columns, about)
 
     def requeued(self, episode: Episode, why: str) -> None:
         self._note("requeued", [episode], why=why)
@@ -180,12 +191,25 @@ class RolloutJournal(RolloutEvents):
     def _note(self, event: str, episodes: Sequence[Episode], **rest: Any) -> bool:
         prompts = [episode.data["prompt_number"] for episode in episodes if is_numbered(episode.data)]
         if prompts:
+            self.settle()  # what became of a group is never there without the group
             with self._lock:
                 self._write_event(event, {"prompts": prompts} | rest)
         return bool(prompts)
 
     def _write_event(self, event: str, content: dict[str, Any]) -> None:
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
+
+    def _write_later(self, kind: bytes, columns: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Write from another thread, in the order of these calls. Nobody changes the columns meanwhile."""
+
+        def write() -> None:
+            pieces = _blob(columns, about)
+            with self._lock:
+                self._write(kind, *pieces)
+
+        if self._failed is not None:
+            raise self._failed
+        self._writing = self._writer.submit(write)
 
     def _write(self, kind: bytes, *payload: bytes | memoryview) -> None:
         if self._failed is not None:  # nobody would read what follows a torn record

@@ -64,7 +64,19 @@ def group(index, versions=(0,)):
 
 def start(folder, *, run_attempt=1, first_step=0, version=0, fingerprint="f", rank=0):
     stamp = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
-    return RolloutJournal(folder, run_attempt=run_attempt, rank=rank, **stamp)
+    return SettledJournal(folder, run_attempt=run_attempt, rank=rank, **stamp)
+
+
+class SettledJournal(RolloutJournal):
+    """Has written each record before the call returns."""
+
+    def accepted(self, episode, group):
+        super().accepted(episode, group)
+        self.settle()
+
+    def replied(self, data, request, reply):
+        super().replied(data, request, reply)
+        self.settle()
 
 
 def replay(folder, *, run_attempt=2, version=0, max_staleness=4, fingerprint="f"):
@@ -547,6 +559,36 @@ def test_a_slow_disk_at_a_checkpoint_does_not_hold_the_event_loop(tmp_path, monk
     journal.close()
     first, second = sorted(tmp_path.glob("*.journal"))
     assert [[r.event["event"] for r in read_file(path)[0]] for path in (first, second)] == [["opened", "accepted"]] * 2
+
+
+def test_a_slow_disk_does_not_hold_the_event_loop_until_the_group_is_trained(tmp_path, monkeypatch):
+    journal = RolloutJournal(tmp_path, run_attempt=1, rank=0, first_step=0, version=0, fingerprint="f")
+    go_on, writev = threading.Event(), os.writev
+
+    def slow(*args):
+        assert go_on.wait(10)
+        return writev(*args)
+
+    monkeypatch.setattr(os, "writev", slow)
+    for number in range(3):
+        journal.accepted(episode(number), group(number))  # returns, although nothing is written
+    assert len(read_file(journal.path)[0]) == 1
+    threading.Timer(0.2, go_on.set).start()
+    journal.consumed([episode(1)], version=0)
+    assert go_on.is_set(), "what became of a group waits for the group"
+    names = [record.event["event"] for record in read_file(journal.path)[0]]
+    assert names == ["opened", *["accepted"] * 3, "consumed"]
+
+
+def test_a_group_that_could_not_be_written_is_never_trained(tmp_path, monkeypatch):
+    journal = RolloutJournal(tmp_path, run_attempt=1, rank=0, first_step=0, version=0, fingerprint="f")
+    monkeypatch.setattr("os.writev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    journal.accepted(episode(0), group(0))
+    with pytest.raises(RuntimeError, match="No space left"):
+        journal.consumed([episode(0)], version=0)
+    with pytest.raises(RuntimeError, match="No space left"):
+        journal.accepted(episode(2), group(2))
+    journal.close()
 
 
 def test_a_disk_that_does_not_keep_the_records_ends_the_run(tmp_path, monkeypatch):
