@@ -26,7 +26,7 @@ WALKS = {
         RLVRWorkflow.arun_episode samples tried RLVRWorkflow.scored_reply
         Attempt.agenerate SamplingClient.agenerate SamplingClient._whole_reply
         SamplingClient._generate_part SamplingClient._generate_on
-        ServerClient.generate ServerClient.call ServerClient._call_once
+        ServerClient.generate ServerClient._pieces ServerClient._call_once
     """,
     "a call is handed on by process, caller, wire, head, engine and event loop": """
         train:train RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch

@@ -91,8 +91,8 @@ class Runs:
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
         """Build them of (value, length) pairs."""
-        columns = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
-        return cls(columns[:, 0].contiguous(), columns[:, 1].contiguous())
+        values, lengths = [value for value, _ in pairs], [length for _, length in pairs]
+        return cls(torch.tensor(values, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
 
     @classmethod
     def cat(cls, parts: Sequence[Runs]) -> Runs:

@@ -182,7 +182,7 @@ def test_threads_of_the_architecture_are_started_by_these_names():
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "megatron_rl").rglob("*.py"))
     for line in table.splitlines():
         for name in re.findall(r"`([\w-]+)`", line.split("|")[2]) if line.startswith("|") else []:
-            assert re.search(rf"name=f?\"{name.replace('-N', '-{')}|EventLoopThread\(\"{name}", code), name
+            assert re.search(rf"name(_prefix)?=f?\"{name.replace('-N', '-{')}|EventLoopThread\(\"{name}", code), name
 
 
 # -- config keys ------------------------------------------------------------------------------------------------------

@@ -244,7 +244,9 @@ def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | mem
     for name, column in sorted(columns.items(), key=lambda entry: -entry[1].dtype.itemsize):  # so that all are aligned
         begin, end = end, end + column.nbytes
         header[name] = {"dtype": _DTYPES[column.dtype], "shape": list(column.shape), "data_offsets": [begin, end]}
-        pieces.append(memoryview(column.contiguous().view(torch.uint8).numpy()))
+        # Of one entry torch keeps any stride, and calls it contiguous.
+        flat = column.contiguous().as_strided((column.numel(),), (1,))
+        pieces.append(memoryview(flat.view(torch.uint8).numpy()))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [_METADATA_BYTES.pack(len(text)), text, *pieces]

@@ -31,7 +31,7 @@ from megatron_rl.rollout.journal import (
 from megatron_rl.rollout.ledger import PromptLedger, Share
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
-from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens, Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, Trajectory, TrajectoryBatch
 
 
 class Engine:
@@ -346,6 +346,16 @@ def test_old_files_go_and_the_others_stay(tmp_path):
         f"000001-0000000{n}-00000{n + 1}-0000.journal" for n in (2, 3)
     ]
     assert next_run_attempt(tmp_path) == 2 and next_run_attempt(tmp_path / "none") == 1
+
+
+def test_columns_of_one_entry_are_written_whatever_their_stride(tmp_path):
+    journal, one = start(tmp_path), group(0)
+    one.sequences["rank"] = torch.tensor([[7, 8]])[:, 0]  # of stride 2
+    journal.accepted(episode(0), one)
+    assert replay(tmp_path).take("prompt 0/0", 0)["rank"].tolist() == [7]
+    sampled = SampledTokens(torch.tensor([5], dtype=torch.int32), torch.tensor([-0.5]), Runs.of_pairs([(3, 1)]))
+    journal.replied(episode(1).data, "first", LLMResponse(input_tokens=[1], sampled=sampled, stop_reason="stop"))
+    assert replay(tmp_path, version=3).take_reply("prompt 0/1", "first", 3).output_versions == [3]
 
 
 def test_a_journal_of_an_earlier_form_is_named_and_not_read(tmp_path):
