@@ -67,7 +67,9 @@ class JournalFullFromTheFifthStepOn(RLVRWorkflow):
 
     async def arun_episode(self, engine, data):
         if self.answered == 32 and "TEST_DISK_HAS_ROOM" not in os.environ:
-            write = os.write
-            os.write = lambda file, record: write(file, record[:100] if record[4:5] == b"G" else record)
+            write = os.writev
+            os.writev = lambda file, parts: write(
+                file, [b"".join(parts)[:100]] if bytes(parts[0])[4:5] == b"G" else parts
+            )
         self.answered += "prompt_index" in data
         return await super().arun_episode(engine, data)
