@@ -108,6 +108,7 @@ class HangWatch:
         self._on_hang, self._waits_for = on_hang, waits_for
         self._can_leave, self._on_leave, self._grace_s = can_leave, on_leave, grace_s
         self._phase, self._since, self._entered = "", time.monotonic(), 0
+        self._began_ns = time.time_ns()
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._closed = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ class HangWatch:
             phases_entered=self._entered,
             main_thread=where(threading.main_thread()),
             waits_for=self._waits_for(self._phase),
-            collectives=last_collectives(),
+            collectives=last_collectives(self._began_ns),
         )
         self._write(report)
         self._store.set(f"report {self.rank}", json.dumps(asdict(report)))
@@ -288,8 +289,11 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
     return found
 
 
-def last_collectives() -> dict[str, tuple[int, str]]:
+def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
     """Return the newest collective that torch's flight recorder saw here, for each process group that this rank is in.
+
+    since_ns: nanoseconds of the clock. An earlier world of this process, or of the one that it is a fork of, may have
+    had groups of the same names, and the recorder keeps theirs.
 
     The number is 0 where there was none yet. Empty where this torch has no recorder for all backends.
     """
@@ -306,7 +310,8 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     entries: list[dict[str, Any]] = json.loads(_dump_fr_trace_json()).get("entries", [])
     for entry in entries:
         group, number = label.get(entry["process_group"][0]), entry["collective_seq_id"]
-        if group is not None and not entry["is_p2p"] and number >= newest[group][0]:
+        is_counted = group is not None and not entry["is_p2p"] and entry["time_created_ns"] >= since_ns
+        if is_counted and number >= newest[group][0]:
             newest[group] = number, f"{entry['profiling_name']} of {entry['input_sizes']}"
     return newest
 
