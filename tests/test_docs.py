@@ -61,8 +61,6 @@ TRIED_BY = {
     ("README.md", "def brief"): "tests/test_readme.py",
 }
 """Python blocks that another test runs, by a word of theirs."""
-MEASURED_AGAIN = {"66", "55"}
-"""Figures of benchmarks.md whose output is no results file, as the page says."""
 WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/", "my_task/")
 """Folders that commands or the reader of the tutorial write."""
 FILES = ("log", "lock", "jsonl", "json", "yaml", "txt", "py", "md", "html", "sh", "png")
@@ -292,16 +290,6 @@ def test_figures_of_the_readme_stand_in_the_results():
     for figures, path in rows:
         missing = set(figures.split(", ")) - figures_in((ROOT / path).read_text(encoding="utf-8"))
         assert not missing, f"{path} has no {sorted(missing)}"
-
-
-def test_figures_that_were_measured_again_are_the_only_ones_without_a_file():
-    text = text_of(BENCHMARKS)
-    (again,) = re.findall(r"^## Measured again\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    rows = [line.split("|") for line in again.splitlines() if line.startswith("|")][2:]
-    found = {number for _, what, _, number, _ in rows for number in [re.match(r" *([\d.]+)", number)[1]]}
-    assert found == MEASURED_AGAIN
-    known = figures_in("".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.txt")))
-    assert all(old.strip().rstrip("%") in known for _, _, old, _, _ in rows)
 
 
 def test_readme_counts_what_the_tables_of_correctness_show():

