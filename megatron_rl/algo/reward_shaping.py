@@ -1,6 +1,7 @@
 """Reward shaping: from what a workflow reported to what an estimator compares, over the whole step's trajectories.
 
-In this order: minus the overlong penalty, per written token, running normalisation, clip, minus the KL penalty.
+In this order: the share of replies that were cut off, minus the overlong penalty, per written token, running
+normalisation, clip, minus the KL penalty.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class RewardShaper:
 
     @property
     def _is_by_length(self) -> bool:
-        return self.options.overlong_buffer > 0 or self.options.per_token
+        options = self.options
+        return options.overlong_buffer > 0 or options.per_token or options.cut_off_share < 1
 
     def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
         """Shape `greedy_reward` as the sampled replies' rewards, by the moments of those: `[B]`."""
@@ -101,16 +103,18 @@ class RewardShaper:
             return self._scaled(scores)
         if "greedy_tokens" not in batch:
             raise ValueError(
-                f"reward_shaping.overlong_buffer = {self.options.overlong_buffer}, per_token = "
-                f"{self.options.per_token}: the trajectories carry {sorted(batch.sequences)} and no greedy_tokens, so "
-                f"the greedy reply's reward cannot be shaped by its length; have the workflow report them, as "
-                f"megatron_rl.workflows:ReMaxWorkflow does."
+                f"reward_shaping.overlong_buffer = {self.options.overlong_buffer}, cut_off_share = "
+                f"{self.options.cut_off_share}, per_token = {self.options.per_token}: the trajectories carry "
+                f"{sorted(batch.sequences)} and no greedy_tokens, so the greedy reply's reward cannot be shaped by its "
+                f"length; have the workflow report them, as megatron_rl.workflows:ReMaxWorkflow does."
             )
         return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
 
     def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
         """longest: `[B]` tokens of each trajectory's longest reply; total: `[B]`, of all its replies."""
         options = self.options
+        if options.cut_off_share < 1:
+            scores = torch.where(longest >= self.longest_reply, options.cut_off_share * scores, scores)
         if options.overlong_buffer > 0:
             # DAPO's (arXiv 2503.14476): 0 up to the buffer, 1 at the longest reply, linear in between.
             over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer

@@ -101,6 +101,9 @@ class AlgorithmConfig(Section, name="algo"):
 class RewardShapingConfig(Section, name="reward_shaping"):
     """Changes of the rewards before trajectories are compared, in this order. A KL penalty (algo.kl_in) comes last."""
 
+    cut_off_share: float = within("[0, 1]", default=1.0, hint="1 changes nothing")
+    """Share of its reward that a reply keeps which was cut off: one of generation.max_new_tokens, whatever its last
+    token is. A dialogue keeps it for its longest reply. NeMo-RL calls it the penalty for not stopping properly."""
     overlong_buffer: int = at_least(0, "tokens", default=0)
     """The last tokens before generation.max_new_tokens, over which the overlong penalty grows; 0 punishes none."""
     overlong_penalty: float = above(0, default=1.0)

@@ -547,6 +547,13 @@ def test_a_dialogue_is_overlong_by_its_longest_reply():
     assert shaped(batch, overlong_buffer=4).tolist() == [1.0, 0.5, 0.5, 1.0]
 
 
+def test_a_reply_that_was_cut_off_keeps_a_share_of_its_reward():
+    batch = dialogues([*SAID, *[0] * 7], [*SAID, *[0] * 8], [*SAID, 0, *SAID, *[0] * 8, *SAID, 0], SAID)
+    assert shaped(batch, cut_off_share=0.25).tolist() == [1.0, 0.25, 0.25, 1.0]
+    # With a buffer of 4 and a penalty of 1, of which 7 tokens cost three quarters.
+    assert shaped(batch, cut_off_share=0.25, overlong_buffer=4).tolist() == [0.25, -0.75, -0.75, 1.0]
+
+
 @pytest.mark.parametrize("options", [{"overlong_buffer": 4}, {"per_token": True}], ids=str)
 def test_tokens_that_are_too_old_to_be_trained_count_in_the_length(options):
     versions = [*SAID, 0, 0, 0, 3, 3, 3, *SAID, 3, 3]
@@ -579,6 +586,7 @@ def test_running_normalisation_knows_all_rewards_so_far_also_after_a_checkpoint(
 SHAPINGS = [
     {"overlong_buffer": 4, "overlong_penalty": 2.0},
     {"per_token": True},
+    {"cut_off_share": 0.5},
     {"running": "std"},
     {"running": "mean_std", "clip": 0.7},
     {"overlong_buffer": 6, "per_token": True, "running": "mean_std", "clip": 1.5},

@@ -75,7 +75,7 @@ OUR_KEYS = {
         "entropy_target",
         "entropy_step",
     ],
-    "reward_shaping": ["overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
+    "reward_shaping": ["cut_off_share", "overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
     "correction": ["proximal", "weight", "level", "low", "high", "alarm"],
     "critic": [
         "model",
@@ -304,6 +304,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("algo.kl_horizon=0", "algo.kl_horizon = 0.0: must be above 0 trajectories"),
         ("algo.entropy_target=-1", "algo.entropy_target = -1.0: must be at least 0"),
         ("algo.entropy_step=0", "algo.entropy_step = 0.0: must be above 0"),
+        ("reward_shaping.cut_off_share=1.5", r"reward_shaping.cut_off_share = 1.5: must be in \[0, 1\]"),
         ("reward_shaping.overlong_buffer=-1", "reward_shaping.overlong_buffer = -1: must be at least 0 tokens"),
         ("reward_shaping.overlong_penalty=0", "reward_shaping.overlong_penalty = 0.0: must be above 0"),
         ("reward_shaping.running=mean", "reward_shaping.running = 'mean': must be none, std or mean_std"),
