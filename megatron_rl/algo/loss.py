@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.algo.catalogue import find_loss
 from megatron_rl.algo.registry import FusedLoss, TorchLoss
-from megatron_rl.algo.torch_losses import LossRows, behavior_weight
+from megatron_rl.algo.torch_losses import LossRows, behavior_weight, mean_of_sequence
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss
 
@@ -65,7 +65,11 @@ class PolicyLoss:
     @property
     def by_sequence(self) -> bool:
         """True if a row's loss depends on its neighbours."""
-        return self.terms.by_sequence or (isinstance(self.entry, TorchLoss) and self.entry.by_sequence)
+        return (
+            self.terms.by_sequence
+            or self.correction.negative_bound > 0
+            or (isinstance(self.entry, TorchLoss) and self.entry.by_sequence)
+        )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for what
@@ -87,6 +91,13 @@ class PolicyLoss:
         trained, advantages = rows["labels"] >= 0, column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
         bounds = rows["cu_seqlens"].long() if self.by_sequence else None
+        left_out = None
+        if self.correction.negative_bound > 0:
+            assert bounds is not None
+            fallen = (behavior - logprobs.detach()).masked_fill(~trained, 0.0)
+            is_far = mean_of_sequence(fallen, trained, bounds) > self.correction.negative_bound
+            left_out = is_far & (advantages < 0) & trained
+            advantages = advantages.masked_fill(left_out, 0.0)
         loss, sums = ppo_loss(
             logprobs,
             proximal,
@@ -111,6 +122,8 @@ class PolicyLoss:
             )
             own = self._in_torch(self.entry, seen, row_weights)  # [T]
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
+        if left_out is not None:
+            sums = sums | {"left_out_tokens": left_out.sum()}
         return loss, {name: sums[name] for name in self._reported}
 
     def _in_torch(self, entry: TorchLoss, rows: LossRows, row_weights: Tensor | None) -> Tensor:
@@ -130,6 +143,7 @@ class PolicyLoss:
         names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
         names += ["clipped_tokens"] if self.terms.mode in ("clip", "cispo") else []
         names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
+        names += ["left_out_tokens"] if self.correction.negative_bound > 0 else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
 

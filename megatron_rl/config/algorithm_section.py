@@ -139,6 +139,10 @@ class CorrectionConfig(Section, name="correction"):
     """token, or sequence: one weight for all, the geometric mean over its trained tokens."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
     high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
+    negative_bound: float = at_least(0, default=0.0, hint="0 leaves none out")
+    """A trajectory is left out where its advantage is negative and log p(behaviour) - log p, in nats and the mean over
+    its trained tokens, is above this: what the policy no longer says need not be unlearned (DeepSeek-V3.2, arXiv
+    2512.02556). A token's own advantage decides for it. 0 leaves none out."""
     alarm: float = at_least(0, default=0.0, hint="0 never stops")
     """Stop the run when trainer and server differ by more than this, mean |log p - log q| in nats of a step's tokens of
     the current version (of all tokens where there are none). 0 stops only where a difference is not finite."""

@@ -65,11 +65,14 @@ def defined_loss(options, correction, batch, own, h):
         tokens += len(places)
         distances = (own[places] - proximal[places], advantages[places], own[places] - behavior[places])
         sequence = of_sequence(options.loss, *(column.detach() for column in distances), args)
+        fallen = float((behavior[places] - own[places]).mean().detach())
+        is_far = 0 < correction.negative_bound < fallen
         losses = []
         for t in places:
             u = (own[t] - proximal[t]).exp()
+            own_advantage = advantages[t] * (not (is_far and advantages[t] < 0))
             loss = one_token(
-                options.loss, u, advantages[t], own[t], proximal[t], options, args, sequence=sequence * u / u.detach()
+                options.loss, u, own_advantage, own[t], proximal[t], options, args, sequence=sequence * u / u.detach()
             )
             if correction.weight != "off":
                 distance = proximal[places] - behavior[places]

@@ -101,6 +101,8 @@ def test_loss_and_gradients_are_those_of_the_definition(options, aggregation):
 
 CORRECTIONS = {
     "plain PPO": CorrectionConfig(proximal="behavior"),
+    "far and negative": CorrectionConfig(negative_bound=0.01),
+    "far and negative, clamped": CorrectionConfig(negative_bound=0.01, weight="clamp", low=0.9, high=1.1),
     **{
         f"{weight} by {level}": CorrectionConfig(weight=weight, level=level, low=0.9, high=1.1)
         for weight in ("mask", "clamp")
@@ -125,6 +127,26 @@ def test_the_split_into_microbatches_and_the_order_change_nothing(loss, aggregat
     whole = run(options)
     for splits in (((8, 1, 0, 5), (3, 7), (2, 6, 4)), ((5,), (), (7, 6, 8), (0, 1, 2, 3, 4))):
         assert_same(run(options, splits=splits), whole)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "dppo"])
+def test_what_is_far_and_negative_does_not_train_and_is_counted(loss):
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    fallen = [(batch["logprobs"].double() - policy)[part][batch["loss_mask"][part]] for part in parts_of(batch)]
+    means = torch.stack([part.mean() if len(part) else torch.tensor(0.0).double() for part in fallen])
+    bound = float(means.clamp_min(0).median())
+    correction = CorrectionConfig(negative_bound=bound)
+    own = logprobs.clone().requires_grad_()
+    loss, sums = PolicyLoss(AlgorithmConfig(loss=loss), correction)(own, entropy, rows)
+    (gradient,) = torch.autograd.grad(loss, own)
+    is_far = torch.zeros(len(policy), dtype=torch.bool)
+    for part, mean in zip(parts_of(batch), means, strict=True):
+        is_far[part] = bool(mean > bound)
+    left_out = is_far & (batch["advantages"] < 0) & batch["loss_mask"]
+    (by_row,) = packed(batch, range(len(batch)), (left_out.double(),))[1]
+    assert sums["left_out_tokens"] == by_row.sum() > 0
+    assert not gradient[by_row > 0].any() and gradient[(by_row == 0) & (rows["labels"] >= 0)].any()
 
 
 def test_a_sequence_without_trained_tokens_does_not_count():

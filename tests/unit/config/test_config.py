@@ -76,7 +76,7 @@ OUR_KEYS = {
         "entropy_step",
     ],
     "reward_shaping": ["cut_off_share", "overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
-    "correction": ["proximal", "weight", "level", "low", "high", "alarm"],
+    "correction": ["proximal", "weight", "level", "low", "high", "negative_bound", "alarm"],
     "critic": [
         "model",
         "parallel",
