@@ -1,4 +1,4 @@
-"""What a step's exchange sends to each rank, and how long its plan takes, beside sending everything to everybody.
+"""Bytes that each rank receives in a step's exchange, and seconds of its plan, beside sending everything to everybody.
 
     python benchmarks/bench_exchange.py
 
@@ -32,7 +32,7 @@ from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 TCP_INFO_BYTES_RECEIVED = 128
-"""Where Linux has tcpi_bytes_received in its tcp_info."""
+"""Offset of tcpi_bytes_received in Linux's tcp_info, in bytes."""
 
 
 def received_bytes() -> int:

@@ -39,7 +39,7 @@ def costs_of(lengths: list[int]) -> list[float]:
 
 @method("megatron_rl")
 def ours(lengths: list[int], ranks: int, budget: int) -> Plan:
-    """What exchange.share_out and the engine do."""
+    """Balance shares by cost and pack each, as exchange.share_out and the engine do."""
     shares = packing.split_evenly(costs_of(lengths), ranks)
     own = [[lengths[i] for i in share] for share in shares]
     count = max(packing.least_microbatches(part, budget) for part in own)

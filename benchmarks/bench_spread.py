@@ -1,4 +1,4 @@
-"""How evenly rollout ranks fill the servers that they share, by the rule with which each picks one for a group.
+"""Evenness with which rollout ranks fill the servers that they share, by the rule that picks one for a group.
 
     python benchmarks/bench_spread.py --write
 
@@ -25,7 +25,7 @@ import frame
 from megatron_rl.servers.sampling_client import least_busy
 
 NEWS_S = 5.0
-"""How old the load is that ranks hear of each other's: a server is asked as often by the patrol."""
+"""Age of the load that ranks hear of each other's: a server is asked as often by the patrol."""
 FIRST_TOKEN_S, REPLY_S = 10e-3, 0.25e-3
 """A token takes a server the first, and the second more for each reply in its batch."""
 MEAN_TOKENS, OF_PROMPTS, OF_REPLIES = 1000, 0.8, 0.4

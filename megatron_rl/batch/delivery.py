@@ -63,15 +63,14 @@ def deliver(
     """Bring trajectories' tokens to the replicas of `groups`; return those for this rank's, in the order of all.
 
     held: on a rank that sends, what it has of them, in their order; others give anything. lengths, sender and owner:
-    `[B]`, by trajectory: its tokens, the rank that has them, and the replica that gets them, -1 for none.
+    `[B]`, by trajectory: its tokens, the rank that has them, and the replica that gets them.
     """
     ranks = groups.replicas[groups.data.rank]
     parts: dict[int, TrajectoryBatch] = {}
     if bool((sender == groups.rank).any()):
         goes_to = owner[sender == groups.rank]
         for replica in sorted(set(goes_to.tolist())):
-            if replica >= 0:
-                parts[groups.replicas[replica][0]] = held.select((goes_to == replica).nonzero()[:, 0].tolist())
+            parts[groups.replicas[replica][0]] = held.select((goes_to == replica).nonzero()[:, 0].tolist())
     wanted = (owner == groups.data.rank).nonzero()[:, 0]
     from_ranks = sorted(set(sender[wanted].tolist())) if groups.rank == ranks[0] else []
     others = {rank: _flat(part, layout) for rank, part in parts.items() if rank != groups.rank}

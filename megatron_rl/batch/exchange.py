@@ -22,7 +22,7 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, COMMON = ".length", ".common"
-"""What is told of trajectories beside their own columns: tokens, and those that their family begins with alike."""
+"""Names of two numbers told of each trajectory beside its columns: its tokens, and those its family has in common."""
 
 
 def share_out(

@@ -21,9 +21,9 @@ def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = 
     group: keeps the trajectories of each prompt side by side, as far as even updates allow.
     """
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator)
-    if group is not None:
-        generator = torch.Generator().manual_seed(seed)
+    if group is None:
+        order = torch.randperm(count, generator=generator)
+    else:
         prompts, number = torch.unique(group, return_inverse=True)
         # Prompts are shuffled, and the trajectories of each stay side by side in their order.
         order = torch.randperm(len(prompts), generator=generator)[number].argsort(stable=True)

@@ -255,20 +255,13 @@ def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
 
 def _mixture(config: dict[str, Any], family: str) -> Mixture | None:
     layers = range(config["num_hidden_layers"])
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         return Mixture(
             experts=config["num_local_experts"],
             per_token=config["num_experts_per_tok"],
             ffn=config["intermediate_size"],
             layers=tuple(True for _ in layers),
-        )
-    if family == "minimax_m2":
-        return Mixture(
-            experts=config["num_local_experts"],
-            per_token=config["num_experts_per_tok"],
-            ffn=config["intermediate_size"],
-            layers=tuple(True for _ in layers),
-            is_biased=True,
+            is_biased=family == "minimax_m2",
         )
     if family == "qwen3_moe":
         dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)

@@ -36,10 +36,17 @@ def embedded_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def real_supervisor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """One real SGLang server on the CPU, shared by the session: it takes 20 s and 2 GB."""
+def needs_sglang() -> None:
+    """Skip where real SGLang for the CPU is missing."""
     if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
         pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+
+
+@pytest.fixture(scope="session")
+def real_supervisor(
+    needs_sglang: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Supervisor]:
+    """One real SGLang server on the CPU, shared by the session: it takes 20 s and 2 GB."""
     config = RolloutConfig(
         backend="sglang",
         start_timeout_s=400,

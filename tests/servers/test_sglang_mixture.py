@@ -10,7 +10,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
@@ -58,9 +57,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
-    if not (SGLANG_CPU_PACKAGES / "sglang").is_dir():
-        pytest.skip("SGLang is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+def server(needs_sglang, folders, tmp_path_factory):
     # What others take of the host's memory while it starts counts as taken by its weights.
     arguments = ["--max-total-tokens", "4096", "--random-seed", "1", "--mem-fraction-static", "0.5"]
     config = RolloutConfig(

@@ -1,4 +1,4 @@
-"""How often things fail, for how long, and how long replies are: the distributions of a simulated week, with sources.
+"""Rates and lengths of failures, and lengths of replies: the distributions of a simulated week, with sources.
 
 What has no source is an assumption, and says so. No figure was measured on the cluster that will run.
 """
@@ -18,7 +18,7 @@ SERVER_CRASHES_PER_S = 1 / (7 * 86_400)
 SERVER_RESTART_S, TRAINER_RESTART_S = (300.0, 0.5), (600.0, 0.5)
 """From a death to the end of start-up, log-normal: the median, and the standard deviation of the logarithm. Assumed."""
 SLOW_SERVERS_PER_S = 1 / (1000 * 3600)
-"""How often a GPU begins to slow down its server. Assumed; that large jobs have stragglers: arXiv 2505.05713."""
+"""Rate at which a GPU begins to slow down its server. Assumed; that large jobs have stragglers: arXiv 2505.05713."""
 SLOW_FOR_S, SLOWNESS = (1800.0, 1.0), (1.1, 2.0)
 """For how long, log-normal, and by how much, evenly spread. Assumed."""
 UPDATE_SLOWNESS = 0.1
