@@ -14,8 +14,9 @@ from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
+from megatron_rl.algo.registry import TorchLoss
 from megatron_rl.algo.reward_shaping import RewardShaper
-from megatron_rl.algo.selection import high_entropy, keep
+from megatron_rl.algo.selection import high_entropy, keep, share_of
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -66,7 +67,7 @@ class PolicyActor:
         reference, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
-        needed += ["proximal_logprobs"] if penalizes or self.loss.select is not None else []
+        needed += ["proximal_logprobs"] if penalizes or self.loss.chooses else []
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
@@ -84,6 +85,9 @@ class PolicyActor:
             self.metrics["policy/high_entropy_share"] = keep(batch, kept)
         if self.loss.select is not None:
             self.metrics["policy/selected_share"] = keep(batch, self.loss.select(batch, **options.loss_args))
+        if isinstance(self.loss, TorchLoss) and self.loss.mark is not None:
+            batch.tokens["marked"] = self.loss.mark(batch, **options.loss_args)
+            self.metrics["policy/marked_share"] = share_of(batch, batch["marked"])
 
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set what the loss needs to know of other policies, before the first update.

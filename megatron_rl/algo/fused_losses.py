@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from math import inf
 
-from megatron_rl.algo.registry import above_0, fused_loss
-from megatron_rl.algo.selection import second_moment
+from megatron_rl.algo.registry import SHARE, above_0, fused_loss
+from megatron_rl.algo.selection import but_covariant, second_moment
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import PpoOptions
 
@@ -80,3 +80,14 @@ def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
     Source: arXiv 2510.01161
     """
     return PpoOptions(clip_low=1.0, clip_high=inf)  # u is in [0, inf): nothing is clipped
+
+
+@fused_loss("clip_cov", select=but_covariant, rules={"share": SHARE})
+def clip_cov(options: AlgorithmConfig, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> PpoOptions:
+    """ppo_clip, but for a share of the tokens, drawn of those with c in [low, high], c = (log p - mean) (A - mean).
+
+    The means are over all trained tokens of a step, p is the policy's before its updates. Tokens of a high covariance
+    are those by which an update lowers the entropy. Their draw is the same in every layout.
+    Source: arXiv 2505.22617
+    """
+    return PpoOptions(clip_low=options.clip_low, clip_high=options.clip_high)

@@ -11,8 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.algo.catalogue import find_loss
+from megatron_rl.algo.correction import behavior_weight, is_left_out
 from megatron_rl.algo.registry import FusedLoss, TorchLoss
-from megatron_rl.algo.torch_losses import LossRows, behavior_weight, mean_of_sequence
+from megatron_rl.algo.torch_losses import LossRows
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss
 
@@ -52,7 +53,7 @@ class PolicyLoss:
         is_unbiased = options.kl_estimator == "unbiased"
         return replace(
             own,
-            behavior=correction.weight,
+            behavior="off" if self.weighs_products else correction.weight,
             behavior_by_sequence=correction.weight != "off" and correction.level == "sequence",
             behavior_low=correction.low,
             behavior_high=correction.high,
@@ -63,11 +64,18 @@ class PolicyLoss:
         )
 
     @property
+    def weighs_products(self) -> bool:
+        """True if the behaviour weights are products over sequences, which the operator does not know: every loss is
+        linear in the advantages' size, and so takes them as part of those."""
+        return self.correction.weight != "off" and self.correction.level == "product"
+
+    @property
     def by_sequence(self) -> bool:
         """True if a row's loss depends on its neighbours."""
         return (
             self.terms.by_sequence
-            or self.correction.negative_bound > 0
+            or self.weighs_products
+            or self.correction.leaves_out_sequences
             or (isinstance(self.entry, TorchLoss) and self.entry.by_sequence)
         )
 
@@ -91,26 +99,8 @@ class PolicyLoss:
         trained, advantages = rows["labels"] >= 0, column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
         bounds = rows["cu_seqlens"].long() if self.by_sequence else None
-        left_out = None
-        if self.correction.negative_bound > 0:
-            assert bounds is not None
-            fallen = (behavior - logprobs.detach()).masked_fill(~trained, 0.0)
-            is_far = mean_of_sequence(fallen, trained, bounds) > self.correction.negative_bound
-            left_out = is_far & (advantages < 0) & trained
-            advantages = advantages.masked_fill(left_out, 0.0)
-        loss, sums = ppo_loss(
-            logprobs,
-            proximal,
-            behavior,
-            advantages if isinstance(self.entry, FusedLoss) else torch.zeros_like(advantages),
-            trained,
-            self.terms,
-            ref_logprobs=column("ref_logprobs") if self.terms.kl_coefficient > 0 else None,
-            entropy=entropy,
-            row_weights=row_weights,
-            cu_seqlens=bounds if self.terms.by_sequence else None,
-        )
-        if isinstance(self.entry, TorchLoss):
+        is_torch, counted = isinstance(self.entry, TorchLoss), Sums()
+        if is_torch or self.weighs_products or self.correction.leaves_out:
             before = logprobs.detach() if proximal is None else proximal
             seen = LossRows(
                 logprobs=logprobs.masked_fill(~trained, 0.0),
@@ -119,17 +109,39 @@ class PolicyLoss:
                 advantages=advantages.masked_fill(~trained, 0.0),
                 trained=trained,
                 cu_seqlens=bounds,
+                marked=rows["marked"].bool() if "marked" in names else None,
             )
-            own = self._in_torch(self.entry, seen, row_weights)  # [T]
+            if self.correction.leaves_out:
+                left_out = is_left_out(seen, self.correction)
+                seen = replace(seen, advantages=seen.advantages.masked_fill(left_out, 0.0))
+                counted["left_out_tokens"] = left_out.sum()
+            weight, is_outside = behavior_weight(seen, self.correction)
+            if self.weighs_products:
+                counted["behavior_weight"] = weight.masked_fill(~trained, 0.0).sum()
+                counted["dropped_tokens"] = (is_outside & trained).sum()
+            advantages = seen.advantages * weight if self.weighs_products else seen.advantages
+        loss, sums = ppo_loss(
+            logprobs,
+            proximal,
+            behavior,
+            torch.zeros_like(advantages) if is_torch else advantages,
+            trained,
+            self.terms,
+            ref_logprobs=column("ref_logprobs") if self.terms.kl_coefficient > 0 else None,
+            entropy=entropy,
+            row_weights=row_weights,
+            cu_seqlens=bounds if self.terms.by_sequence else None,
+        )
+        if isinstance(self.entry, TorchLoss):
+            own = self._in_torch(self.entry, seen, weight, row_weights)  # [T]
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
-        if left_out is not None:
-            sums = sums | {"left_out_tokens": left_out.sum()}
+        sums = sums | counted
         return loss, {name: sums[name] for name in self._reported}
 
-    def _in_torch(self, entry: TorchLoss, rows: LossRows, row_weights: Tensor | None) -> Tensor:
+    def _in_torch(self, entry: TorchLoss, rows: LossRows, weight: Tensor, row_weights: Tensor | None) -> Tensor:
         """Return the policy's term of a torch loss, `[T]`."""
         loss = entry.function(rows, self.options, **self.options.loss_args)
-        weight = behavior_weight(rows, self.correction).masked_fill(~rows.trained, 0.0)
+        weight = weight.masked_fill(~rows.trained, 0.0)
         # A dropped row adds nothing, even where its loss is not finite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight
         if row_weights is not None:
@@ -143,7 +155,7 @@ class PolicyLoss:
         names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
         names += ["clipped_tokens"] if self.terms.mode in ("clip", "cispo") else []
         names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
-        names += ["left_out_tokens"] if self.correction.negative_bound > 0 else []
+        names += ["left_out_tokens"] if self.correction.leaves_out else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
 

@@ -27,6 +27,9 @@ def above_0(value: Any) -> bool:
     return bool(0 < value < inf)
 
 
+SHARE = (lambda value: 0 < value <= 1, "must be in (0, 1]; a share of the step's trained tokens")
+
+
 @dataclass(frozen=True)
 class Estimator:
     """An estimator of the advantages of a step's trajectories.
@@ -72,6 +75,11 @@ class FusedLoss:
     rules: Rules = field(default_factory=dict)
     """Of algo.loss_args."""
 
+    @property
+    def chooses(self) -> bool:
+        """True where tokens are chosen among all of a step's, before its updates."""
+        return self.select is not None
+
 
 @dataclass(frozen=True)
 class TorchLoss:
@@ -85,8 +93,14 @@ class TorchLoss:
     """Looks at a row's neighbours: gets whole sequences and their bounds."""
     select: Callable[..., Tensor] | None = None
     """As a fused loss's."""
+    mark: Callable[..., Tensor] | None = None
+    """As select, but of tokens whose advantage stays and which the loss knows by `LossRows.marked`."""
     rules: Rules = field(default_factory=dict)
     """Of algo.loss_args."""
+
+    @property
+    def chooses(self) -> bool:
+        return self.select is not None or self.mark is not None
 
 
 @dataclass(frozen=True)
@@ -145,10 +159,12 @@ def torch_loss(
     *,
     by_sequence: bool = False,
     select: Callable[..., Tensor] | None = None,
+    mark: Callable[..., Tensor] | None = None,
     rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], TorchLoss]:
     """Decorate the function of a loss in plain torch; a name enters it into the catalogue."""
-    return _entering(LOSSES, name, partial(TorchLoss, by_sequence=by_sequence, select=select, rules=rules or {}))
+    make = partial(TorchLoss, by_sequence=by_sequence, select=select, mark=mark, rules=rules or {})
+    return _entering(LOSSES, name, make)
 
 
 def pair_loss(

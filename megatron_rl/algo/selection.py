@@ -59,6 +59,66 @@ def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
     return kept
 
 
+def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: float) -> Tensor:
+    """Choose the `share` of trained tokens with the highest `covariances`, of the step's: `[N]` bool.
+
+    Source: arXiv 2505.22617, KL-Cov
+    """
+    trained = batch["loss_mask"].nonzero()[:, 0]
+    most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
+    falling = 2**32 - 1 - _rising_keys(covariances(batch)[trained])
+    chosen = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
+    chosen[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
+    return chosen
+
+
+def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
+    """Keep the trained tokens but the `share` of them that is drawn of those with `covariances` in [low, high]:
+    `[N]` bool. Fewer are left out where that many are not there.
+
+    Source: arXiv 2505.22617, Clip-Cov
+    """
+    kept = batch["loss_mask"].bool()
+    most = int(_share_of(share, batch.total(kept.sum())))
+    found = covariances(batch)
+    inside = (kept & (found >= low) & (found <= high)).nonzero()[:, 0]
+    keys = _drawn_keys(batch, inside)
+    drawn = _first_that_fit(keys, torch.zeros_like(keys), batch, inside, lambda n, _: n <= most)
+    kept = kept.clone()
+    kept[inside[drawn]] = False
+    return kept
+
+
+def covariances(batch: TrajectoryBatch) -> Tensor:
+    """(log p - mean of log p) (A - mean of A), the means over the step's trained tokens: `[N]` float64.
+
+    p is the policy's before the updates. A token without a finite log p is in no mean, and has -inf.
+    """
+    logprobs, advantages = batch["proximal_logprobs"].double(), batch["advantages"].double()
+    counted = batch["loss_mask"].bool() & logprobs.isfinite()
+    count = batch.total(counted.sum()).clamp_min(1)
+
+    def centered(values: Tensor) -> Tensor:
+        # Of each trajectory's sum: the same to the last bit, whoever has the tokens.
+        return values - batch.sums_of_tokens(values.masked_fill(~counted, 0.0)).sum() / count
+
+    return (centered(logprobs) * centered(advantages)).masked_fill(~counted, float("-inf"))
+
+
+def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
+    """`[n]` int64 from 0 to 2^32 - 1 as if drawn: mixed of a token, its place and its behaviour log-prob's bits.
+
+    Of the data alone, and so the same in every layout and in a step that is done again.
+    """
+    bits = batch["logprobs"][places].float().view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.zeros_like(bits)
+    for part in (places - batch.cu_seqlens[batch.sequence_ids[places]], batch["input_ids"][places].long(), bits):
+        for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):  # MurmurHash3's last steps
+            keys = (keys ^ part) * factor & 0xFFFFFFFF
+            keys = keys ^ keys >> shift
+    return keys
+
+
 def _rising_keys(values: Tensor) -> Tensor:
     """`[n]` float32 -> `[n]` int64 from 0 to 2^32 - 1, which rise as the values do; NaN is above all of them."""
     bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 makes one of both zeros
@@ -108,6 +168,11 @@ def _first_that_fit(
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
     """Set the advantages of the other tokens to 0; return the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
+    return share_of(batch, kept)
+
+
+def share_of(batch: TrajectoryBatch, chosen: Tensor) -> float:
+    """Return the share of the step's trained tokens that is chosen. All ranks call it."""
     trained = batch["loss_mask"]
-    chosen, of = batch.total(torch.stack([(kept & trained).sum(), trained.sum()]))
+    chosen, of = batch.total(torch.stack([(chosen & trained).sum(), trained.sum()]))
     return float(chosen / of.clamp_min(1))

@@ -13,8 +13,9 @@ from math import inf, log, log1p
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.registry import above_0, torch_loss
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.algo.registry import SHARE, above_0, torch_loss
+from megatron_rl.algo.selection import highest_covariance
+from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops.reference import bounded
 
 
@@ -38,6 +39,8 @@ class LossRows:
     """bool."""
     cu_seqlens: Tensor | None
     """`[B + 1]` int64 bounds of whole sequences, for a loss that is declared by_sequence."""
+    marked: Tensor | None = None
+    """bool: the tokens that the loss's own `mark` has chosen, where it is declared with one."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -122,29 +125,29 @@ def topr(rows: LossRows, options: AlgorithmConfig) -> Tensor:
     return -rows.advantages * weight * rows.logprobs
 
 
-def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says: `[T]`.
+KL_COV = {"share": SHARE, "weight": (lambda value: 0 <= value < inf, "must be at least 0; the paper's is 1")}
 
-    The operator has its own for fused losses.
+
+@torch_loss("kl_cov", mark=highest_covariance, rules=KL_COV)
+def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, weight: float = 1.0) -> Tensor:
+    """-A u + weight abs(log u) for a share of the tokens, of the highest c = (log p - mean) (A - mean); else -A u.
+
+    As in clip_cov c is that before a step's updates; u leaves 1 in the second of them.
+    Source: arXiv 2505.22617
     """
-    log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
-    log_weight = log_weight.masked_fill(~log_weight.isfinite(), 0.0)  # counted by the operator as not_finite; weight 1
-    if correction.weight == "off":
-        return torch.ones_like(log_weight)
-    if correction.level == "sequence":
-        assert rows.cu_seqlens is not None
-        log_weight = mean_of_sequence(log_weight, rows.trained, rows.cu_seqlens)
-    weight = bounded(log_weight).exp()
-    if correction.weight == "mask":
-        return weight.masked_fill((weight < correction.low) | (weight > correction.high), 0.0)
-    return weight.clamp(correction.low, correction.high)
+    assert rows.marked is not None
+    return -rows.advantages * rows.ratio + weight * rows.log_ratio.abs().masked_fill(~rows.marked, 0.0)
 
 
 def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return for each row the sum over its sequence's rows, `[T]`; values are 0 in rows that are not trained."""
-    # Row t belongs to the first sequence that ends above t.
-    sequence = torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)  # [T]
+    sequence = sequence_of_rows(values, cu_seqlens)
     return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, values)[sequence]
+
+
+def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the sequence of each row, `[T]` int64: the first that ends above it."""
+    return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -16,7 +16,20 @@ ESTIMATORS = (
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
 COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k")
 """Estimators that compare the replies of one prompt, so that there must be several."""
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "cpgd", "dppo", "gmpo", "topr")
+LOSSES = (
+    "ppo_clip",
+    "gspo",
+    "cispo",
+    "sapo",
+    "reinforce",
+    "m2po",
+    "cpgd",
+    "dppo",
+    "gmpo",
+    "topr",
+    "clip_cov",
+    "kl_cov",
+)
 PAIR_LOSSES = ("dpo", "ipo", "kto", "simpo", "bradley_terry")
 
 
@@ -135,14 +148,22 @@ class CorrectionConfig(Section, name="correction"):
     """p(proximal) / p(behaviour), constant for the gradient. clamp: moved into [low, high], truncated importance
     sampling. mask: a token outside them does not train, IcePop (arXiv 2510.18855); by sequence this masks sequences.
     off: every token counts as if the proximal policy had sampled it."""
-    level: str = one_of("token", "sequence", default="token")
-    """token, or sequence: one weight for all, the geometric mean over its trained tokens."""
+    level: str = one_of("token", "sequence", "product", default="token")
+    """token; or one weight for all of a sequence: the geometric mean over its trained tokens (sequence), or their
+    product, its true importance weight."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
     high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
     negative_bound: float = at_least(0, default=0.0, hint="0 leaves none out")
     """A trajectory is left out where its advantage is negative and log p(behaviour) - log p, in nats and the mean over
     its trained tokens, is above this: what the policy no longer says need not be unlearned (DeepSeek-V3.2, arXiv
     2512.02556). A token's own advantage decides for it. 0 leaves none out."""
+    reject: str = one_of("off", "k1", "k2", "k3", default="off")
+    """Leave out, beside any weight, what is far from the policy that sampled it: estimates of KL(behaviour || proximal)
+    by w = p(proximal) / p(behaviour), k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, as in verl's correction."""
+    reject_level: str = one_of("token", "mean", "sum", "max", default="token")
+    """token: each token by its own estimate. mean, sum, max: a trajectory by that over its trained tokens."""
+    reject_bound: float = at_least(0, default=0.0)
+    """In nats. Left out is what has a larger estimate, of k1 either way (by max: its largest size)."""
     alarm: float = at_least(0, default=0.0, hint="0 never stops")
     """Stop the run when trainer and server differ by more than this, mean |log p - log q| in nats of a step's tokens of
     the current version (of all tokens where there are none). 0 stops only where a difference is not finite."""
@@ -153,6 +174,23 @@ class CorrectionConfig(Section, name="correction"):
         if self.proximal == "behavior" and self.weight != "off":
             rule = "correction.proximal = behavior makes every weight 1; set it to off, or take another proximal policy"
             self.refuse("weight", rule)
+        if self.proximal == "behavior" and self.reject != "off":
+            rule = (
+                "correction.proximal = behavior makes every estimate 0; set it to off, or take another proximal policy"
+            )
+            self.refuse("reject", rule)
+        if (self.reject_bound > 0) != (self.reject != "off"):
+            self.refuse("reject_bound", "must be above 0 with correction.reject = k1, k2 or k3, and 0 without")
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if tokens may lose their advantage for their distance from the policy that sampled them."""
+        return self.negative_bound > 0 or self.reject != "off"
+
+    @property
+    def leaves_out_sequences(self) -> bool:
+        """True if whole trajectories may."""
+        return self.negative_bound > 0 or (self.reject != "off" and self.reject_level != "token")
 
 
 @dataclass(kw_only=True)

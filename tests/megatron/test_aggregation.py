@@ -164,6 +164,8 @@ COMPARED = (
     (AlgorithmConfig(advantage="gae", advantage_std="group"), {}),
     (AlgorithmConfig(advantage="opo", high_entropy_share=0.3), {}),
     (AlgorithmConfig(advantage="rloo", loss="m2po"), {}),
+    (AlgorithmConfig(loss="clip_cov", loss_args={"share": 0.1, "low": 0.01}), {}),
+    (AlgorithmConfig(loss="kl_cov", loss_args={"share": 0.2}), {}),
 )
 
 
@@ -178,3 +180,4 @@ def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit():
                 expected = alone.select(ours["number"].tolist())
                 assert 0 < len(ours) < len(alone)
                 assert torch.equal(ours["advantages"], expected["advantages"])
+                assert "marked" not in ours or torch.equal(ours["marked"], expected["marked"])

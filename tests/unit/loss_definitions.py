@@ -7,10 +7,10 @@ import torch
 from tests.unit.ragged import parts_of
 
 
-def one_token(name, u, a, lp, p, options, args, *, sequence=None):
+def one_token(name, u, a, lp, p, options, args, *, sequence=None, marked=False):
     """The losses' definitions for one token: u ratio, a advantage, lp log p, p the proximal log-prob."""
     low, high = 1 - options.clip_low, 1 + options.clip_high
-    if name == "ppo_clip" or name == "gspo":
+    if name in ("ppo_clip", "gspo", "clip_cov"):
         u = sequence if name == "gspo" else u
         found = -min(u * a, u.clamp(low, high) * a)
         return min(found, -options.dual_clip * a) if options.dual_clip and a < 0 else found
@@ -23,6 +23,8 @@ def one_token(name, u, a, lp, p, options, args, *, sequence=None):
         return -a * lp
     if name == "m2po":
         return -a * u
+    if name == "kl_cov":
+        return -a * u + (args.get("weight", 1.0) * u.log().abs() if marked else 0)
     if name == "dppo":
         moved = float(lp.detach().exp() - p.exp())
         outside = moved > args.get("bound", 0.2) if a > 0 else moved < -args.get("bound", 0.2)
@@ -50,6 +52,18 @@ def of_sequence(name, moved, advantages, since_behavior, args):
     return moved.mean().exp()
 
 
+def is_rejected(correction, log_weights):
+    """For each token of a trajectory whether it is left out; log_weights: log p(proximal) / p(behaviour)."""
+    if correction.reject == "off":
+        return [False] * len(log_weights)
+    estimate = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[correction.reject]
+    each = list(map(estimate, log_weights))
+    if correction.reject_level == "token":
+        return [abs(one) > correction.reject_bound for one in each]
+    of_all = {"mean": sum(each) / len(each), "sum": sum(each), "max": max(map(abs, each))}[correction.reject_level]
+    return [abs(of_all) > correction.reject_bound] * len(each)
+
+
 def defined_loss(options, correction, batch, own, h):
     """The mean of the batch as configured; own, h: `[N]` log-probs and entropies by token, of any dtype."""
     args, dtype = options.loss_args, own.dtype
@@ -63,20 +77,22 @@ def defined_loss(options, correction, batch, own, h):
         if not places:
             continue
         tokens += len(places)
-        distances = (own[places] - proximal[places], advantages[places], own[places] - behavior[places])
-        sequence = of_sequence(options.loss, *(column.detach() for column in distances), args)
         fallen = float((behavior[places] - own[places]).mean().detach())
         is_far = 0 < correction.negative_bound < fallen
+        rejected = is_rejected(correction, (proximal[places] - behavior[places]).tolist())
+        is_out = [(is_far and advantages[t] < 0) or no for t, no in zip(places, rejected, strict=True)]
+        left = advantages[places].masked_fill(torch.tensor(is_out), 0.0)
+        distances = (own[places] - proximal[places], left, own[places] - behavior[places])
+        sequence = of_sequence(options.loss, *(column.detach() for column in distances), args)
         losses = []
-        for t in places:
+        for t, own_advantage in zip(places, left, strict=True):
             u = (own[t] - proximal[t]).exp()
-            own_advantage = advantages[t] * (not (is_far and advantages[t] < 0))
-            loss = one_token(
-                options.loss, u, own_advantage, own[t], proximal[t], options, args, sequence=sequence * u / u.detach()
-            )
+            more = {"sequence": sequence * u / u.detach(), "marked": "marked" in batch and bool(batch["marked"][t])}
+            loss = one_token(options.loss, u, own_advantage, own[t], proximal[t], options, args, **more)
             if correction.weight != "off":
                 distance = proximal[places] - behavior[places]
-                w = (distance.mean() if correction.level == "sequence" else proximal[t] - behavior[t]).exp()
+                of_level = {"sequence": distance.mean(), "product": distance.sum()}
+                w = of_level.get(correction.level, proximal[t] - behavior[t]).exp()
                 if correction.weight == "mask":
                     w = w if correction.low <= w <= correction.high else 0.0
                 else:

@@ -11,7 +11,7 @@ from megatron_rl.tools.plan.memory import Model
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
 from megatron_rl.weights.layout import layers_of_stages
 
-SELECTING = ("m2po",)
+SELECTING = ("m2po", "clip_cov", "kl_cov")
 """Losses that choose the tokens of the whole batch: in the catalogue of megatron_rl.algo, with which tests compare."""
 
 

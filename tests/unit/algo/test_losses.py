@@ -16,11 +16,11 @@ from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
-from megatron_rl.algo.selection import high_entropy, second_moment
+from megatron_rl.algo.selection import but_covariant, covariances, high_entropy, highest_covariance, second_moment
 from megatron_rl.batch import packing
 from megatron_rl.config import LOSSES, AlgorithmConfig, CorrectionConfig
 from megatron_rl.types import TrajectoryBatch
-from tests.unit.loss_definitions import defined_loss
+from tests.unit.loss_definitions import defined_loss, is_rejected
 from tests.unit.ragged import LENGTHS, UNTRAINED, parts_of, ragged_batch
 
 AGGREGATIONS = {"token_mean": 0, "sequence_mean": 0, "sequence_sum": 0, "constant": 7}
@@ -32,6 +32,7 @@ def policy_batch(seed=0):
     generator = torch.Generator().manual_seed(seed + 100)
     noise = torch.randn(3, len(batch["input_ids"]), generator=generator, dtype=torch.float64)
     batch.tokens["advantages"] = noise[0].float()
+    batch.tokens["marked"] = highest_covariance(batch, share=0.3)
     policy = (batch["proximal_logprobs"].double() + 0.3 * noise[1]).clamp_max(-0.01)
     return batch, policy, noise[2].abs()
 
@@ -106,13 +107,19 @@ CORRECTIONS = {
     **{
         f"{weight} by {level}": CorrectionConfig(weight=weight, level=level, low=0.9, high=1.1)
         for weight in ("mask", "clamp")
-        for level in ("token", "sequence")
+        for level in ("token", "sequence", "product")
     },
+    **{
+        f"{estimate} by {level}": CorrectionConfig(reject=estimate, reject_level=level, reject_bound=bound)
+        for estimate, bound in (("k1", 0.12), ("k2", 0.02), ("k3", 0.02))
+        for level in ("token", "mean", "sum", "max")
+    },
+    "k3 and a clamped product": CorrectionConfig(reject="k3", reject_bound=0.05, weight="clamp", level="product"),
 }
 
 
 # a fused loss by row and one by sequence; one in plain torch
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cpgd", "gmpo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "sapo", "gspo", "cpgd", "gmpo"])
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_behaviour_weights_are_those_of_the_definition(loss, correction):
     options = AlgorithmConfig(loss=loss, aggregation="sequence_mean", entropy_coefficient=0.1)
@@ -269,6 +276,95 @@ def test_the_second_moment_of_the_kept_tokens_is_within_its_bound():
     assert torch.equal(second_moment(batch, bound=10.0), mask)
 
 
+@pytest.mark.parametrize("reject", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("level", ["token", "mean", "sum", "max"])
+def test_what_is_rejected_and_products_outside_their_bounds_are_counted(reject, level):
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    correction = CorrectionConfig(reject=reject, reject_level=level, reject_bound=0.02, weight="mask", level="product")
+    _, sums = PolicyLoss(AlgorithmConfig(), correction)(logprobs, entropy, rows)
+    rejected, weights, outside = 0, 0.0, 0
+    for part in parts_of(batch):
+        own = batch["loss_mask"][part]
+        log_weights = (batch["proximal_logprobs"] - batch["logprobs"])[part][own].double()
+        if len(log_weights):
+            rejected += sum(is_rejected(correction, log_weights.tolist()))
+            weight = float(log_weights.sum().exp())
+            weights += weight * len(log_weights) * (weight <= 5)
+            outside += len(log_weights) * (weight > 5)
+    assert sums["left_out_tokens"] == rejected > 0
+    assert sums["dropped_tokens"] == outside and float(sums["behavior_weight"]) == pytest.approx(weights, rel=1e-5)
+
+
+def covariance_of_each(batch):
+    """By a loop over the trained tokens, float64."""
+    trained = batch["loss_mask"].nonzero()[:, 0].tolist()
+    p, a = batch["proximal_logprobs"].tolist(), batch["advantages"].tolist()
+    mean_p, mean_a = sum(p[t] for t in trained) / len(trained), sum(a[t] for t in trained) / len(trained)
+    return {t: (p[t] - mean_p) * (a[t] - mean_a) for t in trained}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 1.0])
+def test_the_highest_covariances_are_chosen(share):
+    batch, *_ = policy_batch()
+    by_hand = covariance_of_each(batch)
+    found = covariances(batch)
+    assert all(float(found[t]) == pytest.approx(c, rel=1e-9, abs=1e-12) for t, c in by_hand.items())
+    assert (found[~batch["loss_mask"]] == -math.inf).all()
+    falling = sorted(by_hand, key=lambda t: -by_hand[t])[: math.ceil(round(share * len(by_hand), 9))]
+    assert highest_covariance(batch, share=share).nonzero()[:, 0].tolist() == sorted(falling)
+
+
+def test_tokens_of_a_covariance_in_the_band_are_drawn_by_what_they_are():
+    batch, *_ = policy_batch()
+    by_hand = covariance_of_each(batch)
+    band = {t for t, c in by_hand.items() if 0.05 <= c <= 0.5}
+    all_out = but_covariant(batch, share=1.0, low=0.05, high=0.5)
+    assert set((batch["loss_mask"] & ~all_out).nonzero()[:, 0].tolist()) == band and len(band) > 4
+    some = but_covariant(batch, share=0.08, low=0.05, high=0.5)
+    drawn = set((batch["loss_mask"] & ~some).nonzero()[:, 0].tolist())
+    assert drawn < band and len(drawn) == math.ceil(0.08 * len(by_hand))
+    # Trajectories in another order lose the same tokens, and other log-probs others.
+    order = list(reversed(range(len(batch))))
+    turned = batch.select(order)
+    lost = turned["input_ids"][turned["loss_mask"] & ~but_covariant(turned, share=0.08, low=0.05, high=0.5)]
+    assert sorted(lost.tolist()) == sorted(batch["input_ids"][list(drawn)].tolist())
+    draws = set()
+    for _ in range(8):
+        batch.tokens["logprobs"] = batch["logprobs"] - 0.01
+        kept = but_covariant(batch, share=0.08, low=0.05, high=0.5)
+        draws.add(tuple((batch["loss_mask"] & ~kept).nonzero()[:, 0].tolist()))
+    assert len(draws) > 4
+
+
+def test_a_log_prob_that_is_no_number_has_no_part_in_the_covariances():
+    batch, *_ = policy_batch()
+    place = int(batch["loss_mask"].nonzero()[3, 0])
+    without = batch.select(range(len(batch)))
+    without.tokens["loss_mask"] = batch["loss_mask"].clone()
+    without.tokens["loss_mask"][place] = False
+    batch.tokens["proximal_logprobs"][place] = math.nan
+    assert torch.equal(covariances(batch), covariances(without))
+
+
+def test_marked_tokens_keep_their_advantage_and_reach_the_loss():
+    batch, policy, entropies = policy_batch()
+    plain = batch.select(range(len(batch)))
+    options = AlgorithmConfig(loss="kl_cov", loss_args={"share": 0.1, "weight": 2.0})
+    actor = PolicyActor(None, options, temperature=1.0)
+    assert actor.columns_needed == ["proximal_logprobs"]
+    actor.compute_advantages(batch)
+    PolicyActor(None, AlgorithmConfig(), temperature=1.0).compute_advantages(plain)
+    assert torch.equal(batch["advantages"], plain["advantages"])
+    assert torch.equal(batch["marked"], highest_covariance(plain, share=0.1))
+    assert actor.metrics["policy/marked_share"] == pytest.approx(4 / 35) and batch["marked"].sum() == 4
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    found, _ = PolicyLoss(options)(logprobs, entropy, rows)
+    mask, log_ratio = batch["loss_mask"], policy - batch["proximal_logprobs"].double()
+    right = -(log_ratio.exp() * batch["advantages"].double())[mask].sum() + 2 * log_ratio[batch["marked"]].abs().sum()
+    torch.testing.assert_close(found, right)
+
+
 NUMBERS = st.sampled_from([0.0, -0.0, 1e-42, 0.1, 0.2, 0.30000001, 0.3, 2.0, 3e19, math.inf, math.nan])
 
 
@@ -370,6 +466,8 @@ def test_arguments_that_do_not_fit_are_refused():
         ("cpgd", {"drift_cap": -2.0}, "drift_cap = -2.0: must be above 0"),
         ("cpgd", {"drift": "a"}, "drift = 'a': must be at least 0"),
         ("dppo", {"most": 0.5}, "most = 0.5: must be at least 1"),
+        ("clip_cov", {"share": 0}, r"share = 0: must be in \(0, 1\]"),
+        ("kl_cov", {"weight": -1}, "weight = -1: must be at least 0"),
     ):
         with pytest.raises(ValueError, match=f"algo.loss_args.{message}"):
             find_loss(name, args)

@@ -76,7 +76,18 @@ OUR_KEYS = {
         "entropy_step",
     ],
     "reward_shaping": ["cut_off_share", "overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
-    "correction": ["proximal", "weight", "level", "low", "high", "negative_bound", "alarm"],
+    "correction": [
+        "proximal",
+        "weight",
+        "level",
+        "low",
+        "high",
+        "negative_bound",
+        "reject",
+        "reject_level",
+        "reject_bound",
+        "alarm",
+    ],
     "critic": [
         "model",
         "parallel",
@@ -324,7 +335,15 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("critic.optimizer.lr=-1", "^critic.optimizer.lr = -1.0: "),
         ("correction.weight=cap", "correction.weight = 'cap': must be off, clamp or mask"),
         ("correction.proximal=guess", "correction.proximal = 'guess': must be recompute, loglinear or behavior"),
-        ("correction.level=group", "correction.level = 'group': must be token or sequence"),
+        ("correction.level=group", "correction.level = 'group': must be token, sequence or product"),
+        ("correction.reject=k4", "correction.reject = 'k4': must be off, k1, k2 or k3"),
+        ("correction.reject_level=batch", "correction.reject_level = 'batch': must be token, mean, sum or max"),
+        ("correction.reject_bound=-1", "correction.reject_bound = -1.0: must be at least 0"),
+        (
+            "correction.reject=k3",
+            "correction.reject_bound = 0.0: must be above 0 with correction.reject = k1, k2 or k3",
+        ),
+        ("correction.reject_bound=1", "correction.reject_bound = 1.0: must be above 0 with .* and 0 without"),
         ("correction.high=0.5", "correction.high = 0.5: must be at least 1"),
         ("correction.low=2", r"correction.low = 2.0: must be in \[0, 1\]"),
         ("correction.alarm=-1", "correction.alarm = -1.0: must be at least 0"),
@@ -445,6 +464,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["supervised.answer=solution", "preference.loss=dpo"],
             "supervised.answer = 'solution': preference.loss = 'dpo' is set too, .*; leave one of them out",
+        ),
+        (
+            ["correction.reject=k3", "correction.reject_bound=1", "correction.proximal=behavior"],
+            "correction.reject = 'k3': correction.proximal = behavior makes every estimate 0; set it to off",
         ),
         (
             ["correction.weight=mask", "correction.proximal=behavior"],

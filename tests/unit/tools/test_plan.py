@@ -340,7 +340,7 @@ def test_passes_before_the_updates_are_counted(options, count):
 
 
 def test_the_plan_knows_the_losses_that_choose_their_tokens():
-    assert set(SELECTING) == {name for name in LOSSES if find_loss(name, {}).select is not None}
+    assert set(SELECTING) == {name for name in LOSSES if find_loss(name, {}).chooses}
 
 
 # One node is enough with other settings, or it is not.
