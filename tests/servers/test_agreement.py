@@ -36,6 +36,19 @@ def post(url, endpoint, body):
         return json.loads(answer.read())
 
 
+def load_folder(url, folder, version="0"):
+    """Let a server load a folder's weights.
+
+    Not with `flush_cache` in the same call: where SGLang still counts the reply before, or a look at its health, as
+    running, its scheduler dies of that.
+    """
+    body = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
+    assert post(url, "/update_weights_from_disk", body)["success"]
+    request = urllib.request.Request(f"{url}/flush_cache?timeout=30", b"", AUTHORIZED, method="POST")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
 def train_publish_and_sample(model, urls, layout, bucket_bytes):
     """Move the weights off the folder's, publish them, sample, and score the samples in the trainer."""
     engine = make_engine(model, LAYOUTS[layout][1], lr=1e-2)
@@ -98,8 +111,7 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
             assert held == {name: checksum(tensor) for name, tensor in weights.items()}
         answers = [greedy(url) for url in embedded_servers]
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
-        body = {"model_path": str(tmp_path / "trained"), "weight_version": "10"}
-        assert post(embedded_servers[1], "/update_weights_from_disk", body)["success"]
+        load_folder(embedded_servers[1], tmp_path / "trained", "10")
         answers.append(greedy(embedded_servers[1]))
         # The checksums are of every bit; a CPU's matrix products may differ in their last one from call to call.
         tokens = [[[token for _, token, *_ in reply] for reply in answer] for answer in answers]
@@ -108,7 +120,7 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
         torch.testing.assert_close(logprobs, logprobs[-1:].expand_as(logprobs), rtol=0, atol=1e-5)
     finally:
         for url in embedded_servers:
-            post(url, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
+            load_folder(url, tiny_model)
 
 
 def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tiny_model, real_sglang, tmp_path):
@@ -118,11 +130,10 @@ def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tin
         assert_same_logprobs(batch, ours)
         published = greedy(real_sglang)
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
-        body = {"model_path": str(tmp_path / "trained"), "weight_version": "10"}
-        assert post(real_sglang, "/update_weights_from_disk", body)["success"]
+        load_folder(real_sglang, tmp_path / "trained", "10")
         assert greedy(real_sglang) == published, "the same tokens and log-probabilities to the last bit"
     finally:
-        post(real_sglang, "/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "0"})
+        load_folder(real_sglang, tiny_model)
     assert greedy(real_sglang) != published, "the folder's own weights answer otherwise"
 
 
@@ -154,7 +165,7 @@ def grpo(model, servers, folder, *arguments):
         run_ranks(1, train_with, arguments, timeout_s=200)
     finally:
         for url in servers:
-            post(url, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "0"})
+            load_folder(url, model)
     return steps_of(folder)
 
 
