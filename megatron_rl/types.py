@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -226,6 +226,26 @@ class LLMResponse:
         return list(self.sampled.versions.each().tolist())
 
 
+PART = "part/"
+"""Begins the name of a column with a part of the reward."""
+
+
+class Reward(float):
+    """A reward that knows the parts, by name, whose weighted sum it is. What is computed from it is a plain number.
+
+    A reward function of a run gives its parts in a dict, or is one of several of rollout.recipe. Here, a workflow's:
+
+        Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
+    """
+
+    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Self:
+        reward = super().__new__(cls, value)
+        reward.parts = dict(parts or {})
+        return reward
+
+    parts: dict[str, float]
+
+
 @dataclass(kw_only=True)
 class Trajectory:
     """One finished sequence. Per-token fields are 1-D of one length; entry t belongs to token t.
@@ -248,7 +268,12 @@ class Trajectory:
     tokens: dict[str, Tensor] = field(default_factory=dict)
     """Further per-token tensors."""
     sequence: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the whole sequence, e.g. `greedy_reward`."""
+    """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward, Reward):
+            self.sequence = self.sequence | {f"{PART}{name}": value for name, value in self.reward.parts.items()}
+            self.reward = float(self.reward)
 
     @classmethod
     def from_reply(cls, reply: LLMResponse, reward: float, **sequence: float) -> Trajectory:
@@ -259,7 +284,7 @@ class Trajectory:
             loss_mask=torch.arange(prompt + len(sampled)) >= prompt,
             logprobs=torch.cat([torch.zeros(prompt), sampled.logprobs]),
             versions=torch.cat([torch.full((prompt,), -1, dtype=torch.int32), sampled.versions.each()]),
-            reward=float(reward),
+            reward=reward if isinstance(reward, Reward) else float(reward),
             sequence=sequence,
         )
 

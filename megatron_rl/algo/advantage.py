@@ -9,6 +9,7 @@ trajectories it has. A trajectory's own score is what is compared, so agents of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import comb, sqrt
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import packed_discounted_returns, packed_gae
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.types import PART, TrajectoryBatch
 
 
 @estimator("group_norm", mean="group", std="group", compares_group=True)
@@ -218,6 +219,44 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
         # With a lower one in it, the other k - 2 are of the rank - 1 that are lower too.
         better += ascending[rank] * (comb(rank - 1, k - 2) if k > 1 and rank > 0 else 0)
     return result
+
+
+@estimator("gdpo", mean="batch", std="batch", compares_group=True)
+def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) -> Tensor:
+    """(B - mean of the batch) / std of the batch, B = sum of weight (part - mean of the group) / std of the group.
+
+    Over the reward's parts, those of rollout.recipe or of a function that returns several; the weights are those of
+    their sum. A part's own differences count however small they are beside another's.
+    Source: arXiv 2601.05242
+    """
+    parts = {name.removeprefix(PART): column for name, column in batch.sequences.items() if name.startswith(PART)}
+    if not parts:
+        raise ValueError(
+            f"algo.advantage = gdpo: the trajectories carry {sorted(batch.sequences)} and no parts of a reward; name "
+            f"several in rollout.recipe, or have the reward function return a dict of them, and use a workflow whose "
+            f"reward is the function's own value, such as megatron_rl.workflows:RLVRWorkflow."
+        )
+    of_part = {name: _weight_of(name, weights or {}) for name in parts}
+    whole = torch.stack([of_part[name] * column.double() for name, column in parts.items()])  # [parts, B]
+    scores = batch["scores"].double()
+    apart = (whole.sum(0) - scores).abs() > 1e-4 * whole.abs().sum(0).clamp_min(1e-2)
+    if bool(apart.any()):
+        place = int(apart.nonzero()[0, 0])
+        raise ValueError(
+            f"algo.advantage = gdpo: the shaped reward of trajectory {place} is {float(scores[place]):g}, and the sum "
+            f"of its parts by their weights {of_part} is {float(whole[:, place].sum()):g}: what is added to rewards or "
+            f"taken off is in no part; leave out reward_shaping, reward_model and algo.kl_in = reward."
+        )
+    group, shares = batch["group"], sample_shares(batch)
+    normal = {
+        name: normalize(column, group, mean="group", std="group", shares=shares) for name, column in parts.items()
+    }
+    return torch.stack([of_part[name] * column for name, column in normal.items()]).sum(0)
+
+
+def _weight_of(part: str, weights: Mapping[str, float]) -> float:
+    """The part's own weight, or that of the function that gave it; by default 1."""
+    return weights.get(part, weights.get(part.partition("/")[0], 1.0))
 
 
 @estimator("gae", mean="batch", std="batch")

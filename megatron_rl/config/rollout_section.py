@@ -87,7 +87,8 @@ def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -
 
 def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
     weight = part.get("weight", 1.0)
-    is_number = isinstance(weight, int | float) and math.isfinite(weight)
+    weights = weight.values() if isinstance(weight, dict) else [weight]
+    is_number = all(isinstance(each, int | float) and math.isfinite(each) for each in weights)
     is_known = set(part) <= {"reward", "weight", "args", "name"} and isinstance(part.get("args", {}), dict)
     return is_known and is_number and is_import_path(str(part.get("reward", "")))
 
@@ -100,8 +101,8 @@ class RolloutConfig(Section, name="rollout"):
     """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward: str = import_path(default="megatron_rl.rewards:exact_match")
-    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`; in Python also the
-    function itself, of a module or of the program that runs."""
+    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`, or a dict of the parts
+    whose sum it is; in Python also the function itself, of a module or of the program that runs."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
     """A weighted sum of rewards in its place. Each is `{reward: import path, weight: 1.0, args: {}, name: its own}`.
 
@@ -214,7 +215,10 @@ class RolloutConfig(Section, name="rollout"):
             if "reward" in part:
                 self.recipe[number] = part = {**part, "reward": path_of(part["reward"], key=f"{key}.reward")}
             if not is_part_of_a_recipe(part):
-                form = "{reward: package.module:name} with, if you like, weight: a number, args: {} and name"
+                form = (
+                    "{reward: package.module:name} with, if you like, weight: a number or those of its parts, args: {} "
+                )
+                form += "and name"
                 refuse(key, part, f"must be {form}")
         super().__post_init__()
         if self.registry and self.servers:
@@ -295,6 +299,17 @@ class RolloutConfig(Section, name="rollout"):
     def starts_servers(self) -> bool:
         """True if the run starts its servers itself."""
         return not (self.servers or self.registry)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of a reward's parts where the recipe has any: by the name in the recipe, or NAME/PART."""
+        found: dict[str, float] = {}
+        for part in self.recipe:
+            name, weight = part.get("name", str(part["reward"]).partition(":")[2]), part.get("weight", 1.0)
+            found |= (
+                {f"{name}/{key}": own for key, own in weight.items()} if isinstance(weight, dict) else {name: weight}
+            )
+        return found
 
     @property
     def gpus_per_server(self) -> int:

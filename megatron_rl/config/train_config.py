@@ -198,6 +198,8 @@ class TrainConfig:
     @property
     def advantage_args(self) -> dict[str, Any]:
         """The estimator's options, wherever they are set."""
+        if self.algo.advantage == "gdpo":
+            return {"weights": self.rollout.weights} | self.algo.advantage_args
         if not self.has_critic:
             return self.algo.advantage_args
         names = ("discount", "trace_decay", "level", "decoupled", "length_factor")

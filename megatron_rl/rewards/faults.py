@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
 CONTRACT = (
     "it is called for one reply at a time, as reward(prompt, completions, prompt_ids, completion_ids, **data) with the "
-    "fields of the prompt's row, and returns one number (TRL's rewards take and return lists: write one for one reply)"
+    "fields of the prompt's row, and returns one number, or a dict of named ones (TRL's rewards take and return "
+    "lists: write one for one reply)"
 )
 
 
@@ -27,6 +28,15 @@ def as_reward(given: Any) -> float:
         rule = "must be a finite number" + ("" if isinstance(given, float) else f": {CONTRACT}")
         raise ValueError(f"returned {shortened(given)}, of type {type(given).__name__}; {rule}.")
     return value
+
+
+def as_score(given: Any) -> float | dict[str, float]:
+    """Return what a reward function gave: a number, or the numbers of its parts. ValueError for anything else."""
+    if not isinstance(given, Mapping):
+        return as_reward(given)
+    if not given or not all(isinstance(name, str) and name for name in given):
+        raise ValueError(f"returned {shortened(given)}; the parts of a reward, at least one, need names of type str.")
+    return {str(name): as_reward(value) for name, value in given.items()}
 
 
 def words_of(error: BaseException) -> str:

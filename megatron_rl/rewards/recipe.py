@@ -16,12 +16,14 @@ from typing import Any
 
 from megatron_rl.api import together
 from megatron_rl.config.import_path import resolve
-from megatron_rl.rewards.faults import as_reward, place_of, words_of
+from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout, Score
 from megatron_rl.rewards.worker import with_args
+from megatron_rl.types import Reward
 
 Part = dict[str, Any]
-"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config."""
+"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config; of a function that returns several
+numbers by name, weight may be an object of theirs."""
 
 
 class AwaitedReward(abc.ABC):
@@ -56,9 +58,12 @@ class Ingredient:
     path: str
     function: Callable[..., Any]
     """That knows its arguments."""
-    weight: float = 1.0
+    weight: float | dict[str, float] = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     """For the worker, which resolves the path itself."""
+
+    def weight_of(self, part: str) -> float:
+        return self.weight.get(part, 1.0) if isinstance(self.weight, dict) else self.weight
 
     @property
     def is_awaited(self) -> bool:
@@ -94,8 +99,12 @@ def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) 
 class Scored:
     """A reward with what it is made of."""
 
-    value: float
-    parts: dict[str, Score]
+    value: Reward
+    """With the parts where there are several."""
+    parts: dict[str, float]
+    """By the ingredient's name; NAME/PART where it gives parts of its own."""
+    seconds: dict[str, float]
+    """By the ingredient's name."""
 
 
 class Recipe:
@@ -153,16 +162,26 @@ class Recipe:
 
     def added(self, scores: list[Score]) -> Scored:
         """Return the weighted sum of the parts' scores, which are in the order of the ingredients."""
-        pairs = list(zip(self.ingredients, scores, strict=True))
-        value = sum(ingredient.weight * score.value for ingredient, score in pairs)
-        return Scored(value, {ingredient.name: score for ingredient, score in pairs})
+        value, parts, seconds = 0.0, {}, {}
+        for ingredient, score in zip(self.ingredients, scores, strict=True):
+            seconds[ingredient.name] = score.seconds
+            own = score.value if isinstance(score.value, dict) else {"": score.value}
+            if isinstance(ingredient.weight, dict) and (unknown := ingredient.weight.keys() - own.keys()):
+                words = (
+                    f"its weights name {sorted(unknown)}, and the parts that it gave are {sorted(filter(None, own))}"
+                )
+                raise RewardFailed.by(words, ingredient.name, "")
+            for part, number in own.items():
+                value += ingredient.weight_of(part) * number
+                parts[f"{ingredient.name}/{part}" if part else ingredient.name] = number
+        return Scored(Reward(value, parts if len(parts) > 1 else {}), parts, seconds)
 
 
 async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
     begin, limit = time.monotonic(), asyncio.timeout(timeout_s)
     try:
         async with limit:
-            value = as_reward(await ingredient.function(**arguments))
+            value = as_score(await ingredient.function(**arguments))
     except Exception as error:  # users' code may raise anything, a TimeoutError of its own too
         if limit.expired() and isinstance(error, TimeoutError):
             raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error

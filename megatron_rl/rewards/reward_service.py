@@ -30,6 +30,7 @@ import orjson
 
 from megatron_rl.config.import_path import refuse_while_importing
 from megatron_rl.launch.start_up import python_path
+from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.worker import LENGTH, Setup
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class WorkerDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Score:
-    value: float
+    value: float | dict[str, float]
+    """Or those of its parts."""
     seconds: float
 
 
@@ -342,7 +344,7 @@ class RewardService:
             if "error" in answer:
                 name, words, where, place = map(str, answer["error"])
                 raise RewardFailed.by(words, name, place) from WorkersTraceback(where)
-            scores = [Score(float(value), float(seconds)) for value, seconds in answer["values"]]
+            scores = [Score(as_score(value), float(seconds)) for value, seconds in answer["values"]]
             if len(scores) == len(self.names):
                 return scores
         except (ValueError, TypeError, KeyError) as error:

@@ -4,8 +4,8 @@ One process imports the rewards' modules and forks a worker whenever the service
 is replaced within milliseconds. It ends, with all its workers, as soon as the other end of its control socket is gone.
 
 A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
-JSON, as what a worker says may be what a model wrote: `{"values": [[value, seconds], ..]}`, one for each reward, or
-`{"error": [reward, words, traceback, file:line]}`.
+JSON, as what a worker says may be what a model wrote: `{"values": [[value, seconds], ..]}`, one for each reward, a
+value being a number or an object of those of its parts, or `{"error": [reward, words, traceback, file:line]}`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_rl.config.import_path import resolve
-from megatron_rl.rewards.faults import as_reward, place_of, words_of
+from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.sandbox import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 
 LENGTH = struct.Struct("<I")
@@ -159,7 +159,7 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
     for name, reward in rewards.items():
         begin = time.monotonic()
         try:
-            value = as_reward(reward(**arguments))
+            value = as_score(reward(**arguments))
         except (Exception, SystemExit) as error:  # users' code may raise anything
             words = [name, words_of(error)[:2000], traceback.format_exc()[-8000:], place_of(error, reward)]
             return {"error": [word.encode("utf-8", "replace").decode() for word in words]}

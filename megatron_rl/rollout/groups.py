@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.types import TOKEN_KEYS, Runs, Trajectory, TrajectoryBatch
+from megatron_rl.types import PART, TOKEN_KEYS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample")
 """Columns of numbers that something is computed from."""
@@ -129,7 +129,7 @@ def _check_group(group: TrajectoryBatch) -> None:
         raise ValueError(
             f"arun_episode returned {', '.join(found)} and no rewards; give one for each trajectory or token."
         )
-    for name in NUMBERS:
+    for name in (*NUMBERS, *(name for name in group.sequences if name.startswith(PART))):
         columns = group.tokens if name == "rewards" and name in group.tokens else group.sequences
         if name in group and name not in columns:
             raise ValueError(f"arun_episode returned {name} for each token; give one number for each trajectory.")

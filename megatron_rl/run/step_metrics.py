@@ -15,7 +15,7 @@ from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.algo.reward_shaping import written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
-from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.types import PART, StepStats, TrajectoryBatch
 from megatron_rl.weights.publish import Publication
 
 
@@ -93,7 +93,8 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     }
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
-    return metrics
+    parts = {name: column for name, column in batch.sequences.items() if name.startswith(PART)}
+    return metrics | {f"reward/{name}": float(batch.means_of_samples(of).mean()) for name, of in parts.items()}
 
 
 def publication_metrics(publication: Publication) -> dict[str, Any]:

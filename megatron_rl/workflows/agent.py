@@ -98,7 +98,7 @@ class AgentWorkflow(RolloutWorkflow):
         # Here the session is closed: nothing changes its dialogues while they are scored.
         if value is None and session.last_reply is None:
             return []
-        reward = await self.reward(session.last_reply, data) if value is None else float(value)
+        reward = float(await self.reward(session.last_reply, data) if value is None else value)
         if not math.isfinite(reward):
             raise ValueError(f"agent {self.agent!r}: returned {value!r}; must be a finite number or None.")
         return session.trajectories(reward, sample=sample)

@@ -14,7 +14,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megatron_rl.types import LLMResponse, Trajectory
+from megatron_rl.types import LLMResponse, Reward, Trajectory
 from megatron_rl.workflows.scoring import prompt_ids
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Conversation:
             loss_mask=self.loss_mask.clone(),
             logprobs=self.logprobs,
             versions=self.versions,
-            reward=float(reward),
+            reward=reward if isinstance(reward, Reward) else float(reward),
             sequence=sequence,
         )
 

@@ -10,11 +10,11 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.import_path import resolve
-from megatron_rl.rewards.faults import as_reward
+from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.recipe import Recipe
 from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
-from megatron_rl.types import LLMResponse
+from megatron_rl.types import LLMResponse, Reward
 from megatron_rl.workflows.attempts import call_here
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
 """Tokens of the longest reply whose text is made on the event loop."""
-RewardFn = Callable[..., float]
+RewardFn = Callable[..., float | dict[str, float]]
 # What a reward function is given beside the prompt's data, and the run's own key, which it is not given.
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
 
@@ -94,7 +94,10 @@ class RewardCall:
             self.function.check_deadline(timeout_s)
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
-        """Score a reply. An aborted reply has none: RuntimeError, so that the episode is tried again."""
+        """Score a reply, by a Reward where there are several parts.
+
+        An aborted reply has none: RuntimeError, so that the episode is tried again.
+        """
         if reply.stop_reason == "abort":
             raise RuntimeError(
                 f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
@@ -114,13 +117,13 @@ class RewardCall:
         # It ends with the attempt at its episode: afterwards nobody reads the value.
         with call_here():
             if isinstance(self.function, Recipe):
-                value: Any = await self._served(self.function, arguments)
-            else:
-                value = await self._in_a_thread(arguments)
+                return await self._served(self.function, arguments)
+            value = await self._in_a_thread(arguments)
         try:
-            return as_reward(value)
+            score = as_score(value)
         except ValueError as error:
             raise ValueError(f"reward_fn {self.name}: {error}") from error
+        return Reward(sum(score.values()), score) if isinstance(score, dict) else score
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
         """Note in the span what each part gave and how long it took, as metrics."""
@@ -134,9 +137,9 @@ class RewardCall:
                 raise
             if span is not None:
                 # Failures of 0 as well: a step's metric is the mean over its replies.
-                metrics = {f"rollout/reward/{name}": score.value for name, score in scored.parts.items()}
-                metrics |= {f"rollout/reward_s/{name}": score.seconds for name, score in scored.parts.items()}
-                span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.parts}
+                metrics = {f"rollout/reward/{name}": value for name, value in scored.parts.items()}
+                metrics |= {f"rollout/reward_s/{name}": seconds for name, seconds in scored.seconds.items()}
+                span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.seconds}
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
@@ -149,7 +152,7 @@ class RewardCall:
                 failure.reward,
             )
 
-    async def _in_a_thread(self, arguments: dict[str, Any]) -> float:
+    async def _in_a_thread(self, arguments: dict[str, Any]) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 return await asyncio.to_thread(self._timed, **arguments)
@@ -162,7 +165,7 @@ class RewardCall:
                 f"workflow's reward_timeout_s."
             ) from error
 
-    def _timed(self, **arguments: Any) -> float:
+    def _timed(self, **arguments: Any) -> Any:
         """Run the function; the span lasts as long as that does, also where nobody waits for it any more."""
         call = object()
         self._under_way.add(call)

@@ -152,6 +152,8 @@ def compared_batch():
     batch.sequences["sample"] = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
     for name in ("proximal_logprobs", "ref_logprobs", "values", "entropies"):
         batch.tokens[name] = torch.randint(-8, 0, (len(batch["logprobs"]),), generator=generator) / 7
+    batch.sequences["part/a"] = torch.arange(len(batch)).float().sin()
+    batch.sequences["part/b"] = batch["rewards"] - batch["part/a"]
     batch.tokens["entropies"] = batch["entropies"].round()  # so few that the last one kept is one of several like it
     return batch
 
@@ -164,6 +166,7 @@ COMPARED = (
     (AlgorithmConfig(advantage="gae", advantage_std="group"), {}),
     (AlgorithmConfig(advantage="opo", high_entropy_share=0.3), {}),
     (AlgorithmConfig(advantage="rloo", loss="m2po"), {}),
+    (AlgorithmConfig(advantage="gdpo"), {}),
     (AlgorithmConfig(loss="clip_cov", loss_args={"share": 0.1, "low": 0.01}), {}),
     (AlgorithmConfig(loss="kl_cov", loss_args={"share": 0.2}), {}),
 )

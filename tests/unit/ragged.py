@@ -36,6 +36,8 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
         "greedy_tokens": torch.randint(1, 12, (len(LENGTHS),), generator=generator).float(),
         "group": torch.tensor(GROUPS),
     }
+    sequences["part/right"] = torch.rand(len(LENGTHS), generator=generator).round(decimals=1)
+    sequences["part/form"] = sequences["rewards"] - sequences["part/right"]
     return TrajectoryBatch(tokens, sequences, starts)
 
 

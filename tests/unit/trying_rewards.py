@@ -85,3 +85,12 @@ async def awaits_a_slow_service(**_):
 
 def half(scale=1.0, **_):
     return 0.5 * scale
+
+
+def in_parts(completions, **_):
+    special = {"none": {}, "nan": {"short": float("nan")}}
+    return special.get(completions, {"short": 1.0, "long": len(completions)})
+
+
+async def awaited_in_parts(**_):
+    return {"seven": 7}

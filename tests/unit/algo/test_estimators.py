@@ -114,6 +114,18 @@ def best_of(batch, k):
     return result
 
 
+def decoupled(batch, weights):
+    """Each part's difference from its group's mean over its deviation, and of their weighted sum those of the batch."""
+    sums = [0.0] * len(batch)
+    for part, weight in weights.items():
+        values = batch[f"part/{part}"].double().tolist()
+        for i in range(len(batch)):
+            own = [values[j] for j in group_of(i)]
+            if len(set(own)) > 1:
+                sums[i] += weight * (values[i] - mean(own)) / (stdev(own) + 1e-6)
+    return by_token(batch, [(one - mean(sums)) / (pstdev(sums) + 1e-6) for one in sums])
+
+
 def expected(name, batch, args):
     """The definitions, trajectory by trajectory."""
     r, group = batch["rewards"].double().tolist(), [group_of(i) for i in range(len(batch))]
@@ -159,6 +171,7 @@ def expected(name, batch, args):
         "opo": lambda: by_token(batch, [r[i] - by_length(i) for i in count]),
         "maxrl": lambda: by_token(batch, [(r[i] - center[i]) / center[i] if center[i] > 0 else 0.0 for i in count]),
         "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
+        "gdpo": lambda: decoupled(batch, {"right": 1.0, "form": 1.0}),
         "gae": lambda: whitened(
             batch,
             gae_by_turn(batch, args.get("discount", 1.0), args.get("trace_decay", 1.0))
@@ -216,8 +229,53 @@ def test_a_group_of_one_and_one_without_variance_have_no_advantage(name):
     rewards = torch.where(batch["group"] == 4, 0.3, batch["rewards"])
     rewards[3] = rewards[3].nextafter(torch.tensor(1.0))  # another rounding of the same reward
     batch.sequences["rewards"] = rewards
+    batch.sequences["part/right"] = torch.where(batch["group"] == 4, 0.1, batch["part/right"])
+    batch.sequences["part/form"] = rewards - batch["part/right"]
     found, parts = advantages(batch, name, args={"k": 2} if name == "pass@k" else {}), parts_of(batch)
     assert all(found[parts[i]].abs().max() < 1e-6 for i in (0, 2, 3, 6)) and found.abs().max() > 0.1
+
+
+def test_gdpo_weighs_parts_and_tells_apart_what_has_one_sum():
+    batch = ragged_batch()
+    weights = {"right": 2.0, "form": -0.5}
+    right, form = batch["part/right"], batch["part/form"]
+    batch.sequences["rewards"] = 2.0 * right - 0.5 * form
+    found = advantages(batch, "gdpo", args={"weights": weights})
+    torch.testing.assert_close(found, decoupled(batch, weights), rtol=2e-6, atol=2e-6)
+    # Parts of one function have its weight, but for those with their own.
+    for name, column in (("right", right), ("form", form)):
+        batch.sequences[f"part/graded/{name}"] = column
+        del batch.sequences[f"part/{name}"]
+    torch.testing.assert_close(
+        advantages(batch, "gdpo", args={"weights": {"graded": 2.0, "graded/form": -0.5}}), found, rtol=0, atol=0
+    )
+    # What is rarer counts for more, where the sums are the same to GRPO.
+    four = batch.select([1, 4, 7, 8])
+    four.sequences = {"group": torch.zeros(4, dtype=torch.int64), "rewards": torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    four.sequences |= {"part/a": torch.tensor([1.0, 0, 0, 0]), "part/b": torch.tensor([0.0, 1, 1, 0])}
+    plain, apart = (
+        [float(advantages(four, name)[trained(four, i)[0]]) for i in range(4)] for name in ("group_norm", "gdpo")
+    )
+    assert plain[0] == plain[1] == plain[2] and apart[0] > 1.5 * apart[1] == 1.5 * apart[2] > 0
+
+
+def test_gdpo_refuses_rewards_that_are_not_their_parts_sum():
+    batch = ragged_batch()
+    with pytest.raises(
+        ValueError, match=r"the shaped reward of trajectory \d is .* and the sum of its parts .*'form': 2"
+    ):
+        advantages(batch, "gdpo", args={"weights": {"form": 2.0}})
+    plain = batch.select(range(len(batch)))
+    del plain.sequences["part/right"], plain.sequences["part/form"]
+    with pytest.raises(ValueError, match="no parts of a reward; name several in rollout.recipe"):
+        advantages(plain, "gdpo")
+
+
+def test_the_log_has_each_parts_mean():
+    batch = ragged_batch()
+    metrics = batch_metrics(batch, version=0)
+    assert metrics["reward/part/right"] == pytest.approx(float(batch["part/right"].mean()))
+    assert "reward/part/form" in metrics
 
 
 def test_group_norm_by_hand():

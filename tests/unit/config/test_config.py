@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import GenerationConfig, ParallelConfig, RolloutConfig, TrainConfig, load_config
+from megatron_rl.config import (
+    AlgorithmConfig,
+    GenerationConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+    load_config,
+)
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.config.option_records import described_options
 
@@ -374,6 +381,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
             "data={train: mixture, train_args: {a: {source: a.jsonl}, b: {source: b.jsonl, weight: 5000}}}",
             "data.train_args.a.weight = 1.0: has none of every 1000 prompts beside the others' weights; raise it",
         ),
+        ("rollout.recipe=[{reward: 'a:b', weight: {c: x}}]", r"rollout.recipe\[0\] = .*weight: a number or those of"),
         ("rollout.recipe=[{reward: 'a:b', weight: .nan}]", r"rollout.recipe\[0\] = .*weight: a number"),
         ("eval.sets={a: {source: a.jsonl, arg: {}}}", "eval.sets = .*must map names to .source: ..., args: ...."),
         ("data.max_prompt_tokens=-1", "data.max_prompt_tokens = -1: must be at least 0; 0 leaves out none"),
@@ -661,3 +669,13 @@ def test_servers_of_a_large_model_had_five_minutes_to_read_it(tmp_path):
     assert RolloutConfig().with_time_for(tmp_path).start_timeout_s == 2350
     assert RolloutConfig(start_timeout_s=3600).with_time_for(tmp_path).start_timeout_s == 3600
     assert RolloutConfig(start_timeout_s=60).with_time_for(tmp_path / "none").start_timeout_s == 60
+
+
+def test_gdpo_has_the_recipes_weights():
+    recipe = [{"reward": "a:b", "weight": 2.0, "name": "c"}, {"reward": "a:d", "weight": {"e": 0.5}}, {"reward": "a:f"}]
+    config = TrainConfig(
+        algo=AlgorithmConfig(advantage="gdpo"),
+        rollout=RolloutConfig(recipe=recipe),
+        generation=GenerationConfig(n_samples=2),
+    )
+    assert config.advantage_args == {"weights": {"c": 2.0, "d/e": 0.5, "f": 1.0}}

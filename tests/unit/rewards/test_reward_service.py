@@ -21,7 +21,7 @@ from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import LLMResponse
+from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows import RLVRWorkflow
 from tests.unit.hostile_answers import EXPRESSIONS, PROGRAMS, TEXTS
 
@@ -306,6 +306,44 @@ def test_a_recipe_is_the_weighted_sum_of_its_parts(serve):
     assert metrics["rollout/reward_s/awaited"] > 0.009
     assert all(metrics[f"rollout/reward_failed/{name}"] == 0.0 for name in parts)
     service.close()
+
+
+def test_a_function_that_returns_its_parts_is_summed_by_their_weights(serve):
+    weights = {"long": 2.0}
+    recipe, service = recipe_of(
+        serve,
+        {"reward": f"{TRYING}:in_parts", "weight": weights},
+        {"reward": f"{TRYING}:awaited_in_parts", "weight": 0.5, "name": "later"},
+    )
+    value, metrics = score(recipe, "abc")
+    assert value == 1.0 * 1.0 + 2.0 * 3.0 + 0.5 * 7.0
+    parts = {"in_parts/short": 1.0, "in_parts/long": 3.0, "later/seven": 7.0}
+    assert value.parts == parts == {name: metrics[f"rollout/reward/{name}"] for name in parts}
+    assert metrics["rollout/reward_failed/in_parts"] == 0.0 and metrics["rollout/reward_s/later"] < 5
+    weights["longer"] = 1.0
+    error, _ = score(recipe, "abc")
+    assert isinstance(error, RewardFailed) and "its weights name ['longer'], and the parts that it gave are" in str(
+        error
+    )
+    service.close()
+
+
+@pytest.mark.parametrize(("words", "fault"), [("none", "at least one, need names"), ("nan", "returned nan")])
+def test_parts_without_a_name_or_a_number_are_a_failure(serve, words, fault):
+    recipe, service = recipe_of(serve, {"reward": f"{TRYING}:in_parts"})
+    error, _ = score(recipe, words)
+    assert isinstance(error, RewardFailed) and fault in str(error)
+    service.close()
+
+
+def test_parts_of_a_function_of_a_program_are_its_trajectorys_columns():
+    def in_parts(completions, **_):
+        return {"a": 0.25, "b": len(completions)}
+
+    value, _ = score(in_parts, "abc")
+    trajectory = Trajectory.from_reply(LLMResponse(input_tokens=[1], stop_reason="stop"), value)
+    assert (trajectory.reward, trajectory.sequence) == (3.25, {"part/a": 0.25, "part/b": 3.0})
+    assert type(trajectory.reward) is float
 
 
 def test_a_recipe_is_a_reward_function_too(serve):
