@@ -34,7 +34,8 @@ from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.types import FinetuneSpec, TrajectoryBatch
-from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.decoder import Architecture
 
 SHAPES = {
     # Llama-3.2-1B's sizes

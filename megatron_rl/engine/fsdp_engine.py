@@ -30,8 +30,8 @@ from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tok
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
-from megatron_rl.weights.hf_files import WeightSource
 from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 

@@ -32,7 +32,7 @@ from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate, rows_of
-from megatron_rl.weights.architecture import WITH_NORMS_BEHIND, Architecture
+from megatron_rl.weights.decoder import Architecture
 
 LATENT_NORM_EPS = 1e-6
 """HF's for the norms within latent attention, whatever the model's others have."""
@@ -193,8 +193,10 @@ def config_class(arch: Architecture) -> type[TransformerConfig]:
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that dense Llama-like decoders leave alone."""
     options = _mixture_options(arch, parallel) | _latent_options(arch)
-    if arch.family == "gemma3":
-        options |= dict(activation_func=functools.partial(F.gelu, approximate="tanh"), softmax_scale=arch.softmax_scale)
+    if arch.activation == "gelu_tanh":
+        options["activation_func"] = functools.partial(F.gelu, approximate="tanh")
+    if arch.softmax_scale is not None:
+        options["softmax_scale"] = arch.softmax_scale
     return options
 
 
@@ -241,11 +243,6 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
     )
 
 
-def has_transformer_engine_layers(arch: Architecture) -> bool:
-    """Return True if the family can be built of Transformer Engine's modules."""
-    return arch.family not in WITH_NORMS_BEHIND  # where TE's layers have none
-
-
 def layer_spec(
     arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
 ) -> ModuleSpec:
@@ -274,10 +271,10 @@ def layer_spec(
     attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
     if use_transformer_engine:
         return spec
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if arch.family == "olmo" else norm_class(arch)
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch) if arch.has_norms_before else IdentityOp
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
-    if arch.family in WITH_NORMS_BEHIND:
+    if arch.has_norms_behind:
         # megatron.core 0.19 makes the feed-forward's spec a partial.
         mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
         attention.linear_proj = mlp.linear_fc2 = (
@@ -341,7 +338,7 @@ def add_gradients_in_products(model: nn.Module) -> None:
 
 
 def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
-    """Let the embedding of a Gemma model return rows times sqrt(hidden), rounded to the model's precision as in HF."""
-    if arch.family == "gemma3":
-        scale = torch.tensor(arch.hidden**0.5)
+    """Let the embedding return rows times the family's factor, rounded to the model's precision as in HF."""
+    if arch.embedding_scale is not None:
+        scale = torch.tensor(arch.embedding_scale)
         embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

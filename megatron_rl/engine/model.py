@@ -27,7 +27,6 @@ from megatron_rl.engine.layers import (
     block_spec,
     config_class,
     family_options,
-    has_transformer_engine_layers,
     place_attention,
     scale_embedding,
 )
@@ -35,7 +34,7 @@ from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_p
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.reshard import rules_of
 
@@ -103,7 +102,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
     optimizer.check_passed_through(config)
     uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
-    if uses_transformer_engine and not has_transformer_engine_layers(arch):
+    if uses_transformer_engine and not arch.fits_transformer_engine:
         if config.model.transformer_impl != "auto":
             raise ValueError(
                 f"model.transformer_impl = 'transformer_engine': {arch.family} has norms that Transformer Engine's "

@@ -24,10 +24,11 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.delta import DeltaPublisher
-from megatron_rl.weights.hf_files import WeightSource, write_hf_folder
+from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, WeightPublisher
+from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 logger = logging.getLogger(__name__)

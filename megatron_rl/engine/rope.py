@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.decoder import Architecture
 
 Rotation = tuple[Tensor, Tensor] | Tensor
 """Cosines and sines `[R, 1, D]` float32 of R rows, or their angles `[R, 1, 1, D]` for Transformer Engine's kernel."""

@@ -21,7 +21,8 @@ from megatron_rl.ops import library
 from megatron_rl.rollout.factory import check_reward, make_workflow
 from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
-from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import weight_source
 
 Prompts = list[dict[str, Any]]

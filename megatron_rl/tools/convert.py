@@ -34,7 +34,8 @@ from megatron_rl.engine.checkpoint import HF_FILES, CheckpointWriter, is_checkpo
 from megatron_rl.engine.model import build_chunks, transformer_config
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import refusing_code
-from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
 from megatron_rl.weights.reshard import HFExport, rules_of

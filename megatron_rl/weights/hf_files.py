@@ -8,7 +8,6 @@ import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.weights.architecture import with_value_head
+from megatron_rl.weights.tensor_rules import Shape, WeightSource
 
-Shape = tuple[int, ...]
 COPIED_WITH_WEIGHTS = (
     "config.json",
     "generation_config.json",
@@ -33,13 +32,6 @@ COPIED_WITH_WEIGHTS = (
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By the names of safetensors."""
-
-
-class WeightSource(Protocol):
-    """Named HF tensors that can be read by rows or columns."""
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return the slice `[start, stop)` of dimension `dim`; 1-D tensors have dim 0 only."""
 
 
 class HFFolder:

@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_rl.config import PIPELINE_CUTS, ParallelConfig
 from megatron_rl.parallel import Cut, cut_by_upstream
-from megatron_rl.weights.architecture import Architecture
-from megatron_rl.weights.mapping import ROUTER_BIAS, Rule, edges, layer_rules, sizes
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.mapping import edges, layer_rules, sizes
+from megatron_rl.weights.tensor_rules import ROUTER_BIAS, Rule
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:

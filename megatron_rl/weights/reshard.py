@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.parallel import Axis, ParallelGroups
-from megatron_rl.weights.architecture import Architecture
-from megatron_rl.weights.hf_files import WeightSource
-from megatron_rl.weights.mapping import Rule, hf_shapes, rule_for
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.mapping import hf_shapes, rule_for
+from megatron_rl.weights.tensor_rules import Rule, WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 EXPERTS_BYTES = 1 << 29

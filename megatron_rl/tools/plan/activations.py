@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config import EngineConfig
-from megatron_rl.weights.architecture import Architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import layers_of_stages
 
 
@@ -115,7 +115,7 @@ class Activations:
         """Bytes per row of a layer (counted over the whole model) that is not recomputed."""
         attention = self._latent_attention() if self.arch.latent else self._attention()
         feed_forward = self._mixture() if self.arch.has_mixture(number) else self._dense(self.arch.ffn)
-        after = 2 * self.norm(self.arch.hidden) if self.arch.family == "gemma3" else 0.0
+        after = 2 * self.norm(self.arch.hidden) if self.arch.has_norms_behind and self.arch.has_norms_before else 0.0
         # Twice: a norm, and its result as the input of the matrix behind it, before attention and before feed-forward.
         inputs = 2 * (self.norm(self.arch.hidden) + self.itemsize * self.own * self.arch.hidden)
         return inputs + attention + feed_forward + after

@@ -15,7 +15,8 @@ from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
-from megatron_rl.weights.architecture import Architecture, read_architecture
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,8 +41,8 @@ class Model:
 
     @property
     def has_fused_layers(self) -> bool:
-        """True where a cluster with Transformer Engine builds its layers; gemma3 has norms that it lacks."""
-        return self.engine.model.transformer_impl != "local" and self.arch.family != "gemma3"
+        """True where a cluster with Transformer Engine builds its layers."""
+        return self.engine.model.transformer_impl != "local" and self.arch.fits_transformer_engine
 
     @property
     def itemsize(self) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_rl.config import load_config
 from megatron_rl.parallel import Axis
-from megatron_rl.weights import mapping, reshard
+from megatron_rl.weights import mapping, reshard, tensor_rules
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import layers_of_stages
 from megatron_rl.weights.mapping import hf_shapes, sizes, weight_source
@@ -74,9 +74,9 @@ def shard_shape(rule, arch, split):
     words = sizes(arch)
     shapes = [tuple(words[word] for word in dims.split()) for dims in rule.hf.values()]
     rows = sum(shape[0] for shape in shapes)
-    if isinstance(rule.layout, mapping.Replicated):
+    if isinstance(rule.layout, tensor_rules.Replicated):
         return shapes[0]
-    if isinstance(rule.layout, mapping.Columns):
+    if isinstance(rule.layout, tensor_rules.Columns):
         return shapes[0][0], shapes[0][1] // split
     return -(-rows // split), *shapes[0][1:]
 

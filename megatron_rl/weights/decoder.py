@@ -1,0 +1,115 @@
+"""The shape of a decoder, in one vocabulary for all families of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts: where it stands and how its router spreads a token."""
+
+    experts: int
+    per_token: int
+    ffn: int
+    """Width of one expert."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has the mixture (or one dense feed-forward)."""
+    renormalised: bool = True
+    """The chosen experts' weights sum to 1."""
+    shared_ffn: int | None = None
+    """Width of the experts that every token takes, together."""
+    groups: int | None = None
+    """Groups of experts; a token chooses from `groups_per_token` of them only."""
+    groups_per_token: int | None = None
+    scale: float | None = None
+    """Factor on the chosen experts' weights."""
+    is_biased: bool = False
+    """Scores are sigmoids, and a bias that gradients do not reach takes part in choosing (arXiv 2412.19437)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): ranks of its projections, widths of each head's parts."""
+
+    query_rank: int | None
+    """None: queries are projected from the hidden state at once."""
+    kv_rank: int
+    plain_dim: int
+    """The part of a query and a key that is not rotated."""
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens.
+
+    For example:
+
+        arch = read_architecture("models/qwen3-4b")
+        arch.family, arch.layers, arch.heads, arch.kv_heads  # ("qwen3", 36, 32, 8)
+        arch.with_head("value")  # the same trunk as a critic
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Of latent attention the rotated part alone."""
+    vocab: int
+    tied: bool
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_positions: int
+    windows: tuple[int | None, ...]
+    """For each layer, the most tokens that one attends to, itself included; None is all."""
+    mixture: Mixture | None = None
+    latent: Latent | None = None
+    window_rope_theta: float | None = None
+    """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
+    qkv_bias: bool = False
+    """The projections of queries, keys and values have one; that of the output never has."""
+    qk_norm: bool = False
+    """Queries and keys go through a norm over each head's width."""
+    wide_qk_norm: bool = False
+    """They go through one over the width of all heads together."""
+    rotary_share: float = 1.0
+    """The share of each head's width, from its beginning, that is rotated."""
+    softmax_scale: float | None = None
+    """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
+    activation: str = "silu"
+    """The function on the gate of a feed-forward: `silu` or `gelu_tanh`."""
+    embedding_scale: float | None = None
+    """Factor on the rows of the embedding, rounded to the model's precision."""
+    norm_offset: float = 0.0
+    """The number that a norm adds to its weights."""
+    has_norms_before: bool = True
+    """Attention and feed-forward follow a norm."""
+    has_norms_behind: bool = False
+    """Attention and feed-forward are followed by a norm."""
+    head: str = "policy"
+    """The layer after the last norm: `policy`, logits over the vocabulary, or `value`, one number per token."""
+
+    def with_head(self, head: str) -> Architecture:
+        """Return the same trunk under `head`. A value head may be put on any; a policy head is there or is not."""
+        if head == "policy" and self.head == "value":
+            raise ValueError(
+                "model.path: a ForSequenceClassification folder has a scalar head and no language-model head; give a "
+                "ForCausalLM folder for the policy, and this one as critic or reward model."
+            )
+        # One row of numbers cannot be the embedding's transpose: a value head is never tied.
+        return replace(self, head=head, tied=self.tied and head == "policy")
+
+    @property
+    def fits_transformer_engine(self) -> bool:
+        """Can the layers be built of Transformer Engine's modules? Those have no norms behind."""
+        return not self.has_norms_behind
+
+    def has_mixture(self, layer_number: int) -> bool:
+        """Return True if the layer (counted from 0 over the whole model) is a mixture of experts."""
+        return self.mixture is not None and self.mixture.layers[layer_number]

@@ -1,0 +1,38 @@
+"""The families of models, a file each: adding one is a file here and its name in this list."""
+
+from megatron_rl.weights.families import (
+    deepseek_v3,
+    gemma3,
+    glm4_moe,
+    llama,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
+from megatron_rl.weights.family import Family
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        deepseek_v3,
+        gemma3,
+        glm4_moe,
+        llama,
+        minimax_m2,
+        mistral,
+        mixtral,
+        olmo,
+        phi3,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        seed_oss,
+    )
+}
+"""By name, as `Architecture.family` has it."""

@@ -1,0 +1,22 @@
+"""Phi-3 and Phi-4: Llama whose files join queries, keys and values, and gate and up."""
+
+from __future__ import annotations
+
+from megatron_rl.weights.family import Family, rotary_share, windows_everywhere
+from megatron_rl.weights.tensor_rules import ATTENTION, NORMS, Columns, OneGateUp, OneQKV, Rule
+
+JOINED_ATTENTION = (
+    Rule("self_attention.linear_qkv.weight", {"self_attn.qkv_proj.weight": "query_key_value hidden"}, OneQKV()),
+    ATTENTION[1],
+)
+JOINED_DENSE = (
+    Rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": "gate_up hidden"}, OneGateUp()),
+    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, Columns()),
+)
+FAMILY = Family(
+    name="phi3",
+    classes=("Phi3ForCausalLM",),
+    attention=(*NORMS, *JOINED_ATTENTION),
+    dense=JOINED_DENSE,
+    read=lambda config: {"windows": windows_everywhere(config), "rotary_share": rotary_share(config, 1.0)},
+)
