@@ -43,8 +43,10 @@ class PolicyActor:
         reference: TrainEngine | None = None,
         shaper: RewardShaper | None = None,
         advantage_args: dict[str, Any] | None = None,
+        teacher_coefficient: float = 0.0,
     ) -> None:
-        """shaper: without it rewards are compared as they are. advantage_args: in place of the options' own."""
+        """shaper: without it rewards are compared as they are. advantage_args: in place of the options' own.
+        teacher_coefficient: weight of a teacher's part of the advantages; 0 without one."""
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
                 f"algo.kl_coefficient = {options.kl_coefficient}: the KL term needs a reference engine; pass one or "
@@ -53,6 +55,7 @@ class PolicyActor:
         self.engine, self.reference = engine, reference
         self.options, self.correction, self.temperature = options, correction or CorrectionConfig(), temperature
         self.advantage_args = options.advantage_args if advantage_args is None else advantage_args
+        self.teacher_coefficient = teacher_coefficient
         self.estimator = find_estimator(options.advantage, self.advantage_args)
         self.loss = find_loss(options.loss, options.loss_args)
         # The default shaping looks at no length, so that any longest reply will do.
@@ -64,9 +67,10 @@ class PolicyActor:
     @property
     def columns_needed(self) -> list[str]:
         """The columns that `compute_advantages` needs of the tokens here, `[N]`: `ref_logprobs` of the
-        reference, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
+        reference, `teacher_logprobs`, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
+        needed += ["teacher_logprobs"] if self.teacher_coefficient > 0 else []
         needed += ["proximal_logprobs"] if penalizes or self.loss.chooses else []
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
@@ -78,7 +82,12 @@ class PolicyActor:
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
         options = self.options
-        advantage.compute(self.estimator, batch, options, self.advantage_args)
+        given = batch, options, self.advantage_args
+        advantage.compute(self.estimator, *given, teacher_coefficient=self.teacher_coefficient)
+        if self.teacher_coefficient > 0:
+            total = batch.sums_of_tokens(advantage.of_teacher(batch)).sum()  # by trajectory: alike on all ranks
+            count = batch.total(batch["loss_mask"].sum())
+            self.metrics["teacher/reverse_kl"] = -float(total) / max(int(count), 1)
         # A token that is left out has advantage 0: KL and entropy terms still hold for it.
         if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)

@@ -311,6 +311,16 @@ def _gae_by_length(
     return advantages, returns
 
 
+@estimator("none")
+def none(batch: TrajectoryBatch) -> Tensor:
+    """0.
+
+    Rewards are measured, and a teacher's log-probabilities are all that is learned from.
+    Source: arXiv 2306.13649
+    """
+    return torch.zeros_like(batch["scores"])
+
+
 def members(batch: TrajectoryBatch) -> Tensor:
     """`[B]` int64: each trajectory's group, numbered from 0 without gaps."""
     return group_numbers(batch["group"])
@@ -327,10 +337,28 @@ def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
     )
 
 
-def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, args: dict[str, Any]) -> None:
+def of_teacher(batch: TrajectoryBatch) -> Tensor:
+    """Return log p(teacher) - log p of each trained token, `[N]` float64, 0 for the others.
+
+    Of a token that the policy samples, less it is on average their reverse KL at that place. log p is that of the
+    policy before the step's updates where it is known, else of the one that sampled.
+    """
+    own = batch["proximal_logprobs" if "proximal_logprobs" in batch else "logprobs"]
+    return (batch["teacher_logprobs"].double() - own.double()).masked_fill(~batch["loss_mask"], 0.0)
+
+
+def compute(
+    entry: Estimator,
+    batch: TrajectoryBatch,
+    options: AlgorithmConfig,
+    args: dict[str, Any],
+    *,
+    teacher_coefficient: float = 0.0,
+) -> None:
     """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's.
 
     A result for each trajectory is normalised over samples, one for each token over trained tokens. All ranks call it.
+    A teacher's part, that coefficient times `of_teacher`, is added as it is.
     """
     wrong = int((~batch["scores"].isfinite()).sum())
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
@@ -345,6 +373,8 @@ def compute(entry: Estimator, batch: TrajectoryBatch, options: AlgorithmConfig, 
             f"algo.advantage = {options.advantage!r}: returned {tuple(found.shape)}; must be one number for each of "
             f"{len(batch)} trajectories, or for each of {len(mask)} tokens."
         )
+    if teacher_coefficient > 0:
+        found = found.double() + teacher_coefficient * of_teacher(batch)
     if options.advantage_clip > 0:
         found = found.clamp(-options.advantage_clip, options.advantage_clip)
     found = found.masked_fill(~mask, 0.0).float()  # normalised in float64, so that rounding is no deviation

@@ -34,6 +34,7 @@ from megatron_rl.config.model_section import (
 )
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
+from megatron_rl.config.teacher_section import TeacherConfig
 from megatron_rl.config.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SupervisedConfig",
+    "TeacherConfig",
     "TelemetryConfig",
     "TrainConfig",
     "WarmStartConfig",

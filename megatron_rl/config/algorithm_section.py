@@ -11,7 +11,7 @@ from megatron_rl.config.rules import Section, above, at_least, name_or_import_pa
 
 ESTIMATORS = (
     *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
-    *("maxrl", "pass@k", "gdpo", "gae"),
+    *("maxrl", "pass@k", "gdpo", "gae", "none"),
 )
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
 COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k", "gdpo")

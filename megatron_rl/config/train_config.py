@@ -29,6 +29,7 @@ from megatron_rl.config.model_section import (
 from megatron_rl.config.rollout_section import GenerationConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
+from megatron_rl.config.teacher_section import TeacherConfig
 
 REMAX = "megatron_rl.workflows:ReMaxWorkflow"
 
@@ -54,6 +55,7 @@ class TrainConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -89,6 +91,16 @@ class TrainConfig:
             raise ValueError(
                 f"generation.n_samples = {samples}: algo.advantage = {self.algo.advantage} compares the replies of one "
                 f"prompt and needs 2 or more; raise it, or set algo.advantage=reinforce."
+            )
+        if self.algo.advantage == "none" and not self.teacher.is_there:
+            raise ValueError(
+                "algo.advantage = 'none': learns from no reward, and there is no teacher to learn from; set "
+                "teacher.path, or take an estimator."
+            )
+        if any(it.servers for it in self.teacher.teachers.values()) and self.generation.temperature != 1:
+            raise ValueError(
+                f"generation.temperature = {self.generation.temperature}: servers score at a temperature of 1, and the "
+                f"policy's log-probabilities would be those of another; set it to 1, or take a teacher by teacher.path."
             )
         if self.has_critic and self.algo.advantage_args:
             raise ValueError(
@@ -216,6 +228,10 @@ class TrainConfig:
     def reward_engine(self) -> EngineConfig:
         model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
         return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel)
+
+    def teacher_engine(self, path: str) -> EngineConfig:
+        """A teacher's engine: the policy's options, its layout too, but for the model."""
+        return dataclasses.replace(self.actor, model=dataclasses.replace(self.model, path=path, init="hf"))
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where a layout does not divide the number of processes."""

@@ -14,6 +14,7 @@ from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients
 from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
 from megatron_rl.rewards.worker import with_args
 from megatron_rl.workflows.scoring import OWN_ARGUMENTS, prompt_ids
+from megatron_rl.workflows.taught import TaughtWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +114,17 @@ def make_workflow(
             f"rollout.workflow = {options.workflow!r}: {error}; its signature is {inspect.signature(factory)} and it "
             f"is called with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
-    return make(**arguments, **own)
+    workflow, teacher = make(**arguments, **own), config.teacher
+    if evaluates or not any(it.servers for it in teacher.teachers.values()):
+        return workflow
+    return TaughtWorkflow(
+        workflow,
+        teacher.teachers,
+        tokenizer,
+        enable_thinking=bool(own.get("enable_thinking", False)),
+        timeout_s=options.request_timeout_s,
+        token_file=teacher.token_file,
+    )
 
 
 def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:

@@ -37,6 +37,7 @@ from megatron_rl.servers.event_loop import Beat, allow_blocking_steps, cancel_ot
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.workflows.taught import TaughtWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,9 +93,9 @@ class RolloutRank(RolloutService):
         self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.client.spans)
         self.tokenizer = beginning.tokenizer
         self.recipe = serve_rewards(config, stacks=self._hang_report.file_number)
-        self.workflow = self.resume_state.replaying(
-            make_workflow(config, self.tokenizer, config.generation, self.recipe)
-        )
+        workflow = make_workflow(config, self.tokenizer, config.generation, self.recipe)
+        self._taught = workflow if isinstance(workflow, TaughtWorkflow) else None
+        self.workflow = self.resume_state.replaying(workflow)
         self._evaluating: dict[str, RolloutWorkflow] = {}
 
     async def connect(self, urls: list[str]) -> None:
@@ -108,6 +109,8 @@ class RolloutRank(RolloutService):
         await super().close()
         await cancel_others()
         await self.recipe.close()
+        if self._taught is not None:
+            await self._taught.close()
         self.resume_state.close()
         self._hang_report.close()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from megatron_rl import parallel
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.actor import Critic, PolicyActor
@@ -34,6 +36,7 @@ from megatron_rl.run.step_metrics import (
     trained_tokens,
 )
 from megatron_rl.run.step_traces import StepTraces
+from megatron_rl.run.teachers import Teachers
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
@@ -62,6 +65,8 @@ class RLRun(Run):
         """The policy's when the step's trajectories were complete."""
         self.engine: MegatronEngine | None = None
         self.rollouts: Rollouts | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.train_prompts: list[dict[str, Any]] = []
 
     @property
     def is_ending(self) -> bool:
@@ -72,7 +77,7 @@ class RLRun(Run):
 
     def _start(self) -> None:
         config = self.config
-        self.tokenizer, train_prompts, held_out = check(config)
+        self.tokenizer, self.train_prompts, held_out = check(config)
         self._join()
         replicas, prompts_per_step = self.groups.data.size, config.batch.prompts_per_step
         if prompts_per_step < replicas:
@@ -90,7 +95,7 @@ class RLRun(Run):
         )
         self.evaluations = Evaluations(config, held_out, self.log_file, self.tokenizer)
         self.prompts = PromptIterator(
-            train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
+            self.train_prompts, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
         self.resume_state = PromptResumeState(config, self.prompts, self.groups, self.resumed)
         together = [prompt for prompts in held_out.values() for prompt in prompts]
@@ -107,7 +112,7 @@ class RLRun(Run):
             config,
             self.groups,
             self.engine,
-            train_prompts,
+            self.train_prompts,
             self.tokenizer,
             measure=self._sampled_reward if together else None,
             say=self.say,
@@ -143,6 +148,7 @@ class RLRun(Run):
             reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
             reference.initialize()
         self.reference = reference
+        self.teachers = Teachers(config, self.groups, self.engine, self.train_prompts, self.tokenizer, **options)
         self.actor = PolicyActor(
             self.engine,
             config.algo,
@@ -151,6 +157,7 @@ class RLRun(Run):
             reference=reference,
             shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
             advantage_args=config.advantage_args,
+            teacher_coefficient=config.teacher.coefficient if config.teacher.is_there else 0.0,
         )
         self.critic: Critic | None = None
         if config.has_critic:
@@ -297,6 +304,10 @@ class RLRun(Run):
                 there.tokens["values"] = self.critic.values(there.own())
                 batch.tokens["values"] = batch.taken_from(there, there["values"])
         for name in self.actor.columns_needed:
+            if name == "teacher_logprobs":
+                with self.timers("teacher"):
+                    batch.tokens[name] = self.teachers.logprobs(batch)
+                continue
             engine = self.reference if name == "ref_logprobs" else self.engine
             assert engine is not None
             options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}

@@ -62,6 +62,28 @@ def prompt_ids(
     raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
 
 
+def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
+    """Return a prompt with the hint in front of its text, or of the last message; its fields stand in braces there.
+
+    ValueError for a field that the prompt lacks, and for a prompt of token ids.
+    """
+    if not hint:
+        return data
+    try:
+        text = hint.format_map(data)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"teacher hint {hint!r}: {type(error).__name__}: {error} for a prompt with {sorted(data)}; name its fields "
+            f"in braces, and write a brace as two."
+        ) from error
+    if "prompt" in data:
+        return data | {"prompt": text + data["prompt"]}
+    if "messages" in data:
+        *before, last = data["messages"]
+        return data | {"messages": [*before, last | {"content": f"{text}\n\n{last['content']}"}]}
+    raise ValueError(f"teacher hint {hint!r}: a prompt of input_ids takes none; give it as prompt or as messages.")
+
+
 class RewardCall:
     """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0.
 

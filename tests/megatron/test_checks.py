@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +211,16 @@ def test_remax_asks_for_the_greedy_reward_in_what_comes_back():
         check_greedy(scored, batch)
     batch.sequences["is_greedy"] = torch.zeros(2)
     check_greedy(scored, batch)
+
+
+def test_a_teacher_of_other_tokens_is_refused_and_so_is_a_prompt_without_one(tmp_path):
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    words = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(words.replace('"a": 13', '"b": 13').replace('"b": 14', '"a": 14'))
+    told = refused(f"teacher.path={other}")
+    assert f"{str(other)!r} has a vocabulary of 48 and 48 tokens" in told and "4 entries differ; a teacher" in told
+    told = refused("teacher.by_source={sums: {path: policy, hint: so}}")
+    assert "has teachers for sums, and prompt 1 of data.train is of the source None" in told
+    assert "so short" in refused("teacher.path=policy", "teacher.hint='so short {question}'")
+    told = refused("teacher.path=policy", f"teacher.hint={'1 ' * 40}+")
+    assert "teacher, prompt 1: has" in told and "context of 64" in told

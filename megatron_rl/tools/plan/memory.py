@@ -60,11 +60,16 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """The policy, and where the config has them its reference, critic and reward model. Reads their config.json."""
+    """The policy, and where the config has them its reference, teachers, critic and reward model. Reads their
+    config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
     if config.algo.kl_coefficient > 0:
         found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
+    for path in config.teacher.engine_paths:
+        teacher = read_architecture(path).with_head("policy")
+        engine = config.teacher_engine(path)
+        found.append(Model("teacher model", teacher, engine, is_trained=False, megatron=config.megatron))
     if config.has_critic:
         engine = config.critic_engine
         arch = read_architecture(engine.model.path).with_head("value")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan.devices import DEVICES
 from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
 from megatron_rl.tools.plan.length_files import read_lengths
@@ -76,9 +77,18 @@ def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
             f"--models FOLDER."
         )
 
+    teacher = config.teacher
+    own_path = teacher.path if teacher.path == POLICY else located("teacher.path", teacher.path)
+    parts = {
+        source: part | ({"path": located(f"teacher.by_source.{source}.path", part["path"])})
+        if part.get("path", POLICY) != POLICY
+        else part
+        for source, part in teacher.by_source.items()
+    }
     return replace(
         config,
         model=replace(config.model, path=located("model.path", config.model.path)),
+        teacher=replace(teacher, path=own_path, by_source=parts),
         critic=replace(config.critic, model=located("critic.model", config.critic.model)),
         reward_model=replace(config.reward_model, path=located("reward_model.path", config.reward_model.path)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model
@@ -42,6 +43,9 @@ def passes(model: Model, config: TrainConfig) -> float:
     """Count the forward passes over the step's tokens that a model costs; a backward pass counts as two."""
     if model.name in ("reference model", "reward model"):
         return 1.0
+    if model.name == "teacher model":  # each trajectory has one teacher: they are taken to have as many
+        teachers = config.teacher.teachers.values()
+        return sum(teacher.path == model.engine.model.path for teacher in teachers) / len(teachers)
     if model.name == "critic":
         return training_passes(model) + 1  # the values that advantages are made of
     return training_passes(model) + first_passes(config)
@@ -56,6 +60,8 @@ def first_passes(config: TrainConfig) -> float:
     """Count the policy's forward passes over the step's tokens before its updates."""
     algo = config.algo
     passes = 1.0 if algo.high_entropy_share < 1 else 0.0
+    teachers = config.teacher.teachers.values()
+    passes += sum(teacher.path == POLICY for teacher in teachers) / max(len(teachers), 1)
     if algo.penalizes_reward or algo.loss in SELECTING:
         return passes + 1  # the proximal policy's log-probs are known then
     recomputed = 1 - 1 / config.batch.updates_per_step  # the first update's pass is the proximal policy's

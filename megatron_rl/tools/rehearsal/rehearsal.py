@@ -130,7 +130,8 @@ def rehearse(
         raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")
     config = with_models(config, models)
     found = {"model.path": config.model.path, "critic.model": config.critic.model}
-    found["reward_model.path"] = config.reward_model.path
+    found |= {"reward_model.path": config.reward_model.path, "teacher.path": config.teacher.path}
+    found |= {f"teacher.by_source.{name}.path": part.get("path", "") for name, part in config.teacher.by_source.items()}
     world = world_of(config, nodes=nodes, gpus_per_node=gpus_per_node, trainer_gpus=trainer_gpus)
     result = Rehearsal(config, world, DEVICES[device])
     chosen = world.chosen(ranks)

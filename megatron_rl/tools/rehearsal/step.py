@@ -48,6 +48,7 @@ class RehearsedRun(RLRun):
     def engines(self) -> list[MegatronEngine]:
         """All models of this rank."""
         others = [engine for engine in (self.reference, self.reward_model) if engine is not None]
+        others += self.teachers.own_engines.values()
         return [*self.trained.values(), *others]
 
     def say(self, text: str) -> None:

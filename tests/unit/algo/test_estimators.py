@@ -169,6 +169,7 @@ def expected(name, batch, args):
         "reinforce++-baseline": lambda: whitened(batch, by_token(batch, [r[i] - center[i] for i in count])),
         "remax": lambda: by_token(batch, [r[i] - float(batch["greedy_reward"][i]) for i in count]),
         "opo": lambda: by_token(batch, [r[i] - by_length(i) for i in count]),
+        "none": lambda: torch.zeros(len(batch["input_ids"])).double(),
         "maxrl": lambda: by_token(batch, [(r[i] - center[i]) / center[i] if center[i] > 0 else 0.0 for i in count]),
         "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
         "gdpo": lambda: decoupled(batch, {"right": 1.0, "form": 1.0}),
@@ -481,6 +482,29 @@ def test_rewards_by_token_stand_where_the_workflow_put_them():
             after = float(given[t]) + 0.5 * after
             result[t] = after
     torch.testing.assert_close(found, result, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["none", "group_norm"])
+def test_a_teacher_adds_its_log_ratio_to_what_the_rewards_say_and_the_clip_bounds_both(name):
+    batch = ragged_batch()
+    alone = advantages(batch, name)
+    batch.tokens["teacher_logprobs"] = -torch.rand(len(batch["input_ids"])) * 3
+    del batch.tokens["proximal_logprobs"]
+    mask, ratio = batch["loss_mask"], batch["teacher_logprobs"].double() - batch["logprobs"].double()
+    options = AlgorithmConfig(advantage=name, advantage_clip=0.9)
+    actor = PolicyActor(None, options, temperature=1.0, teacher_coefficient=0.5)
+    assert actor.columns_needed == ["teacher_logprobs"]
+    actor.compute_advantages(batch)
+    wanted = ((alone + 0.5 * ratio).clamp(-0.9, 0.9) * mask).float()
+    torch.testing.assert_close(batch["advantages"], wanted, rtol=0, atol=1e-6)
+    assert ((wanted.abs() - 0.9).abs() < 1e-6).any() and actor.metrics["teacher/reverse_kl"] == pytest.approx(
+        -float(ratio[mask].mean())
+    )
+    # The policy's own log-probabilities before the step, where a pass has computed them, and not the server's.
+    batch.tokens["proximal_logprobs"] = batch["logprobs"] - 1.0
+    actor.compute_advantages(batch)
+    wanted = ((alone + 0.5 * (ratio + 1.0)).clamp(-0.9, 0.9) * mask).float()
+    torch.testing.assert_close(batch["advantages"], wanted, rtol=0, atol=1e-6)
 
 
 def test_scores_of_a_reward_model_join_the_rewards_of_trajectories_and_those_of_tokens():

@@ -108,6 +108,7 @@ OUR_KEYS = {
         "warmup_steps",
     ],
     "reward_model": ["path", "parallel", "coefficient"],
+    "teacher": ["path", "servers", "token_file", "hint", "by_source", "coefficient"],
     "preference": ["loss", "loss_args"],
     "supervised": ["answer"],
     "rollout": [
@@ -332,6 +333,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("algo.kl_coefficient=-1", "algo.kl_coefficient = -1.0: must be at least 0"),
         ("algo.kl_estimator=k4", "algo.kl_estimator = 'k4': must be k1, k2, k3 or unbiased"),
         ("algo.entropy_coefficient=-1", "algo.entropy_coefficient = -1.0: must be at least 0"),
+        ("teacher.coefficient=0", "teacher.coefficient = 0.0: must be above 0"),
         ("critic.discount=0", r"critic.discount = 0.0: must be in \(0, 1\]; 1 discounts nothing"),
         ("critic.trace_decay=1.5", r"critic.trace_decay = 1.5: must be in \[0, 1\]"),
         ("critic.level=word", "critic.level = 'word': must be token or turn"),
@@ -452,6 +454,17 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
                 "reward_model.path=judge",
             ],
             "reward_model.path = 'judge': scores trajectories, .* set rollout.workflow_args.keep_greedy=true",
+        ),
+        (["algo.advantage=none"], "algo.advantage = 'none': learns from no reward, .* set teacher.path"),
+        (["teacher.path=a", "teacher.servers=[b]"], r"teacher.servers = \['b'\]: teacher.path = 'a' is a teacher too"),
+        (["teacher.path=policy"], "teacher.path = 'policy': the policy's own log-probabilities are no signal"),
+        (["teacher.hint=so"], "teacher.hint = 'so': nobody reads it; set teacher.path"),
+        (["teacher.by_source={a: {path: b, servers: [c]}}"], "teacher.by_source = .*: must map sources to {path: ...}"),
+        (["teacher.by_source={a: {path: policy}}"], "teacher.by_source.a.path = 'policy': the policy's own log-prob"),
+        (["teacher.by_source={a: {path: b}}", "teacher.path=c"], "teacher.by_source = .*: each source's own path"),
+        (
+            ["teacher.servers=[a]", "generation.temperature=0.7"],
+            "generation.temperature = 0.7: servers score at a temperature of 1",
         ),
         (
             ["critic.optimizer.lr=1e-5"],

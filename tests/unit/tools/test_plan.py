@@ -26,6 +26,7 @@ from megatron_rl.config import (
     ParallelConfig,
     RolloutConfig,
     RunConfig,
+    TeacherConfig,
     TrainConfig,
     load_config,
 )
@@ -253,14 +254,20 @@ def test_head_holds_the_logits_of_as_many_rows_as_planned():
         assert rows_of_gradient(columns) == head.rows_of_gradient(columns)
 
 
-def test_a_reference_model_adds_its_weights(tmp_path):
+def test_a_reference_model_or_a_teacher_adds_its_weights(tmp_path):
     config = large(tmp_path)
     with_reference = large(tmp_path, algo=AlgorithmConfig(kl_coefficient=0.1))
+    teachers = {"a": {"path": config.model.path}, "b": {"path": config.model.path, "hint": "so "}}
+    teachers["c"] = {"path": "policy", "hint": "so "}
+    taught = large(tmp_path, teacher=TeacherConfig(by_source=teachers))
     peaks = []
-    for c in (config, with_reference):
+    for c in (config, with_reference, taught):
         batch = plan_batch(c, TOKENS, replicas=8)
         peaks.append(trainer_memory(models_of(c), c, batch, TOKENS, 8, DEVICES["h100"]).peak)
     assert peaks[1] - peaks[0] == pytest.approx(2 * 8_030_261_248 * (1 + FRAGMENTATION))
+    assert peaks[2] == peaks[1] and [model.name for model in models_of(taught)] == ["policy", "teacher model"]
+    # A third of the trajectories is the policy's own to score, before its update, and two thirds the teacher's.
+    assert [passes(model, taught) for model in models_of(taught)] == pytest.approx([3 + 1 / 3, 2 / 3])
 
 
 @pytest.mark.parametrize(
