@@ -24,7 +24,7 @@ OFFERED: dict[str, dict[str, str]] = {
     "reward": {
         "megatron_rl.rewards": "exact_match last_number tagged_answer right_positions matches length",
         "megatron_rl.rewards.code": "program_output assertions passes share_passed",
-        "megatron_rl.rewards.judge": "Judge",
+        "megatron_rl.rewards.judge": "Judge Rubric",
         "megatron_rl.rewards.mathematics": "math_answer",
         "megatron_rl.rewards.procedural": "reasoning_gym countdown",
         "megatron_rl.rewards.remote": "RemoteReward",

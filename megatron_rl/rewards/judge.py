@@ -7,9 +7,10 @@ stays what it is. They apply the chat template of their own model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_rl.rewards.grading import QUESTION, Grading
+from megatron_rl.rewards.grading import QUESTION, RUBRIC_QUESTION, Grading, RubricGrading, criteria_of
 from megatron_rl.rewards.recipe import AwaitedReward
 from megatron_rl.rewards.reward_servers import Servers
 
@@ -67,16 +68,57 @@ class Judge(AwaitedReward):
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        body = {"messages": self._grading.asked(prompt, completions, data)} | self._options
-        for attempt in range(self._grading.attempts):
+        grading = self._grading_by(data)
+        body = {"messages": grading.asked(prompt, completions, data)} | self._options
+        for attempt in range(grading.attempts):
             # The seed changes with the attempt: at one temperature and seed the same verdict would come again.
             verdict = await self._servers.ask(body | {"seed": attempt}, verdict_in)
-            if (grade := self._grading.grade_of(verdict)) is not None:
+            if (grade := grading.grade_of(verdict)) is not None:
                 return grade
-        raise self._grading.no_verdict
+        raise grading.no_verdict
+
+    def _grading_by(self, data: dict[str, Any]) -> Grading:
+        """Return how the reply to a prompt with these columns is graded."""
+        return self._grading
 
     async def close(self) -> None:
         await self._servers.close()
+
+
+class Rubric(Judge):
+    """A judge that says of each criterion whether the reply meets it: the weights of those met over the positive ones.
+
+    A part of rollout.recipe with `args: {urls: [...], criteria: [{criterion: "names the river", weight: 2.0}]}`. Those
+    of the prompt's own column `rubric`, of the same form, come after these. Options and what happens without a verdict
+    are the Judge's; the question has {criteria} beside the Judge's places.
+
+        criteria = [{"criterion": "Is polite."}, {"criterion": "Rambles.", "weight": -0.5}]
+        rubric = Rubric(["http://127.0.0.1:31000"], criteria)
+        score = await rubric("2+2=", "It is 4, sir.", [], [])  # 1.0 for <met>1: yes</met> and <met>2: no</met>
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        criteria: Sequence[dict[str, Any]] = (),
+        question: str = RUBRIC_QUESTION,
+        attempts: int = 3,
+        **options: Any,
+    ) -> None:
+        """criteria: of every prompt. options: the Judge's further ones."""
+        super().__init__(urls, attempts=attempts, **options)
+        if "{criteria}" not in question:
+            raise ValueError(f"question = {question!r}: must have {{criteria}}, where the judge reads them.")
+        own = criteria_of(list(criteria), "args.criteria") if criteria else ()
+        self._rubric = RubricGrading(question=question, attempts=attempts, criteria=own)
+
+    def _grading_by(self, data: dict[str, Any]) -> RubricGrading:
+        own = criteria_of(data["rubric"], "the prompt's column rubric") if data.get("rubric") else ()
+        if not (criteria := self._rubric.criteria + own):
+            raise ValueError(
+                "rubric: the prompt has no column rubric and the reward no args.criteria; give one of them."
+            )
+        return replace(self._rubric, criteria=criteria)
 
 
 def verdict_in(answer: Any) -> str:
