@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from megatron_rl.config.rules import Section, above, at_least, refuse, ruled, within
+from megatron_rl.config.rules import Section, above, at_least, one_of, refuse, ruled, within
 
 MIXTURE = "mixture"
 BLOCK = 1000
@@ -44,16 +44,24 @@ class DataConfig(Section, name="data"):
         "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
     )
     """An eval.jsonl that `megatron-rl eval` wrote with the training prompts in one of its sets: those in success_band
-    are trained, and with `shuffle: false` in the order of falling success."""
+    are trained, and with `shuffle: false` in the order of falling success. With `sampling` none is left out: these are
+    the rates that the run begins with."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest mean reward."""
+    sampling: str = one_of("all", "band", "failures", "variance", default="all")
+    """How often a prompt is trained when its turn comes, by the mean reward r of its recent groups in this run. all:
+    always; band: where r is in success_band; failures: with the chance 1 - r (Kimi k1.5, arXiv 2501.12599); variance: 4
+    r (1 - r). One not yet sampled is trained. A mixture's shares are those of turns."""
+    least_chance: float = within("(0, 1]", default=0.1)
+    """The least chance of a prompt under `sampling`, by which its rate is measured again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         band = self.success_band
-        if not (len(band) == 2 and band[0] <= band[1] and (self.success_rates or band == [0.0, 1.0])):
-            rule = "must be two numbers, the lower one first, with data.success_rates; e.g. [0.1, 0.9]"
-            self.refuse("success_band", rule)
+        has_rates = self.sampling == "band" or (self.success_rates and self.sampling == "all")
+        if not (len(band) == 2 and band[0] <= band[1] and (has_rates or band == [0.0, 1.0])):
+            rule = "must be two numbers, the lower one first, with data.success_rates or data.sampling = band"
+            self.refuse("success_band", f"{rule}; e.g. [0.1, 0.9]")
         for name, part in self.train_args.items() if self.train == MIXTURE else ():
             if isinstance(part, dict) and not set(part) <= {"source", "args", "weight"}:
                 refuse(f"data.train_args.{name}", part, "must have source, and may have args and weight")

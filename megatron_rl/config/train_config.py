@@ -81,6 +81,11 @@ class TrainConfig:
                 f"data.max_tokens = {self.data.max_tokens}: counts the tokens of replies too, and the prompts of RL "
                 f"bring none; set data.max_prompt_tokens, or leave it out."
             )
+        if self.data.sampling != "all" and self.learns_from_data:
+            raise ValueError(
+                f"data.sampling = {self.data.sampling!r}: follows the rewards of RL, and {self.chosen_data} trains on "
+                f"data; leave it out."
+            )
         if batch.prompts_per_step * samples < batch.updates_per_step:
             raise ValueError(
                 f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "

@@ -1,11 +1,19 @@
-"""Training prompts chosen and ordered by how often a policy solves them, as `megatron-rl eval` has measured it."""
+"""Training prompts chosen by how often a policy solves them, as `megatron-rl eval` has measured it or the run itself.
+
+What a file says leaves prompts out, and orders them, once. The rates of the run say of each prompt, as its turn comes
+in the endless order, whether it is trained this time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_rl.config import DataConfig
 from megatron_rl.data.data_files import read_rows
 
 
@@ -21,18 +29,25 @@ def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> l
 
     As often solved ones keep their order. ValueError where a prompt was not measured, or none is in the band.
     """
+    rates = measured_rates(prompts, path)
+    low, high = band
+    kept = [number for number, rate in enumerate(rates) if low <= rate <= high]
+    if not kept:
+        raise ValueError(f"data.success_band = {band}: no prompt has a success rate in it; widen it.")
+    return [prompts[number] for number in sorted(kept, key=lambda number: -rates[number])]
+
+
+def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
+    """Return each prompt's mean reward in the eval.jsonl at `path`. ValueError where one was not measured."""
     rates = {row["prompt"]: sum(row["rewards"]) / len(row["rewards"]) for row in read_measured(path)}
-    unknown = sum(digest_of(prompt) not in rates for prompt in prompts)
+    names = [digest_of(prompt) for prompt in prompts]
+    unknown = sum(name not in rates for name in names)
     if unknown:
         raise ValueError(
             f"data.success_rates = {path!r}: has no replies to {unknown} of the {len(prompts)} training prompts; "
             f"evaluate them: megatron-rl eval CONFIG eval.sets.train.source=..., with data.train's source and args."
         )
-    low, high = band
-    kept = [prompt for prompt in prompts if low <= rates[digest_of(prompt)] <= high]
-    if not kept:
-        raise ValueError(f"data.success_band = {band}: no prompt has a success rate in it; widen it.")
-    return sorted(kept, key=lambda prompt: -rates[digest_of(prompt)])
+    return [rates[name] for name in names]
 
 
 def read_measured(path: str) -> list[dict[str, Any]]:
@@ -44,3 +59,65 @@ def read_measured(path: str) -> list[dict[str, Any]]:
                 f"megatron-rl eval wrote."
             )
     return rows
+
+
+Outcome = Sequence[float]
+"""A closed prompt's number, its place in the list, and the mean reward of its group."""
+
+
+class SuccessRates:
+    """How well the run's own policy has lately done on each prompt, and which prompts are trained for it.
+
+    A prompt's rate is the mean reward of its first group; each further group moves it half the way to its own. One
+    without a rate is trained. What is taken follows from the rates, the seed and the prompt's number alone, so that
+    rollout ranks with the same rates agree, and a resumed run takes what it would have taken.
+
+        rates = SuccessRates(DataConfig(train="my.jsonl", sampling="variance"), seed=1)
+        rates.add([(40, 17, 0.5), (41, 4, 1.0)])
+        rates.chance(17), rates.chance(4), rates.chance(5)  # 1.0, 0.1, 1.0
+    """
+
+    def __init__(self, options: DataConfig, *, seed: int, measured: Sequence[float] = ()) -> None:
+        """measured: the rates to begin with, of all prompts."""
+        self.options, self.seed = options, seed
+        self.rates: dict[int, float] = dict(enumerate(measured))
+        """By the prompt's place in the list."""
+
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        """Move the rates by groups that were trained, or left out as all their rewards are equal, in this order."""
+        for _, place, reward in outcomes:
+            place = int(place)
+            self.rates[place] = (self.rates[place] + reward) / 2 if place in self.rates else float(reward)
+
+    def chance(self, place: int) -> float:
+        """Return how often the prompt at this place of the list is taken when its turn comes, in (0, 1]."""
+        rate = self.rates.get(place)
+        if rate is None:
+            return 1.0
+        low, high = self.options.success_band
+        found = {"band": float(low <= rate <= high), "failures": 1 - rate, "variance": 4 * rate * (1 - rate)}
+        return min(max(found[self.options.sampling], self.options.least_chance), 1.0)
+
+    def takes(self, prompt: dict[str, Any]) -> bool:
+        """Return whether a prompt of a PromptIterator is trained this time."""
+        draw = random.Random(f"{self.seed} chance {prompt['prompt_number']}").random()
+        return draw < self.chance(prompt["prompt_index"])
+
+    def metrics(self) -> dict[str, float]:
+        mean = {"data/mean_rate": sum(self.rates.values()) / len(self.rates)} if self.rates else {}
+        return {"data/rated_prompts": len(self.rates)} | mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": list(self.rates), "rates": list(self.rates.values())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = dict(zip(state["places"], state["rates"], strict=True))
+
+
+def are_rates(state: Any) -> bool:
+    """Return whether this is what SuccessRates.state_dict gives."""
+    if not (isinstance(state, dict) and all(isinstance(state.get(name), list) for name in ("places", "rates"))):
+        return False
+    are_places = all(type(place) is int and place >= 0 for place in state["places"])
+    are_numbers = all(type(rate) in (int, float) and math.isfinite(rate) for rate in state["rates"])
+    return are_places and are_numbers and len(state["places"]) == len(state["rates"])

@@ -39,7 +39,8 @@ def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
     """Return the prompts of data.train that data.success_rates leaves, of any length."""
     data = config.data
     prompts = load_prompts(data.train, data.train_args, key="data.train", import_from=config.run.import_from)
-    return by_success(prompts, data.success_rates, data.success_band) if data.success_rates else prompts
+    chooses = bool(data.success_rates) and data.sampling == "all"
+    return by_success(prompts, data.success_rates, data.success_band) if chooses else prompts
 
 
 def at_most(longest: int, key: str, prompts: list[Entry], tokens_of: Callable[[Entry], int]) -> list[Entry]:

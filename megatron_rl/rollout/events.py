@@ -38,6 +38,8 @@ class Episode:
     """The task that ran it before it was recalled, which may not have ended."""
     outcome: asyncio.Future[Outcome] | None = None
     """Set where somebody waits for this very episode."""
+    reward: float | None = None
+    """The mean reward of its group, once it has one, also of one that a filter leaves out."""
 
 
 @dataclass(kw_only=True)

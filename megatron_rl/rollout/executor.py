@@ -28,7 +28,15 @@ import torch
 from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
-from megatron_rl.rollout.groups import as_group, is_uniform, join_groups, mask_older, refuse_older, trained_runs
+from megatron_rl.rollout.groups import (
+    as_group,
+    is_uniform,
+    join_groups,
+    mask_older,
+    refuse_older,
+    sampled_reward,
+    trained_runs,
+)
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
@@ -405,6 +413,7 @@ class RolloutExecutor:
         """Count how an episode ended, and keep the group of one that the gate admitted."""
         # An episode with a future is one that somebody waits for, which did not pass the gate.
         is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
+        episode.reward = None if group is None else sampled_reward(group)
         if group is None and error is None:
             why = "the workflow returned None"
         elif is_admitted and group is not None and self._resamples > 0 and is_uniform(group):

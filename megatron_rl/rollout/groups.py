@@ -206,6 +206,14 @@ def mean_reward(batch: TrajectoryBatch) -> float:
     return float(batch.means_of_samples(reward_of_each(batch)).mean())
 
 
+def sampled_reward(group: TrajectoryBatch) -> float:
+    """Return the mean reward of a group's samples but for greedy replies, which others are only compared with."""
+    if "is_greedy" not in group:
+        return mean_reward(group)
+    rewards, counted = reward_of_each(group).double(), group["is_greedy"] == 0
+    return float(rewards[counted].mean()) if bool(counted.any()) else float(rewards.mean())
+
+
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
     """Clear the loss mask of tokens that an older version sampled; return how many there were."""
     versions, mask = group["versions"], group["loss_mask"]

@@ -1,7 +1,7 @@
 """Which prompts a rollout rank has handed out and not heard the end of.
 
 With it a resumed run, of any number of rollout ranks, takes up every prompt exactly once: those that were open, then
-those that come next.
+those that come next. Where the run's rates pass a prompt over, its turn is over with that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_rl.data.curriculum import Outcome, SuccessRates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.journal import is_numbered
@@ -55,32 +56,59 @@ class Share:
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     """Iterates over one rank's prompts, and closes those that were consumed or given up.
 
-    A prompt is named by its number, and is open while its group waits, too.
+    A prompt is named by its number, and is open while its group waits, too. With `rates` prompts are passed over as
+    these say, and `outcomes` has what has become of those that were closed, until they were added to the rates.
 
         ledger = PromptLedger(prompts, Share.of_rank(1, 2, per_step=8))
         next(ledger)  # the prompt at place 4
     """
 
-    def __init__(self, prompts: PromptIterator, share: Share) -> None:
-        self.prompts, self.share = prompts, share
+    def __init__(self, prompts: PromptIterator, share: Share, rates: SuccessRates | None = None) -> None:
+        self.prompts, self.share, self.rates = prompts, share, rates
+        self.outcomes: list[Outcome] = []
+        self.passed_over = 0
+        """Turns since the start of the process at which no prompt was taken."""
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
+        self._undecided: set[int] = set()
+        """Of these, the numbers whose turn has not come yet: another rank's share was further when they were saved."""
         self._next = share.first
         self._open: set[int] = set()
 
     def __next__(self) -> dict[str, Any]:
         with self._lock:
-            if self._again:
-                number = self._again.pop(0)
-            else:
-                number, self._next = self._next, self.share.following(self._next)
-            self._open.add(number)
-            return self.prompts.at(number)
+            while True:
+                number, is_decided = self._take_number()
+                prompt = self.prompts.at(number)
+                if is_decided or self.rates is None or self.rates.takes(prompt):
+                    self._open.add(number)
+                    return prompt
+                self.passed_over += 1
+
+    def _take_number(self) -> tuple[int, bool]:
+        """Return the next number, and whether an earlier process has handed it out."""
+        if self._again:
+            number = self._again.pop(0)
+            is_decided = number not in self._undecided
+            self._undecided.discard(number)
+            return number, is_decided
+        number, self._next = self._next, self.share.following(self._next)
+        return number, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers that are open, the one that is next, and the share."""
+        """Return the numbers that are open, which of them no turn has come for, the one that is next, the share, and
+        what became of the prompts that were closed since `add_outcomes`."""
         with self._lock:
-            return {"open": sorted([*self._open, *self._again]), "next": self._next} | asdict(self.share)
+            numbers = {"open": sorted([*self._open, *self._again]), "undecided": sorted(self._undecided)}
+            return numbers | {"next": self._next, "outcomes": list(self.outcomes)} | asdict(self.share)
+
+    def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        """Add what became of all ranks' prompts, this one's that `state_dict` gave among them, to the rates."""
+        assert self.rates is not None, "a run without rates has no outcomes"
+        with self._lock:
+            added = {number for number, *_ in outcomes}
+            self.outcomes = [outcome for outcome in self.outcomes if outcome[0] not in added]
+            self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Take this rank's part of what all ranks of the earlier process left."""
@@ -88,10 +116,12 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         base = max(state["next"] for state in states)
         base += -base % self.share.period
         left = {number for state in states for number in state["open"]}
+        undecided = {number for state in states for number in state.get("undecided", [])}
         for state in states:
             share = Share.of_state(state)
-            left |= {number for number in range(state["next"], base) if number in share}
-        self._again = sorted(number for number in left if number in self.share)
+            undecided |= {number for number in range(state["next"], base) if number in share}
+        self._again = sorted(number for number in left | undecided if number in self.share)
+        self._undecided = undecided & set(self._again)
         self._next = base + self.share.first
         self._open = set()
 
@@ -108,4 +138,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     def _close(self, episode: Episode) -> None:
         if is_numbered(episode.data):
             with self._lock:
-                self._open.discard(episode.data["prompt_number"])
+                number = episode.data["prompt_number"]
+                self._open.discard(number)
+                if self.rates is not None and episode.reward is not None:
+                    self.outcomes.append((number, episode.data["prompt_index"], episode.reward))

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
+from megatron_rl.data.curriculum import SuccessRates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import RolloutEvents
@@ -27,6 +28,8 @@ class ResumePoint:
     """Of every setting that a sampled group depends on."""
     resumed: dict[str, Any] | None
     """State of the checkpoint that the run continues from, empty where it had none yet; None for a new run."""
+    rates: SuccessRates | None = None
+    """Of the prompts, where data.sampling follows the run; the process has its own from there on."""
 
 
 class ResumeState:
@@ -36,7 +39,7 @@ class ResumeState:
         self, prompts: PromptIterator, share: Share, point: ResumePoint, options: RolloutConfig, folder: Path | None
     ) -> None:
         self.point, self.options, self.folder = point, options, folder
-        self.ledger = PromptLedger(prompts, share)
+        self.ledger = PromptLedger(prompts, share, point.rates)
         self.journal: RolloutJournal | None = None
         self.replay: Replay | None = None
         if point.resumed:
@@ -61,12 +64,16 @@ class ResumeState:
         return self.replay.faults if self.replay is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """How many groups, and replies to others, of earlier processes this one has trained or is about to, in all."""
+        """How many groups, and replies to others, of earlier processes this one has trained or is about to, and at how
+        many turns it has passed a prompt over, all since it began."""
+        found: dict[str, float] = {}
+        if self.ledger.rates is not None:
+            found["rollout/passed_over"] = self.ledger.passed_over
         if self.replay is None:
-            return {}
-        groups = {"rollout/replayed_groups": self.replay.replayed}
+            return found
+        found["rollout/replayed_groups"] = self.replay.replayed
         replies = {"rollout/replayed_replies": self.replay.replayed_replies}
-        return groups | (replies if self.options.journal_replies else {})
+        return found | (replies if self.options.journal_replies else {})
 
     def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
         replies = self.journal if self.options.journal_replies else None

@@ -22,6 +22,7 @@ import uvloop
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import GenerationConfig, TrainConfig
+from megatron_rl.data.curriculum import Outcome
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.rollout import journal
@@ -158,8 +159,12 @@ class RolloutRank(RolloutService):
     # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
-        """Return which of this rank's prompts are open, and the one that is next."""
+        """Return which of this rank's prompts are open, the one that is next, and what became of those just closed."""
         return self.resume_state.ledger.state_dict()
+
+    def add_outcomes(self, outcomes: list[Outcome]) -> None:
+        """Add what became of all ranks' prompts to the rates by which further ones are taken."""
+        self.resume_state.ledger.add_outcomes(outcomes)
 
     def journal_faults(self) -> list[str]:
         """Return what of earlier processes' journals cannot be read."""

@@ -361,6 +361,7 @@ class RLRun(Run):
                 "batch/trained_tokens": sum(trained_tokens(stat) for stat in stats or critic_stats),
             }
             | self.actor.metrics
+            | (self.resume_state.rates.metrics() if self.resume_state.rates is not None else {})
         )
         if stats:
             metrics |= policy_metrics(stats)

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.data.curriculum import SuccessRates, are_rates, measured_rates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine import manifest
 from megatron_rl.engine.manifest import CheckpointError
@@ -230,6 +231,7 @@ def read_state(path: Path) -> dict[str, Any]:
         "version": (is_count(state.get("version", 0)), "must be a whole number of at least 0"),
         "prompts": (is_place or "prompts" not in state, "must have number and count, whole numbers of at least 0"),
         "ledgers": (isinstance(ledgers, list) and all(map(is_ledger, ledgers)), "must be a list of ledgers' states"),
+        "rates": ("rates" not in state or are_rates(state["rates"]), "must be places of prompts and their rates"),
     }
     if named and rules["step"][0]:
         rules["step"] = state["step"] == int(named[1]), f"must be that of the folder, {named[1]}"
@@ -248,8 +250,9 @@ def is_count(value: Any) -> bool:
 def is_ledger(state: Any) -> bool:
     if not (isinstance(state, dict) and is_count(state.get("next")) and isinstance(state.get("open"), list)):
         return False
+    undecided = state.get("undecided", [])
     share = [state["size"]] if "size" in state else [state.get(name) for name in ("period", "first", "end")]
-    if not (all(map(is_count, state["open"])) and all(map(is_count, share))):
+    if not (isinstance(undecided, list) and all(map(is_count, (*state["open"], *undecided, *share)))):
         return False
     return share[0] > 0 and (len(share) == 1 or share[1] < share[2] <= share[0])
 
@@ -271,6 +274,14 @@ class PromptResumeState:
         self, config: TrainConfig, prompts: PromptIterator, groups: ParallelGroups, resumed: dict[str, Any] | None
     ) -> None:
         self.prompts, self.groups, self.resumed = prompts, groups, resumed
+        self.rates: SuccessRates | None = None
+        """Of the prompts, where data.sampling follows the run: the same on all ranks."""
+        if config.data.sampling != "all":
+            path = config.data.success_rates
+            measured = measured_rates(prompts.prompts, path) if path else []
+            self.rates = SuccessRates(config.data, seed=config.run.seed, measured=measured)
+            if resumed and "rates" in resumed:
+                self.rates.load_state_dict(resumed["rates"])
         self.folder = Path(config.run.folder) / journal.FOLDER
         self.keeps_journal = config.run.checkpoint_every_steps > 0
         self.fingerprint = fingerprint(config)
@@ -289,6 +300,7 @@ class PromptResumeState:
             run_attempt=self.run_attempt,
             fingerprint=self.fingerprint,
             resumed=self.resumed,
+            rates=self.rates,
         )
 
     def lock(self) -> int | None:
@@ -296,16 +308,27 @@ class PromptResumeState:
         return journal.take_lock(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
-        """Remember the place where a step begins or has ended, for `state_dict`."""
+        """Remember the place where a step begins or has ended, for `state_dict`; the rates follow up to there."""
         # Not asked for when it is written: a step that is left goes back to where it began.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
+        outcomes = [] if self._ledger_state is None else self._ledger_state.pop("outcomes")
+        if self.rates is None:
+            return
+        # Between two steps no rank takes a prompt: all take those of a step by the same rates.
+        of_ranks: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(of_ranks, outcomes, group=self.groups.control)
+        outcomes = sorted(outcome for of_rank in of_ranks for outcome in of_rank)
+        self.rates.add(outcomes)
+        if rollout is not None:
+            rollout.add_outcomes(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the prompts, the same on all ranks: what they are, and all ledgers."""
         states: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(states, self._ledger_state, group=self.groups.control)
         ledgers = [state for state in states if state is not None]
-        return {"prompts": self.prompts.state_dict(), "ledgers": ledgers}
+        rates = {} if self.rates is None else {"rates": self.rates.state_dict()}
+        return {"prompts": self.prompts.state_dict(), "ledgers": ledgers} | rates
 
 
 def fingerprint(config: TrainConfig) -> str:

@@ -95,6 +95,21 @@ def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
     assert evaluations_of(folder)[-1]["accuracy"] == evaluations_of(whole)[-1]["accuracy"]
 
 
+@pytest.mark.parametrize("resumed_on", [2, 1])
+def test_prompts_sampled_by_their_rates_are_resumed_too(server, tmp_path, resumed_on):
+    overrides = ("warm_start.updates=15", f"warm_start.folder={tmp_path}/warm", *SAME_RUN, "data.train_args.count=24")
+    overrides += ("data.sampling=variance", "data.least_chance=0.05")
+    run(tmp_path / "whole", server, *overrides, ranks=2)
+    folder = cut_after(4, tmp_path / "whole", tmp_path / "run")
+    run(folder, server, *overrides, resume="auto", ranks=resumed_on)
+    expected = steps_of(tmp_path / "whole")
+    assert expected[-1]["rollout/passed_over"] > 0 and expected[-1]["data/rated_prompts"] > 8
+    if resumed_on == 2:  # else the ranks' shares of a step differ
+        assert log_of(folder) == log_of(tmp_path / "whole")
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "step-4" / "run.json").read_text())
+    assert len(state["rates"]["rates"]) == expected[3]["data/rated_prompts"]
+
+
 def test_critic_reference_and_warm_start_are_resumed_too(server, tmp_path):
     # The warm start is kept nowhere but in the run itself.
     overrides = ("warm_start.folder=", "warm_start.updates=5", "run.steps=4", "run.checkpoint_every_steps=2")
