@@ -34,6 +34,7 @@ EXTRAS_REQUIRE = {
         "hypothesis>=6",
         "mypy>=1.15",
         "nvidia-cuda-nvdisasm>=13; sys_platform == 'linux'",
+        "peft>=0.19",
         "prometheus-client>=0.20",
         "pytest>=8",
         "pytest-timeout>=2.3",

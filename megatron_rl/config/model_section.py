@@ -88,6 +88,19 @@ class ParallelConfig(Section, name="parallel"):
 
 
 @dataclass(kw_only=True)
+class LoraConfig(Section, name="lora"):
+    """Low-rank adapters: the model's own weights stay as they are, and are the reference too."""
+
+    rank: int = at_least(0, default=0, hint="0 trains the whole model")
+    """Rank of every adapter; 0 trains the whole model."""
+    alpha: float = above(0, default=16.0)
+    """An adapter's output counts alpha / rank times."""
+    targets: list[str] = field(default_factory=list)
+    """Projections that have an adapter, by the ends of their names in the model's files (`q_proj`,
+    `experts.up_proj`); empty takes all of attention, feed-forward and experts."""
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig(Section, name="optimizer"):
     """AdamW as Megatron-Core runs it."""
 
@@ -144,6 +157,7 @@ class EngineConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     tokens_per_microbatch: int = 16_384
     allow_longer_sequences: bool = True
     share_prompts: bool = True

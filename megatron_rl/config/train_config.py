@@ -22,6 +22,7 @@ from megatron_rl.config.model_section import (
     PIPELINE_CUTS,
     BatchConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -48,6 +49,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -153,6 +155,12 @@ class TrainConfig:
                 f"algo.advantage=gae, or leave the section out."
             )
 
+        if self.lora.rank > 0 and self.warm_start.updates > 0:
+            raise ValueError(
+                f"warm_start.updates = {self.warm_start.updates}: trains the weights that lora.rank = {self.lora.rank} "
+                f"freezes; start from a model that megatron-rl sft has trained, or leave one of them out."
+            )
+
         layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
         cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
         if cut and all(layout.pipeline == 1 for layout in layouts):
@@ -227,12 +235,13 @@ class TrainConfig:
         """The critic's engine: the policy's options but for model, layout and optimizer."""
         critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
         model = own if critic.model else self.model
-        return dataclasses.replace(self.actor, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
+        engine = dataclasses.replace(self.actor, parallel=critic.parallel, optimizer=critic.optimizer)
+        return dataclasses.replace(engine, model=model, lora=LoraConfig())
 
     @property
     def reward_engine(self) -> EngineConfig:
         model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
-        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel)
+        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
 
     def teacher_engine(self, path: str) -> EngineConfig:
         """A teacher's engine: the policy's options, its layout too, but for the model."""
@@ -254,6 +263,7 @@ class TrainConfig:
             model=self.model,
             parallel=self.parallel,
             optimizer=self.optimizer,
+            lora=self.lora,
             tokens_per_microbatch=self.batch.tokens_per_microbatch,
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,

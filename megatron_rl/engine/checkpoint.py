@@ -8,6 +8,7 @@ its name only when it is whole, and loading refuses one that has changed since.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -33,12 +34,14 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import manifest, optimizer_kinds
+from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.engine.optimizer_shards import OptimizerShards
 from megatron_rl.launch import process_exit
 from megatron_rl.launch.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
+from megatron_rl.weights.adapter_rules import is_adapter
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
 HF_FILES = "hf"
@@ -66,6 +69,7 @@ class _TrainedModel(Protocol):
     config: EngineConfig
     groups: ParallelGroups
     chunks: list[Any]
+    adapters: Adapters | None
     optimizer: Any
     scheduler: Any
     version: int
@@ -228,14 +232,18 @@ def _fail_with_children(results: Any) -> None:
 # -- what a checkpoint holds -------------------------------------------------------------------------------------------
 
 
-def model_state(chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
+def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
     """Return the sharded weights by their global layer: the number of chunks may differ between saving and loading.
+
+    adapters: these alone, as the others are those of the model's folder.
 
     Left out are the states of recipes, empty as nothing is quantised, which only some kinds of layers have.
     """
     states = (chunk.sharded_state_dict(metadata=_metadata(groups)) for chunk in chunks)
     return {
-        f"model{n}": {name: part for name, part in state.items() if RECIPE not in name}
+        f"model{n}": {
+            name: part for name, part in state.items() if RECIPE not in name and (is_adapter(name) or not adapters)
+        }
         for n, state in enumerate(states)
     }
 
@@ -246,7 +254,7 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
     Of a distributed optimizer the shards are returned too: whoever loads them calls `take_over` at the end.
     """
     start_adam(engine.optimizer)
-    models = model_state(engine.chunks, engine.groups)
+    models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
     parts, shards = engine.optimizer.chained_optimizers, []
     if engine.config.optimizer.distributed:
         shards = [OptimizerShards(part, models) for part in parts]
@@ -265,8 +273,36 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         "is_distributed": engine.config.optimizer.distributed,
         "layout": _layout(engine.groups),
         "random": _random_state(engine.groups, _layout(engine.groups)),
+        "lora": _lora_state(engine),
     }
     return state, shards
+
+
+def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
+    """Return what the adapters of a checkpoint belong to; {} for a model without."""
+    if engine.adapters is None:
+        return {}
+    return dataclasses.asdict(engine.config.lora) | {"base": engine.adapters.sum_of_base(engine.groups)}
+
+
+def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> None:
+    """ValueError where the checkpoint's adapters are not of this engine's shape, or were trained on other weights."""
+    mine, saved = _lora_state(engine), common.get("lora", {})
+    if bool(mine) != bool(saved):
+        holds, rank = ("adapters alone", saved["rank"]) if saved else ("a whole model, without adapters", 0)
+        raise ValueError(
+            f"lora.rank = {engine.config.lora.rank}: the checkpoint {path!r} holds {holds}; set lora.rank={rank}."
+        )
+    for key in mine.keys() - {"base"}:
+        if mine[key] != saved[key]:
+            raise ValueError(
+                f"lora.{key} = {mine[key]}: the checkpoint {path!r} has {saved[key]}; give the same value."
+            )
+    if mine and mine["base"] != saved["base"]:
+        raise ValueError(
+            f"model.path = {engine.config.model.path!r}: holds other weights than the adapters of the checkpoint "
+            f"{path!r} were trained on; give the model folder of that run."
+        )
 
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
@@ -368,8 +404,10 @@ def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_ch
 
 def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
     common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
+    _check_lora(engine, common, str(path))
     if not with_optimizer:
-        state = dist_checkpointing.load(model_state(engine.chunks, engine.groups), str(path))
+        own = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
+        state = dist_checkpointing.load(own, str(path))
         _load_models(engine, state)
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
@@ -447,8 +485,10 @@ def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) 
 
 def _load_models(engine: _TrainedModel, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(engine.chunks):
-        recipes = {name: None for name in chunk.state_dict() if RECIPE in name}
-        chunk.load_state_dict(recipes | state[f"model{number}"])
+        own = chunk.state_dict()
+        recipes = {name: None for name in own if RECIPE in name}
+        frozen = own if engine.adapters is not None else {}
+        chunk.load_state_dict(frozen | recipes | state[f"model{number}"])
 
 
 def _set_random_state(states: dict[str, Any], *, with_tracker: bool) -> None:

@@ -58,6 +58,10 @@ class FSDPEngine(ModelEngine):
         head: str = "policy",
     ) -> None:
         check_layout(config.parallel)
+        if config.lora.rank > 0:
+            raise ValueError(
+                f"lora.rank = {config.lora.rank}: FSDPEngine trains whole models; use MegatronEngine, or set it to 0."
+            )
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         if self.arch.mixture is not None:
             raise ValueError(

@@ -87,10 +87,11 @@ class NormedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = self.norm_class(config, output_size, eps=config.layernorm_epsilon)
+        self.register_forward_hook(_normed)  # in a hook, so that an adapter's can come before it
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(x)
-        return self.norm(output), bias
+
+def _normed(linear: nn.Module, inputs: Any, result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return linear.norm(result[0]), result[1]
 
 
 class OffsetNormedRowParallelLinear(NormedRowParallelLinear):

@@ -24,8 +24,10 @@ from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
+from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.layers import add_gradients_in_products
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
@@ -35,10 +37,18 @@ from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.launch.ports import address_towards
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
+from megatron_rl.weights.adapter_rules import (
+    FirstAdapters,
+    PeftFolder,
+    adapter_shapes,
+    is_peft_folder,
+    write_peft_folder,
+)
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.senders import StageHeads
+from megatron_rl.weights.tensor_rules import WeightSource
 
 
 class MegatronEngine(ModelEngine):
@@ -69,6 +79,7 @@ class MegatronEngine(ModelEngine):
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         self.passed_through = megatron or {}
         self._export: HFExport | None = None
+        self._adapter_export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.shared_device, self.host_copy = shared_device, HostCopy()
 
@@ -95,9 +106,12 @@ class MegatronEngine(ModelEngine):
         with self.device:  # where parameters are made whose layers have no word in it
             self.chunks = build_chunks(self.arch, self.tf_config, self.groups, config.model.flash_attention)
         self.wrapped: list[Any] = list(self.chunks)
+        self.adapters = Adapters(self.chunks, self.arch, config.lora, self.groups) if config.lora.rank > 0 else None
         if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
+        if self.adapters is not None:
+            self._load_adapters(FirstAdapters(self.arch, config.lora, config.seed))
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
         self.optimizer = self.scheduler = None
         if self.trainable:
@@ -304,7 +318,8 @@ class MegatronEngine(ModelEngine):
 
     def _output_weight(self) -> Tensor:
         weight = self.chunks[-1].output_weight()
-        if self._gathers_late:  # upstream waits in front of each module's forward, and this weight is used without one
+        # Upstream waits in front of each module's forward, and this weight is used without one.
+        if self._gathers_late and weight.requires_grad:
             self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
         return weight
 
@@ -321,6 +336,7 @@ class MegatronEngine(ModelEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the model's tensors, with adapters merged into them."""
         export = self.export()
         self._gather_weights()
         return export.stream()
@@ -329,8 +345,37 @@ class MegatronEngine(ModelEngine):
         """Return the plan of `hf_tensors`, made by the first call. All ranks call it."""
         self._activate()
         if self._export is None:
-            self._export = HFExport(self.chunks, self.arch, self.groups)
+            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
+            self._export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of)
         return self._export
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters' HF tensors, by their names without PEFT's prefix, on global rank 0. All ranks call it and
+        exhaust the stream."""
+        self._activate()
+        self._gather_weights()
+        lora = self.config.lora
+        if self._adapter_export is None:
+            self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)
+        known = adapter_shapes(self.arch, lora)
+        return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
+
+    def _load_adapters(self, source: WeightSource) -> None:
+        load_shards(self.chunks, source, self.arch, self.groups, self.config.lora)
+
+    def write_weights(self, path: str | Path) -> None:
+        super().write_weights(path)
+        if self.adapters is None:
+            return
+        tensors = dict(self.adapter_tensors())
+        lora, model, folder = self.config.lora, self.config.model.path, Path(path) / "adapter"
+        if fault := self.groups.on_main(lambda: write_peft_folder(folder, tensors, self.arch, lora, model)):
+            raise CheckpointError(f"adapters {fault}; see that the disk has space, and save again.")
+
+    @property
+    def base(self) -> FrozenBase:
+        """The model below the adapters, as a reference without weights of its own."""
+        return FrozenBase(self)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
@@ -397,6 +442,8 @@ class MegatronEngine(ModelEngine):
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
         """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint.
 
+        An engine with adapters loads these of a folder in PEFT's format, and of checkpoints, which hold nothing else.
+
         `is_checked` leaves out the comparison of a checkpoint's files with their sums, where the caller has made it.
         """
         self._activate()
@@ -405,6 +452,26 @@ class MegatronEngine(ModelEngine):
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return
-        load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
+        if self.adapters is not None and is_peft_folder(path):
+            self._load_adapters(PeftFolder(path, self.arch, self.config.lora))
+        else:
+            load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+
+class FrozenBase:
+    """The model below a policy's adapters: the reference of a run, which shares the policy's weights.
+
+    policy = MegatronEngine(config.actor)
+    ref_logprobs = policy.base.forward(batch)
+    """
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self.engine = engine
+
+    def forward(self, data: Any, **options: Any) -> Tensor:
+        """Return what `MegatronEngine.forward` would with all adapters at zero. All ranks call it."""
+        assert self.engine.adapters is not None
+        with self.engine.adapters.off():
+            return self.engine.forward(data, **options)

@@ -34,6 +34,7 @@ from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_p
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.weights.adapter_rules import check_adapters
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.reshard import rules_of
@@ -98,10 +99,14 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
     check_layout(arch, parallel, passed_through)
+    if config.lora.rank > 0:
+        check_adapters(arch, config.lora, config.model)
     if parallel.pipeline == 1:  # a critic, say, beside a policy whose pipeline they cut
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
     optimizer.check_passed_through(config)
-    uses_transformer_engine = platform.uses_transformer_engine(config.model.transformer_impl)
+    # Transformer Engine's layers fuse norms and experts into their matrices, beside which an adapter has no place.
+    transformer_impl = "local" if config.lora.rank > 0 else config.model.transformer_impl
+    uses_transformer_engine = platform.uses_transformer_engine(transformer_impl)
     if uses_transformer_engine and not arch.fits_transformer_engine:
         if config.model.transformer_impl != "auto":
             raise ValueError(

@@ -144,7 +144,9 @@ class RLRun(Run):
         self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
         self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
         reference = None
-        if config.algo.kl_coefficient > 0:
+        if config.algo.kl_coefficient > 0 and config.lora.rank > 0:
+            reference = self.engine.base
+        elif config.algo.kl_coefficient > 0:
             reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
             reference.initialize()
         self.reference = reference

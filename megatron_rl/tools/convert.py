@@ -98,7 +98,11 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
 
 def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[str], None], shard_bytes: int) -> None:
     arch = read_architecture(source / HF_FILES)
-    open_checkpoint(source, groups)
+    if open_checkpoint(source, groups).get("lora"):
+        raise ValueError(
+            f"source = {str(source)!r}: holds adapters alone; the run's folder `final` has them in PEFT's format, and "
+            f"merged into the model."
+        )
     saved = dist_checkpointing.load_tensors_metadata(str(source))
     chunks, scratch = _empty_model(source / HF_FILES, arch, groups), _Scratch(target.parent)
     parts = [part for part in nested_values(model_state(chunks, groups)) if _has_tensor(part)]

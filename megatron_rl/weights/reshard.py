@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_rl.config import LoraConfig
 from megatron_rl.parallel import Axis, ParallelGroups
+from megatron_rl.weights.adapter_rules import adapter_rule, adapter_shapes, is_adapter, matrix_of
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import hf_shapes, rule_for
 from megatron_rl.weights.tensor_rules import Rule, WeightSource
@@ -23,28 +26,51 @@ from megatron_rl.weights.update_group import TensorSpec
 EXPERTS_BYTES = 1 << 29
 """Of experts that a rank sends at a time; their receiver holds as much more."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+Entry = tuple[Tensor, Rule]
 
 
-def rules_of(model: nn.Module, arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
-    """Yield each parameter of a model chunk, and each router's bias, with its rule."""
+def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
+    """Yield each parameter of a model chunk but those of adapters, and each router's bias, with its rule."""
     # Trained by counting tokens and not by gradients, so Megatron has it among the buffers; HF's files have it, too.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
-    for name, parameter in itertools.chain(model.named_parameters(), biases):
-        if match := _LAYER.fullmatch(name):
-            # The name counts layers within this chunk, `layer_number` over the whole model and from 1.
-            layer_number = model.decoder.layers[int(match[1])].layer_number - 1
-            yield parameter, rule_for(match[2], layer_number, arch)
-        else:
-            yield parameter, rule_for(name, None, arch)
+    own = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
+    for name, parameter in itertools.chain(own, biases):
+        yield parameter, rule_for(*place_of(name, model), arch)
 
 
-def _all_rules(chunks: list[Any], arch: Architecture) -> Iterator[tuple[Tensor, Rule]]:
-    return itertools.chain.from_iterable(rules_of(chunk, arch) for chunk in chunks)
+def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> Iterator[Entry]:
+    """Yield each parameter of a model chunk's adapters with its rule."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            matrix, part = matrix_of(name)
+            yield parameter, adapter_rule(rule_for(*place_of(matrix, model), arch), part, lora)
+
+
+def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
+    """Return a parameter's name within its layer and that layer's number in the whole model, from 0, if it has one."""
+    if match := _LAYER.fullmatch(name):
+        # The name counts layers within this chunk, `layer_number` over the whole model and from 1.
+        return match[2], model.decoder.layers[int(match[1])].layer_number - 1
+    return name, None
+
+
+def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -> Iterator[Entry]:
+    """Yield the entries of all chunks: those of the model, or where `lora` is given those of its adapters."""
+    return itertools.chain.from_iterable(
+        rules_of(chunk, arch) if lora is None else adapter_rules_of(chunk, arch, lora) for chunk in chunks
+    )
 
 
 @torch.no_grad()
-def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, groups: ParallelGroups) -> None:
-    """Copy this rank's slices out of the source into its model chunks. All ranks call it.
+def load_shards(
+    chunks: list[Any],
+    source: WeightSource,
+    arch: Architecture,
+    groups: ParallelGroups,
+    lora: LoraConfig | None = None,
+) -> None:
+    """Copy this rank's slices out of the source into its model chunks, or with `lora` into their adapters. All ranks
+    call it.
 
     Reads nothing that belongs to other ranks, nor what another replica of this shard reads: replicas take turns at the
     parameters, each reads its own while the others read theirs, and sends it to them.
@@ -53,7 +79,9 @@ def load_shards(chunks: list[Any], source: WeightSource, arch: Architecture, gro
     def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
         return entry[1].expert is not None, -entry[0].numel()  # those who read at the same time read as much
 
-    for is_expert, kind in itertools.groupby(sorted(_all_rules(chunks, arch), key=order), key=lambda e: order(e)[0]):
+    for is_expert, kind in itertools.groupby(
+        sorted(_all_rules(chunks, arch, lora), key=order), key=lambda e: order(e)[0]
+    ):
         replica = groups.expert_data if is_expert else groups.data_context
         while turn := list(itertools.islice(kind, replica.size)):
             for reader, (parameter, rule) in enumerate(turn):
@@ -75,17 +103,28 @@ class HFExport:
 
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
+
+    lora: streams the adapters instead. shard_of: makes what is sent of a parameter, as with its adapter merged into it.
     """
 
-    def __init__(self, chunks: list[Any], arch: Architecture, groups: ParallelGroups) -> None:
-        self.arch, self.groups = arch, groups
+    def __init__(
+        self,
+        chunks: list[Any],
+        arch: Architecture,
+        groups: ParallelGroups,
+        lora: LoraConfig | None = None,
+        *,
+        shard_of: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self.arch, self.groups, self.shard_of = arch, groups, shard_of
+        self.shapes = hf_shapes(arch) if lora is None else adapter_shapes(arch, replace(lora, targets=[]))
         self.device = next(chunks[0].parameters()).device
         # Of a tied output layer only the first stage's embedding is sent: they are the same tensor. What is kept in
         # another dtype (a router's bias) comes last, so that the stream has few changes of dtype, and large tensors
         # first, so that the publisher's buckets hold tensors of a size.
         plan = [
             (parameter, rule)
-            for parameter, rule in _all_rules(chunks, arch)
+            for parameter, rule in _all_rules(chunks, arch, lora)
             if not (arch.tied and rule.megatron == "output_layer.weight")
         ]
         dtype = plan[0][0].dtype
@@ -99,12 +138,11 @@ class HFExport:
 
     def _own_specs(self) -> Iterator[TensorSpec]:
         # In the order of `_joined` and `_experts_of_all_ranks`: a receiver knows a tensor by its place in the stream.
-        shapes = hf_shapes(self.arch)
         for batch in self._plan:
             for rank in range(1 if batch[0][1].expert is None else self.groups.expert.size):
                 for parameter, rule in batch:
                     for name in rule.names(_first_expert(rank, self.arch, self.groups)):
-                        yield TensorSpec(name, parameter.dtype, shapes[name])
+                        yield TensorSpec(name, parameter.dtype, self.shapes[name])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full HF tensor on global rank 0, as `specs` lists them; other ranks take part and yield nothing.
@@ -119,7 +157,7 @@ class HFExport:
         """Yield this stage's HF tensors on its head, as `stages` lists them; its other ranks take part and yield
         nothing. Other stages are not waited for."""
         own = self.stages[self.groups.pipeline.rank]
-        for spec, tensor in zip(own, _joined(self._plan, self.arch, self.groups), strict=True):
+        for spec, tensor in zip(own, self._joined(), strict=True):
             if tensor is not None:
                 yield spec.name, tensor
 
@@ -129,7 +167,7 @@ class HFExport:
         together between two tensors, every rank does at the same place of the stream."""
         pipeline = self.groups.pipeline
         for stage, specs in enumerate(self.stages):
-            own = _joined(self._plan, self.arch, self.groups) if stage == pipeline.rank else itertools.repeat(None)
+            own = self._joined() if stage == pipeline.rank else itertools.repeat(None)
             for spec, tensor in zip(specs, own, strict=False):
                 if pipeline.rank > 0 and tensor is not None:
                     dist.send(tensor, group_dst=0, group=pipeline.group)
@@ -138,6 +176,52 @@ class HFExport:
                     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                     dist.recv(tensor, group_src=stage, group=pipeline.group)
                 yield spec.name, tensor
+
+    def _joined(self) -> Iterator[Tensor | None]:
+        """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards.
+
+        Where a rank has no part in a tensor, or has given it, it yields None.
+        """
+        groups = self.groups
+        for batch in self._plan:
+            # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one
+            # kind of parameter and not for the other, and skips each by itself.
+            parameter, rule = batch[0]
+            if rule.expert is not None:
+                yield from self._experts_of_all_ranks(batch)
+                continue
+            tensors: list[Tensor | None] = [None] * len(rule.hf)
+            if groups.data_context.rank == 0 and (shards := _gather_shards(self.shard_of(parameter), groups.tensor)):
+                tensors = [t.contiguous() for t in rule.layout.export(shards, self.arch)]
+            yield from tensors
+
+    def _experts_of_all_ranks(self, batch: list[Entry]) -> Iterator[Tensor | None]:
+        """Yield a batch of experts and then the batches in its place on the other expert ranks, on the first of them.
+
+        Each rank's batch travels at once: an expert of its own is too small to fill a link.
+        """
+        groups = self.groups
+        axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
+        for rank in range(axis.size):
+            shards: list[Any] = []
+            """Of each rank along the expert-tensor axis, the experts one after the other."""
+            if is_first_replica and rank == axis.rank:
+                own = [self.shard_of(parameter) for parameter, _ in batch]
+                stays = rank == 0 and groups.expert_tensor.size == 1
+                shards = [own] if stays else _gather_shards(torch.stack(own), groups.expert_tensor)
+                for shard in shards if rank > 0 else ():
+                    dist.send(shard, group_dst=0, group=axis.group)
+            elif is_first_replica and axis.rank == 0 and groups.expert_tensor.rank == 0:
+                # New memory: what was yielded before may be on its way to a server.
+                like = batch[0][0].new_empty(len(batch), *batch[0][0].shape)
+                shards = [like, *(torch.empty_like(like) for _ in range(groups.expert_tensor.size - 1))]
+                for shard in shards:
+                    dist.recv(shard, group_src=rank, group=axis.group)
+            for number, (_, rule) in enumerate(batch):
+                if shards and axis.rank == 0:
+                    yield from (t.contiguous() for t in rule.layout.export([s[number] for s in shards], self.arch))
+                else:
+                    yield from itertools.repeat(None, len(rule.hf))
 
 
 def _split_axis(rule: Rule, groups: ParallelGroups) -> Axis:
@@ -155,9 +239,6 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
     return groups.tensor.rank == 0 and groups.data_context.rank == 0
 
 
-Entry = tuple[Tensor, Rule]
-
-
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
     """Cut the plan into what is gathered at a time: a layer's experts of one kind together, the rest one by one."""
     batch: list[Entry] = []
@@ -170,24 +251,6 @@ def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
     yield batch
 
 
-def _joined(plan: list[list[Entry]], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
-    """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards.
-
-    Where a rank has no part in a tensor, or has given it, it yields None.
-    """
-    for batch in plan:
-        # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one kind
-        # of parameter and not for the other, and skips each by itself.
-        parameter, rule = batch[0]
-        if rule.expert is not None:
-            yield from _experts_of_all_ranks(batch, arch, groups)
-            continue
-        tensors: list[Tensor | None] = [None] * len(rule.hf)
-        if groups.data_context.rank == 0 and (shards := _gather_shards(parameter.detach(), groups.tensor)):
-            tensors = [t.contiguous() for t in rule.layout.export(shards, arch)]
-        yield from tensors
-
-
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [shard]
@@ -195,31 +258,3 @@ def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     shards = [torch.empty_like(shard) for _ in range(axis.size)] if axis.rank == 0 else None
     dist.gather(shard.contiguous(), shards, group_dst=0, group=axis.group)
     return shards or []
-
-
-def _experts_of_all_ranks(batch: list[Entry], arch: Architecture, groups: ParallelGroups) -> Iterator[Tensor | None]:
-    """Yield a batch of experts and then the batches in its place on the other expert ranks, on the first of them.
-
-    Each rank's batch travels at once: an expert of its own is too small to fill a link.
-    """
-    axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
-    for rank in range(axis.size):
-        shards: list[Any] = []
-        """Of each rank along the expert-tensor axis, the experts one after the other."""
-        if is_first_replica and rank == axis.rank:
-            own = [parameter.detach() for parameter, _ in batch]
-            stays = rank == 0 and groups.expert_tensor.size == 1
-            shards = [own] if stays else _gather_shards(torch.stack(own), groups.expert_tensor)
-            for shard in shards if rank > 0 else ():
-                dist.send(shard, group_dst=0, group=axis.group)
-        elif is_first_replica and axis.rank == 0 and groups.expert_tensor.rank == 0:
-            # New memory: what was yielded before may be on its way to a server.
-            like = batch[0][0].new_empty(len(batch), *batch[0][0].shape)
-            shards = [like, *(torch.empty_like(like) for _ in range(groups.expert_tensor.size - 1))]
-            for shard in shards:
-                dist.recv(shard, group_src=rank, group=axis.group)
-        for number, (_, rule) in enumerate(batch):
-            if shards and axis.rank == 0:
-                yield from (t.contiguous() for t in rule.layout.export([s[number] for s in shards], arch))
-            else:
-                yield from itertools.repeat(None, len(rule.hf))

@@ -25,7 +25,7 @@ from transformers import (
     SeedOssConfig,
 )
 
-from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import FinetuneSpec, TrajectoryBatch
@@ -254,6 +254,8 @@ def make_engine(
     groups: ParallelGroups | None = None,
     head: str = "policy",
     flash_attention: str = "torch",
+    lora: LoraConfig | None = None,
+    dtype: str = "float32",
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -261,9 +263,10 @@ def make_engine(
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
     engine = MegatronEngine(
         EngineConfig(
-            model=ModelConfig(path=str(folder), flash_attention=flash_attention),
+            model=ModelConfig(path=str(folder), flash_attention=flash_attention, dtype=dtype),
             parallel=parallel,
             optimizer=optimizer,
+            lora=lora or LoraConfig(),
             tokens_per_microbatch=tokens_per_microbatch,
             share_prompts=share_prompts,
         ),

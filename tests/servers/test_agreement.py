@@ -13,7 +13,7 @@ from training_runs import COUNT, ROOT, mean, steps_of
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
 from megatron_rl.batch import exchange
-from megatron_rl.config import GenerationConfig, RolloutConfig, load_config
+from megatron_rl.config import GenerationConfig, LoraConfig, RolloutConfig, load_config
 from megatron_rl.rollout.groups import join_groups, trained_versions
 from megatron_rl.rollout.journal import SUFFIX, read_file
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
@@ -49,9 +49,9 @@ def load_folder(url, folder, version="0"):
         assert answer.status == 200
 
 
-def train_publish_and_sample(model, urls, layout, bucket_bytes):
+def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None):
     """Move the weights off the folder's, publish them, sample, and score the samples in the trainer."""
-    engine = make_engine(model, LAYOUTS[layout][1], lr=1e-2)
+    engine = make_engine(model, LAYOUTS[layout][1], lr=1e-2, lora=lora)
     engine.config.bucket_bytes = bucket_bytes
     groups, rollout = engine.groups, None
     if groups.is_main:
@@ -95,14 +95,17 @@ def greedy(url):
     return [post(url, "/generate", body)["meta_info"]["output_token_logprobs"] for body in bodies]
 
 
-# One process in one bucket, and four with every tensor of a layer in a bucket of its own.
-@pytest.mark.parametrize("layout,bucket_bytes", [("1", 1 << 28), ("tp2_pp2", 40_000)])
+# One process in one bucket, and four with every tensor of a layer in a bucket of its own; and with adapters, merged.
+@pytest.mark.parametrize(
+    "layout,bucket_bytes,lora",
+    [("1", 1 << 28, None), ("tp2_pp2", 40_000, None), ("tp2_pp2", 40_000, LoraConfig(rank=4))],
+)
 def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
-    tiny_model, embedded_servers, layout, bucket_bytes, tmp_path
+    tiny_model, embedded_servers, layout, bucket_bytes, lora, tmp_path
 ):
     try:
         result = run_ranks(
-            LAYOUTS[layout][0], train_publish_and_sample, tiny_model, embedded_servers, layout, bucket_bytes
+            LAYOUTS[layout][0], train_publish_and_sample, tiny_model, embedded_servers, layout, bucket_bytes, lora
         )
         batch, ours, weights = result[0]
         assert_same_logprobs(batch, ours)

@@ -38,6 +38,7 @@ OUR_KEYS = {
         "overlap",
         "megatron",
     ],
+    "lora": ["rank", "alpha", "targets"],
     "batch": [
         "prompts_per_step",
         "updates_per_step",

@@ -1,0 +1,217 @@
+"""Low-rank adapters beside Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
+
+What a tensor rank computes is its part of W's own split: lora_A is cut where W's columns are, lora_B where its rows
+are, and the ranks exchange `rank` numbers a token instead of a row. tests/megatron/test_adapters.py holds each layout
+to one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megatron_rl.config import LoraConfig
+from megatron_rl.parallel import Axis, ParallelGroups
+from megatron_rl.weights.adapter_rules import MODULE, adapted, adapter_rule
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.reshard import rules_of
+from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule, Shape
+
+
+class Adapter(nn.Module):
+    """The adapter of one matrix on this rank. It is called with the matrix' input and output, to which it adds.
+
+    lora_A: `[projections x rank, columns here]`; lora_B: `[rows here, rank]`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        rule: Rule,
+        arch: Architecture,
+        lora: LoraConfig,
+        axis: Axis,
+        *,
+        config: TransformerConfig,
+    ) -> None:
+        super().__init__()
+        self.rule, self.axis, self.scale, self.is_on = rule, axis, lora.alpha / lora.rank, True
+        self.sequence_parallel = config.sequence_parallel and rule.expert is None
+        self.is_cut_by_columns = isinstance(rule.layout, Columns)
+        self.is_whole = isinstance(rule.layout, Replicated)
+        parts = adapted(rule, lora)
+        dtype, (rows, columns) = config.params_dtype, shape
+        self.lora_A = nn.Parameter(torch.empty(len(parts) * lora.rank, columns, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(rows, lora.rank, dtype=dtype))
+        # Of a fused matrix, which projection each row here belongs to: it reads that one's part of lora_A x.
+        chosen: Tensor | None = None
+        if len(rule.hf) > 1:
+            of_row = rule.layout.load(_Numbered(parts), list(rule.hf), (rows, 1), axis.rank, axis.size, arch)
+            chosen = (of_row == torch.arange(len(parts))).to(dtype)  # [rows, projections]
+        self.register_buffer("chosen", chosen, persistent=False)
+        for name, part in self.named_parameters():
+            dim = adapter_rule(rule, name, lora).layout.split_dim
+            is_expert = rule.expert is not None
+            # Upstream's gradient norm counts tensor rank 0 alone for what is not cut; other ranks have other experts.
+            set_tensor_model_parallel_attributes(part, is_expert or dim is not None, -1 if dim is None else dim, 1)
+            if is_expert:
+                part.allreduce = False  # its replicas are other ranks than those of the rest of the layer
+                part.shared = dim is None and axis.rank > 0  # left out of the norm, as another rank's copy is in it
+            elif dim is None and self.sequence_parallel:
+                part.sequence_parallel = True  # a rank has its rows' gradient: upstream sums it
+
+    def wide_b(self) -> Tensor:
+        """Return lora_B with a place for each projection's part of lora_A x, `[rows, projections x rank]`."""
+        if self.chosen is None:
+            return self.lora_B
+        return (self.chosen[:, :, None] * self.lora_B[:, None]).flatten(1)
+
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        if not self.is_on:
+            return output
+        group, is_shared = self.axis.group, self.axis.size > 1
+        if self.rule.expert is not None:
+            # The dispatcher brings each rank all rows, and sums outputs and inputs' gradients over the ranks. Which the
+            # part that all ranks hold alike needs of its own gradient.
+            copied = (lambda weight: copy_to_tensor_model_parallel_region(weight, group)) if is_shared else lambda w: w
+            down, up = (self.lora_A, copied(self.lora_B)) if self.is_cut_by_columns else (copied(self.lora_A), None)
+            return torch.add(output, F.linear(F.linear(x, down), self.wide_b() if up is None else up), alpha=self.scale)
+        inner = F.linear(x, self.lora_A)
+        if is_shared and not self.is_whole:
+            if self.is_cut_by_columns:  # each rank has a part of the sum
+                reduce = (
+                    reduce_scatter_to_sequence_parallel_region
+                    if self.sequence_parallel
+                    else reduce_from_tensor_model_parallel_region
+                )
+                inner = reduce(inner, group=group)
+            elif self.sequence_parallel:  # each rank has some rows
+                inner = gather_from_sequence_parallel_region(inner, group=group)
+            else:  # each rank has all, and a part of the sum on the way back
+                inner = copy_to_tensor_model_parallel_region(inner, group=group)
+        return torch.add(output, F.linear(inner, self.wide_b()), alpha=self.scale)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return this rank's shard of W + scale lora_B lora_A, summed in float32 and rounded once."""
+        delta = self.wide_b().float() @ self.lora_A.float()
+        return torch.add(weight.float(), delta, alpha=self.scale).to(weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters' places in the whole model, as upstream's layers do for theirs."""
+        own = self.state_dict(keep_vars=True)
+        cut = {} if self.is_whole else {"lora_A": 1} if self.is_cut_by_columns else {"lora_B": 0}
+        groups = {"tp_group": self.axis.group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets, **groups)
+        if isinstance(self.rule.layout, GateUp):  # gate and up have shards of their own
+            key = f"{prefix}lora_B"
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
+
+
+class _Numbered:
+    """A source whose tensors hold the number of their projection, -1 for those without an adapter."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.numbers = {name: number for number, name in enumerate(names)}
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return torch.full((stop - start, 1), self.numbers.get(name, -1))
+
+
+class Adapters:
+    """All adapters of this rank, whose model chunks are frozen. Their values are still to be loaded."""
+
+    def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
+        self._of: dict[Tensor, Adapter] = {}
+        """By the matrices that they belong to."""
+        self._base: list[tuple[Tensor, Rule]] = []
+        for chunk in chunks:
+            self._attach(chunk, arch, lora, groups)
+
+    def _attach(self, chunk: Any, arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
+        modules = dict(chunk.named_modules())
+        names = {parameter: name for name, parameter in chunk.named_parameters()}
+        entries = list(rules_of(chunk, arch))
+        # A tied output layer is another stage's embedding once more.
+        is_copy = {weight: arch.tied and rule.megatron == "output_layer.weight" for weight, rule in entries}
+        self._base += [entry for entry in entries if isinstance(entry[0], nn.Parameter) and not is_copy[entry[0]]]
+        chosen = [(weight, rule) for weight, rule in entries if adapted(rule, lora)]
+        chunk.requires_grad_(False)
+        for weight, rule in chosen:
+            name = names[weight].removesuffix(".weight")
+            above, _, own = name.rpartition(".")
+            linear = modules[name]
+            if rule.expert is None and getattr(linear, "explicit_expert_comm", False):
+                raise ValueError(
+                    f"megatron.moe_shared_expert_overlap = True: {name} would exchange rows outside of its layer, "
+                    f"where lora.rank = {lora.rank} cannot; leave it out, or take other lora.targets."
+                )
+            axis = groups.tensor if rule.expert is None else groups.expert_tensor
+            adapter = Adapter(tuple(weight.shape), rule, arch, lora, axis, config=chunk.config)
+            modules[above].add_module(own + MODULE, adapter)
+            linear.register_forward_hook(_adding(adapter), prepend=True)  # in front of a norm behind the matrix
+            self._of[weight] = adapter
+        if chunk.pre_process:
+            # Recomputed layers pass gradients on only where their input wants one, and nothing else here does.
+            chunk.embedding.register_forward_hook(_wanting_gradient)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute what the frozen model does."""
+        for adapter in self._of.values():
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in self._of.values():
+                adapter.is_on = True
+
+    def sum_of_base(self, groups: ParallelGroups) -> int:
+        """Return a sum over the bits of all frozen weights, the same in every layout. All ranks call it."""
+        total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
+        for weight, rule in self._base:
+            is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None
+            replica, axis = (
+                (groups.expert_data, groups.expert_tensor) if is_expert else (groups.data_context, groups.tensor)
+            )
+            if replica.rank == 0 and (is_cut or axis.rank == 0):
+                total += weight.detach().view(torch.int16).sum(dtype=torch.int64)
+        dist.all_reduce(total)
+        return int(total)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return this rank's shard of what a server without adapters computes with."""
+        adapter = self._of.get(weight)
+        return weight.detach() if adapter is None else adapter.merged(weight)
+
+
+def _adding(adapter: Adapter) -> Any:
+    def add(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return adapter(inputs[0], output)
+        return adapter(inputs[0], output[0]), *output[1:]
+
+    return add
+
+
+def _wanting_gradient(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:
+    return rows.requires_grad_() if torch.is_grad_enabled() else rows

@@ -1,0 +1,230 @@
+"""Low-rank adapters: which matrices have one, its names and slices, its first values, and PEFT's files.
+
+An adapter adds scale x lora_B lora_A to a matrix. Hugging Face's files have one for each projection; a fused matrix
+(queries, keys and values, or gate and up) has one lora_B of its own rows, and the lora_A of its projections one above
+the other. So lora_B is cut as the matrix's rows are, lora_A as its columns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config import LoraConfig, ModelConfig
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.hf_files import HFFolder
+from megatron_rl.weights.mapping import hf_shapes, layer_rules
+from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, WeightSource
+
+MODULE = "_lora"
+"""Behind a matrix' name in Megatron: the module of its adapter, beside it in the same layer."""
+PEFT_PREFIX = "base_model.model."
+_MATRIX = re.compile(r".*\.linear_[a-z0-9_]+\.weight")
+_PARAMETER = re.compile(rf"(.+){MODULE}\.(lora_[AB])")
+_NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
+
+
+class Stacked(Replicated):
+    """Every tensor rank holds the whole tensors of all projections, one above the other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def load(self, source, names, shape, rank, size, arch):
+        rows = shape[0] // len(names)
+        return torch.cat([source.read(name, 0, 0, rows) for name in names])
+
+    def export(self, shards: list[Tensor], arch: Architecture) -> list[Tensor]:
+        return list(shards[0].chunk(self.count))
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for the name of an adapter's parameter in Megatron or, without a prefix, in HF's files."""
+    return ".lora_" in name
+
+
+def matrix_of(name: str) -> tuple[str, str]:
+    """Return the matrix' name in Megatron and `lora_A` or `lora_B`, of an adapter's parameter."""
+    match = _PARAMETER.fullmatch(name)
+    assert match, name
+    return f"{match[1]}.weight", match[2]
+
+
+def projections(arch: Architecture) -> list[str]:
+    """Return what can be adapted, as dotted names within a layer without numbers: `self_attn.q_proj`."""
+    rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
+    names = (_general(name) for rule in rules if _MATRIX.fullmatch(f".{rule.megatron}") for name in rule.hf)
+    return list(dict.fromkeys(names))
+
+
+def _general(name: str) -> str:
+    return _NUMBERS.sub("", name).removesuffix(".weight")
+
+
+def adapted(rule: Rule, lora: LoraConfig) -> list[str]:
+    """Return the HF matrices of a rule that have an adapter."""
+    if not _MATRIX.fullmatch(f".{rule.megatron}"):
+        return []
+    return [name for name in rule.hf if _is_target(_general(name), lora)]
+
+
+def _is_target(general: str, lora: LoraConfig) -> bool:
+    ends = f".{general}"
+    return not lora.targets or any(ends.endswith(f".{target}") for target in lora.targets)
+
+
+def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the model has no such matrices, or is none that adapters are trained for."""
+    known = projections(arch)
+    for target in lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in known):
+            short = sorted({name.rpartition(".")[2] for name in known})
+            raise ValueError(
+                f"lora.targets = {lora.targets}: {target!r} is no projection of {arch.family}, which has "
+                f"{', '.join(short)}; name some of these, or leave it out for all."
+            )
+    if arch.head == "value":
+        raise ValueError(
+            f"lora.rank = {lora.rank}: a value head starts at zero and is trained with its whole model; leave the "
+            f"section out for critics and reward models."
+        )
+    if model.init == "random":
+        raise ValueError(
+            f"model.init = 'random': lora.rank = {lora.rank} would leave those weights as they were drawn; take a "
+            f"model's own, or leave the section lora out."
+        )
+    if model.transformer_impl == "transformer_engine":
+        raise ValueError(
+            f"model.transformer_impl = 'transformer_engine': lora.rank = {lora.rank} adapts megatron.core's local "
+            f"layers, as Transformer Engine's fuse norms and experts into their matrices; set it to auto or local."
+        )
+
+
+def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
+    """Return the rule of the matrix' `lora_A` or `lora_B`.
+
+    Of a fused matrix lora_B has the rows of all projections, also of those that have no adapter; they stay zero.
+    """
+    names = adapted(rule, lora) if part == "lora_A" else list(rule.hf)
+    hf = {_adapter_name(name, part): "" for name in names}
+    is_cut_by_columns = isinstance(rule.layout, Columns)
+    layout: Any = Replicated()
+    if part == "lora_A" and not isinstance(rule.layout, Replicated):
+        layout = Columns() if is_cut_by_columns else Stacked(len(names))
+    elif part == "lora_B" and not is_cut_by_columns:
+        layout = rule.layout
+    return replace(rule, megatron=rule.megatron.removesuffix(".weight") + f"{MODULE}.{part}", hf=hf, layout=layout)
+
+
+def _adapter_name(name: str, part: str) -> str:
+    return f"{name.removesuffix('.weight')}.{part}.weight"
+
+
+def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
+    """Return the shapes of all adapters' HF tensors, without PEFT's prefix."""
+    known, shapes = set(projections(arch)), {}
+    for name, (rows, *columns) in hf_shapes(arch).items():
+        general = _general(name).removeprefix("model.layers.")
+        if general in known and _is_target(general, lora):
+            shapes[_adapter_name(name, "lora_A")] = (lora.rank, *columns)
+            shapes[_adapter_name(name, "lora_B")] = (rows, lora.rank)
+    return shapes
+
+
+class FirstAdapters:
+    """The adapters before the first update: lora_A drawn as PEFT draws it, uniform in +-1/sqrt(columns), lora_B zero.
+
+    A tensor depends on its name and the seed alone, so that every layout starts from the same.
+    """
+
+    def __init__(self, arch: Architecture, lora: LoraConfig, seed: int) -> None:
+        self.shapes, self.seed = adapter_shapes(arch, lora), seed
+        self.rank = lora.rank
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name.endswith("lora_B.weight"):
+            return torch.zeros(stop - start, self.rank)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
+        bound = 1 / math.sqrt(self.shapes[name][1])
+        full = torch.empty(self.shapes[name]).uniform_(-bound, bound, generator=generator)
+        return full.narrow(dim, start, stop - start)
+
+
+class PeftFolder:
+    """The adapters of a folder in PEFT's format, which must be of this rank, scale and these targets."""
+
+    def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
+        path = Path(folder) / "adapter_config.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for key, wanted in (("r", lora.rank), ("lora_alpha", lora.alpha)):
+            if found.get(key) != wanted:
+                option = {"r": "rank", "lora_alpha": "alpha"}[key]
+                raise ValueError(f"lora.{option} = {wanted}: {path} has {key} = {found.get(key)}; give the same value.")
+        self.shapes, self.rank = adapter_shapes(arch, lora), lora.rank
+        self.source = HFFolder(folder, {PEFT_PREFIX + name: shape for name, shape in self.shapes.items()})
+        extra = {name for name in self.source.file_of if name.removeprefix(PEFT_PREFIX) not in self.shapes}
+        if extra:
+            raise ValueError(
+                f"lora.targets = {lora.targets}: {folder} has {len(extra)} tensors of other matrices, such as "
+                f"{min(extra)}; name their projections too."
+            )
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name not in self.shapes:  # rows of a fused matrix' projection that has no adapter
+            return torch.zeros(stop - start, self.rank)
+        return self.source.read(PEFT_PREFIX + name, dim, start, stop)
+
+
+def is_peft_folder(path: str | Path) -> bool:
+    return (Path(path) / "adapter_config.json").is_file()
+
+
+def adapter_source(path: str | Path | None, arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
+    """Return the adapters of a folder in PEFT's format, or without one those of the start."""
+    return FirstAdapters(arch, lora, seed) if path is None else PeftFolder(path, arch, lora)
+
+
+def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    known = projections(arch)
+    chosen = [name for name in known if _is_target(name, lora)]
+    # PEFT adapts every module whose name ends so; where that were too many, a pattern of the whole names.
+    ends = sorted({name.rpartition(".")[2] for name in chosen})
+    targets: Any = ends
+    if any(name.rpartition(".")[2] in ends and name not in chosen for name in known):
+        whole = (re.escape(name).replace(r"experts\.", r"experts\.([0-9]+\.)?") for name in chosen)
+        targets = rf".*\.({'|'.join(whole)})"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_folder),
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+    }
+
+
+def write_peft_folder(
+    folder: str | Path, tensors: dict[str, Tensor], arch: Architecture, lora: LoraConfig, model_folder: str | Path
+) -> None:
+    """Write adapters, by their HF names without PEFT's prefix, in PEFT's format. OSError where a file cannot be
+    written."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)
+    config = peft_config(arch, lora, Path(model_folder).absolute())
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
