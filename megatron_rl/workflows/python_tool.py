@@ -97,6 +97,9 @@ class Python(Tool):
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)  # the process's own kill would reap it before asyncio does
+                # asyncio has a process end with its pipes, and reads none of a full one that nobody reads here.
+                while await process.stdout.read(1 << 16):
+                    pass
                 await process.wait()
 
     async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.workflows import python_tool
 from megatron_rl.workflows.python_tool import Python
-from megatron_rl.workflows.tools import ToolCall, run_call
+from megatron_rl.workflows.tools import ToolCall, ToolError, run_call
 
 
 def show(code: str, **options) -> str:
@@ -77,6 +77,19 @@ def test_late_and_endless_programs_are_killed_and_said_to_be():
     assert time.monotonic() - begin < 20
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
     assert "sandbox.py" not in children.stdout and " -X utf8 -" not in children.stdout
+
+
+def test_a_program_that_has_printed_more_than_is_read_is_not_waited_for(monkeypatch):
+    read = Python._read
+
+    async def late(self, stream):
+        await asyncio.sleep(0.2)  # so much has come by then that nothing more is taken from the pipe
+        return await read(self, stream)
+
+    monkeypatch.setattr(Python, "_read", late)
+    monkeypatch.setattr(python_tool, "MOST_PRINTED_BYTES", 1)
+    with pytest.raises(ToolError, match="printed more"):
+        asyncio.run(asyncio.wait_for(Python()(code="while True: print('y' * 1000)"), 20.0))
 
 
 def test_a_host_that_starts_no_interpreter_in_time_is_not_the_programs_fault(monkeypatch):
