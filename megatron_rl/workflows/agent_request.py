@@ -66,7 +66,9 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (is_truth, "must be true or false"),
     "tools": (is_tools, "must be a list of objects, each with a function that has a name"),
     "n": (lambda value: value == 1, NOT_SUPPORTED),
-    "tool_choice": (lambda value: value in ("auto", "none"), NOT_SUPPORTED),
+    # A reply that must call a tool is asked for like any other: a grammar would leave tokens out that the trainer's
+    # log-probabilities count, and it is the policy that learns to call.
+    "tool_choice": (lambda value: value in ("auto", "none", "required"), NOT_SUPPORTED),
     "response_format": (lambda value: is_object(value) and value.get("type") == "text", NOT_SUPPORTED),
 }
 """Field -> whether its value can be taken, and the rule. Temperature and top-p are the run's all the same."""

@@ -16,9 +16,10 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow, agent_threads
-from megatron_rl.workflows.agent_proxy import AgentSession, ProxyOptions
+from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_threads import AgentTimeout
 from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.tool_formats import tool_format
 from tests.servers.tiny_model import make_tokenizer
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
 
@@ -109,11 +110,14 @@ def test_every_generated_token_is_trained_once_whatever_way_an_agent_takes(token
 def test_a_long_dialogue_keeps_its_tokens_once(tokenizer):
     async def talk():
         template = ChatTemplate(tokenizer)
-        options = ProxyOptions(tokenizer=tokenizer, gconfig=GenerationConfig(), max_tokens=10**6, template=template)
+        tools = tool_format("auto", tokenizer)
+        options = ProxyOptions(
+            tokenizer=tokenizer, gconfig=GenerationConfig(), max_tokens=10**6, template=template, tools=tools
+        )
         session, messages = AgentSession(RecordingEngine(tokenizer, seed=1), options, "k"), list(QUESTION)
         for turn in range(20):
-            message, _ = await session.complete({"messages": messages})
-            messages += [message, {"role": "user", "content": f"and {turn}?"}]
+            answer = await session.complete({"messages": messages})
+            messages += [answer.message, {"role": "user", "content": f"and {turn}?"}]
         return session
 
     session = asyncio.run(talk())
@@ -192,7 +196,7 @@ def test_an_agent_has_the_key_of_its_own_session_only(tokenizer):
     [
         ({"n": 2}, "n = 2: is not supported; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice = 'required'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = "),
         ({"messages": []}, r"messages = \[\]: must be a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
         ({"messages": [{"role": "user", "content": "x " * 500}]}, "the context is 400"),

@@ -1,0 +1,106 @@
+"""What the APIs that agents speak have in common: each becomes a request of chat completions, and its answer the API's.
+
+`chat_api`, `responses_api` and `messages_api` are the three.
+"""
+
+from __future__ import annotations
+
+import abc
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.types import LLMResponse
+from megatron_rl.workflows.agent_request import is_object, is_text, require
+from megatron_rl.workflows.conversation import Message
+
+Event = tuple[str | None, dict[str, Any]]
+"""The name of an event of a stream, where the API names them, and its data."""
+Options = dict[str, tuple[Callable[[Any], bool], str]]
+"""Field -> whether its value can be taken, and the rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A reply as the agent is told of it."""
+
+    message: Message
+    """The assistant's, in the form of chat completions."""
+    thoughts: str | None
+    """What it thought first, where the API shows that apart from what it says."""
+    reply: LLMResponse
+
+    @property
+    def calls(self) -> list[Message]:
+        return self.message.get("tool_calls", [])
+
+    @property
+    def is_cut_off(self) -> bool:
+        return not self.calls and self.reply.stop_reason == "length"
+
+
+class AgentApi(abc.ABC):
+    """One API. An object serves one session, and may remember what its agent refers to later."""
+
+    path: str
+    shows_thoughts = False
+    """Thoughts are a part of their own, and an agent may send a reply back with them or without."""
+
+    @abc.abstractmethod
+    def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the same request of chat completions. BadRequest names the field that cannot be taken."""
+
+    @abc.abstractmethod
+    def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+        """Return the body of the whole answer."""
+
+    @abc.abstractmethod
+    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
+        """Go through the answer as a stream tells it."""
+
+    last_line: bytes = b""
+    """What ends a stream."""
+
+    @abc.abstractmethod
+    def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
+        """Return the body of a refusal; `field` is the one of the request that is at fault."""
+
+
+def check(body: dict[str, Any], options: Options) -> None:
+    """Raise BadRequest for what is not done and would change the reply, and for what is no such option."""
+    for field, (is_right, rule) in options.items():
+        value = body.get(field)
+        require(value is None or is_right(value), field, value, rule)
+
+
+def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
+    """Return the text of a content that is text, or a list of parts of these kinds."""
+    if is_text(content):
+        return str(content)
+    require(isinstance(content, list), field, content, "must be text or a list of parts")
+    for number, part in enumerate(content):
+        kind = part.get("type") if is_object(part) else None
+        is_right = kind in kinds and is_text(part.get("text"))
+        require(is_right, f"{field}[{number}]", part, f"must be a part with a text, of type {' or '.join(kinds)}")
+    return "".join(part["text"] for part in content)
+
+
+def functions(tools: Any, schema: str) -> list[Message] | None:
+    """Return tools that are written flat in the form of chat completions; `schema` is the field of their parameters."""
+    if tools is None:
+        return None
+    require(isinstance(tools, list), "tools", tools, "must be a list")
+    found = []
+    for number, tool in enumerate(tools):
+        kind = tool.get("type") or "function" if is_object(tool) else None
+        is_right = kind in ("function", "custom") and is_text(tool.get("name")) and is_object(tool.get(schema))
+        rule = f"must be a function with a name and {schema}; tools that a service runs itself are not supported"
+        require(is_right, f"tools[{number}]", tool, rule)
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool[schema]}
+        found.append({"type": "function", "function": function})
+    return found or None
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"

@@ -1,0 +1,268 @@
+"""One run of an agent: the dialogues that it leads, and the tokens they are made of.
+
+A request whose messages begin with those of an earlier request, and the reply that it got, continues that one's tokens:
+nothing that was generated is tokenised again. One that does not is a dialogue of its own. Each generated token is
+trained in one trajectory only, also where an agent goes back and takes another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import json
+import secrets
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import ContextOutgrown, InferenceEngine
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.agent_api import Answer
+from megatron_rl.workflows.agent_request import as_rendered, check_options, messages_of, normal
+from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Message
+from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.tool_formats import ToolFormat, text_arguments
+from megatron_rl.workflows.tools import ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INLINE_CHARACTERS = 8192
+"""Longer ones are rendered and tokenised in a thread, as that takes longer than a few milliseconds."""
+
+
+class SessionOver(Exception):
+    """An agent asked for something after its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """The settings that all sessions of a workflow share."""
+
+    tokenizer: PreTrainedTokenizerBase
+    gconfig: GenerationConfig
+    max_tokens: int
+    template: ChatTemplate
+    tools: ToolFormat
+    """How the model writes calls."""
+    longest_token: int = field(init=False)
+    """Characters of the longest one in the vocabulary."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_token", max(map(len, self.tokenizer.get_vocab())))
+
+
+@dataclass
+class Line:
+    """A dialogue as far as it has come. All its states share it: each with tokens of its own would be quadratic."""
+
+    conversation: Conversation
+
+
+@dataclass
+class State:
+    """A dialogue after one of its replies."""
+
+    line: Line
+    length: int
+    """Tokens of the line up to here."""
+    replies: int
+    last_reply: list[int]
+    is_continued: bool = False
+
+    def fork(self) -> Conversation:
+        copy = self.line.conversation.fork(self.length)
+        copy.replies, copy.last_reply = self.replies, self.last_reply
+        return copy
+
+
+@dataclass
+class AgentSession:
+    """The requests of one run of an agent, and the replies it got."""
+
+    engine: InferenceEngine
+    options: ProxyOptions
+    sample_key: str | None
+    """The key of its sample; the keys of its requests begin with it."""
+    key: str = field(default_factory=lambda: secrets.token_hex(24))
+    """The agent's API key: it names the session, and opens nothing else. Hexadecimal, as an agent may make it a word of
+    a command, where a dash would begin an option."""
+    last_reply: LLMResponse | None = None
+    outgrown: str | None = None
+    """Why the last request was not answered, where its dialogue had no room for a reply."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the task that made the session: requests come in on the HTTP server's tasks, which belong to no attempt."""
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._rid = uuid.uuid4().hex
+        self._states: dict[str, list[State]] = {}
+        self._asked: Counter[str] = Counter()
+        self._calls: set[asyncio.Task[Answer]] = set()
+
+    def trajectories(self, reward: float, **sequence: float) -> list[Trajectory]:
+        """Return one for each dialogue, and each way that it took, in the order of their first replies' ends."""
+        tips = [state for states in self._states.values() for state in states if not state.is_continued]
+        return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
+
+    async def close(self) -> None:
+        """End what is generated for it, and answer nothing any more."""
+        self.is_over = True
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    async def answer(self, body: dict[str, Any], *, shows_thoughts: bool = False) -> Answer:
+        """The same as `complete`, until `close`. SessionOver after that."""
+        completing = self.complete(body, shows_thoughts=shows_thoughts)
+        call = asyncio.get_running_loop().create_task(completing, context=self.context)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            if self.is_over:
+                call.cancel()
+            return await call
+        except asyncio.CancelledError:  # by `close`, or because the agent hung up
+            if self.is_over:
+                raise SessionOver("the agent's time is over: nobody waits for its answer any more") from None
+            raise
+
+    async def complete(self, body: dict[str, Any], *, shows_thoughts: bool = False) -> Answer:
+        """Answer a request of the chat completions API.
+
+        shows_thoughts: they are no part of the message, and the dialogue goes on whether it comes back with them or
+        without. BadRequest and RequestRefused for what cannot be answered.
+        """
+        try:
+            answer = await self._complete(body, shows_thoughts)
+        except ContextOutgrown as error:
+            self.outgrown = str(error)
+            raise
+        self.outgrown = None
+        return answer
+
+    async def _complete(self, body: dict[str, Any], shows_thoughts: bool) -> Answer:
+        check_options(body)
+        messages = messages_of(body)
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        names = prefix_names(messages, tools)
+        parent, kept = self._continued(names)
+        if parent is None:
+            asked = {"messages": as_rendered(messages), "tools": tools}
+            conversation = Conversation(await self._tokens(asked, partial(self.options.template.opening, asked)))
+        else:
+            conversation = parent.fork()
+            added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
+            conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
+        reply = await self._generate(conversation, body, names[-1])
+        conversation.take(reply)
+        # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
+        # come back takes its line along. The others are lines of their own, without the tokens that it trains.
+        if parent is None or parent.is_continued:
+            conversation.leave_out_before(0 if parent is None else parent.length)
+            line = Line(conversation)
+        else:
+            parent.is_continued, line = True, parent.line
+            line.conversation = conversation  # the line's other states are its beginnings, which stay as they are
+        # Named as it will come back in the next request, whatever the agent's client adds to it or leaves out.
+        answer = self._answer(reply, tools, shows_thoughts)
+        name = name_after(names[-1], normal(answer.message, "reply"))
+        state = State(line, len(conversation), conversation.replies, conversation.last_reply)
+        self._states.setdefault(name, []).append(state)
+        self.last_reply = reply
+        return answer
+
+    def _continued(self, names: list[str]) -> tuple[State | None, int]:
+        """Return the state with the most of these messages, and how many that is; one nobody has continued first."""
+        # Never the whole request: its last message is what the agent has to say.
+        for kept in range(len(names) - 1, 0, -1):
+            if states := self._states.get(names[kept - 1]):
+                return min(states, key=lambda state: state.is_continued), kept
+        return None, 0
+
+    async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
+        """Render and tokenise what an agent said, not on the event loop where that takes long."""
+        characters = sum(map(len, texts_in(rendered)))
+        # Refused by its length alone: to tokenise megabytes takes seconds.
+        if characters > self.options.max_tokens * self.options.longest_token:
+            raise ContextOutgrown(
+                f"messages: have {characters} characters, more than the {self.options.max_tokens} tokens of the "
+                f"context can"
+            )
+        return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+
+    async def _generate(self, conversation: Conversation, body: dict[str, Any], name: str) -> LLMResponse:
+        room = self.options.max_tokens - len(conversation)
+        if room < 1:
+            raise ContextOutgrown(
+                f"messages: have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
+            )
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        stop = body.get("stop") or []
+        gconfig = within(self.options.gconfig, min(room, asked))
+        # Temperature and top-p stay the run's: the trainer's log-probabilities are those of its config.
+        gconfig = gconfig.new(stop=[*gconfig.stop, *([stop] if isinstance(stop, str) else stop)])
+        # Agents ask in parallel, so a number in the order of asking would not be the same after a restart.
+        self._asked[name] += 1
+        metadata = {}
+        if self.sample_key is not None:
+            metadata = {"sample_key": f"{self.sample_key}/{name[:16]}/{self._asked[name]}"}
+        request = LLMRequest(rid=self._rid, input_ids=list(conversation.ids), gconfig=gconfig, metadata=metadata)
+        return await self.engine.agenerate(request)
+
+    def _answer(self, reply: LLMResponse, tools: list[Message] | None, shows_thoughts: bool) -> Answer:
+        text = self.options.tools.text(self.options.tokenizer, reply.output_tokens)
+        thoughts, said = split_thoughts(text) if shows_thoughts else (None, text)
+        content, calls = self.options.tools.split(said, text_arguments(tools)) if tools else (said, [])
+        if not calls or any(call.fault for call in calls):  # the agent sees what was said in place of a call
+            message: Message = {"role": "assistant", "content": said}
+        else:
+            message = {"role": "assistant", "content": content, "tool_calls": list(map(tool_call, calls))}
+        return Answer(message=message, thoughts=thoughts, reply=reply)
+
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+def split_thoughts(text: str) -> tuple[str | None, str]:
+    """Return what was thought, or None, and what is said. The prompt may have opened the thought, or it was cut off."""
+    thoughts, is_ended, said = text.partition(THOUGHT)
+    if is_ended:
+        return thoughts.strip().removeprefix(THINK).strip("\n"), said.lstrip("\n")
+    if text.lstrip().startswith(THINK):
+        return text.lstrip().removeprefix(THINK).strip("\n"), ""
+    return None, text
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Go through all texts of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)
+
+
+def name_after(name: str, message: Message) -> str:
+    return hashlib.sha256((name + json.dumps(message, sort_keys=True)).encode()).hexdigest()
+
+
+def prefix_names(messages: list[Message], tools: list[Message] | None) -> list[str]:
+    """Return a name for each beginning of the dialogue: of the first message, of the first two, and so on."""
+    # The template renders the tools into the dialogue's beginning: with others it is another dialogue.
+    names, name = [], hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).hexdigest()
+    for message in messages:
+        name = name_after(name, message)
+        names.append(name)
+    return names
+
+
+def tool_call(call: ToolCall) -> Message:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

@@ -1,0 +1,69 @@
+"""OpenAI's chat completions, as agents ask for them and are answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.types import LLMResponse
+from megatron_rl.workflows.agent_api import AgentApi, Answer, Event
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatApi(AgentApi):
+    """POST /v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+    last_line = b"data: [DONE]\n\n"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """tokenizer: for the texts of tokens, where log-probabilities are asked for."""
+        self.tokenizer = tokenizer
+
+    def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+        choice = {"index": 0, "message": answer.message, "finish_reason": finish_of(answer), "logprobs": None}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": token_logprobs(self.tokenizer, answer.reply)}
+        return head(body) | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer.reply)}
+
+    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
+        calls = [{"index": number} | call for number, call in enumerate(answer.calls)]
+        delta = {"role": "assistant", "content": answer.message["content"]} | ({"tool_calls": calls} if calls else {})
+        first = head(body) | {"object": "chat.completion.chunk"}
+        yield None, first | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        yield None, first | {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_of(answer)}]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield None, first | {"choices": [], "usage": usage_of(answer.reply)}
+
+    def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def head(body: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.get("model") or "policy"}
+
+
+def finish_of(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else answer.reply.stop_reason
+
+
+def usage_of(reply: LLMResponse) -> dict[str, int]:
+    return {
+        "prompt_tokens": reply.input_len,
+        "completion_tokens": reply.output_len,
+        "total_tokens": reply.input_len + reply.output_len,
+    }
+
+
+def token_logprobs(tokenizer: PreTrainedTokenizerBase, reply: LLMResponse) -> list[dict[str, Any]]:
+    pairs = zip(reply.output_tokens, reply.output_logprobs, strict=True)
+    texts = [(tokenizer.decode([token]), logprob) for token, logprob in pairs]
+    return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in texts]

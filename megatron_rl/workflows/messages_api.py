@@ -1,0 +1,173 @@
+"""Anthropic's Messages API, as agents ask for it and are answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.workflows.agent_api import AgentApi, Answer, Event, Options, check, functions, new_id, text_of
+from megatron_rl.workflows.agent_request import (
+    NOT_SUPPORTED,
+    is_count,
+    is_number,
+    is_object,
+    is_text,
+    is_truth,
+    require,
+)
+from megatron_rl.workflows.conversation import Message
+
+OPTIONS: Options = {
+    "model": (is_text, "must be text"),
+    "max_tokens": (is_count, "must be a whole number of at least 1"),
+    "temperature": (is_number, "must be a number"),
+    "top_p": (is_number, "must be a number"),
+    "stream": (is_truth, "must be true or false"),
+    "stop_sequences": (
+        lambda value: isinstance(value, list) and all(is_text(one) and one for one in value),
+        "must be a list of texts that are not empty",
+    ),
+    "thinking": (is_object, "must be an object"),
+    "tool_choice": (lambda value: is_object(value) and value.get("type") in ("auto", "none", "any"), NOT_SUPPORTED),
+}
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 503: "overloaded_error"}
+THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class MessagesApi(AgentApi):
+    """POST /v1/messages."""
+
+    path = "/v1/messages"
+    shows_thoughts = True
+
+    def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        check(body, OPTIONS)
+        messages: list[Message] = []
+        if system := body.get("system"):
+            messages.append({"role": "system", "content": text_of(system, ("text",), "system")})
+        given = body.get("messages")
+        require(isinstance(given, list) and bool(given), "messages", given, "must be a list of one message or more")
+        for number, message in enumerate(given or ()):
+            messages += chat_messages(message, f"messages[{number}]")
+        return {
+            "messages": messages,
+            "tools": functions(body.get("tools"), "input_schema"),
+            "tool_choice": (body.get("tool_choice") or {}).get("type"),
+            "max_tokens": body.get("max_tokens"),
+            "stop": body.get("stop_sequences"),
+        }
+
+    def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+        return opened(body, answer) | {
+            "content": blocks_of(answer),
+            "stop_reason": stop_reason_of(answer),
+            "usage": {"input_tokens": answer.reply.input_len, "output_tokens": answer.reply.output_len},
+        }
+
+    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
+        for kind, data in self._events(body, answer):
+            yield kind, {"type": kind} | data
+
+    def _events(self, body: dict[str, Any], answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "message_start", {"message": opened(body, answer)}
+        for index, block in enumerate(blocks_of(answer)):
+            match block["type"]:
+                case "thinking":
+                    empty = {"thinking": "", "signature": ""}
+                    deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+                    deltas.append({"type": "signature_delta", "signature": block["signature"]})
+                case "text":
+                    empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+                case _:
+                    partial = json.dumps(block["input"])
+                    empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": partial}]
+            yield "content_block_start", {"index": index, "content_block": block | empty}
+            for delta in deltas:
+                yield "content_block_delta", {"index": index, "delta": delta}
+            yield "content_block_stop", {"index": index}
+        delta = {"stop_reason": stop_reason_of(answer), "stop_sequence": None}
+        yield "message_delta", {"delta": delta, "usage": {"output_tokens": answer.reply.output_len}}
+        yield "message_stop", {}
+
+    def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
+        if code == "context_length_exceeded":  # the words by which clients know it
+            message = f"prompt is too long: {message}"
+        return {"type": "error", "error": {"type": ERRORS.get(status, "api_error"), "message": message}}
+
+
+def opened(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    return {
+        "id": new_id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or "policy",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.reply.input_len, "output_tokens": 0},
+    }
+
+
+def stop_reason_of(answer: Answer) -> str:
+    return "tool_use" if answer.calls else "max_tokens" if answer.is_cut_off else "end_turn"
+
+
+def blocks_of(answer: Answer) -> list[dict[str, Any]]:
+    """Return the reply as blocks: what was thought, what is said, and the calls."""
+    blocks: list[dict[str, Any]] = []
+    if answer.thoughts is not None:
+        blocks.append({"type": "thinking", "thinking": answer.thoughts, "signature": "none"})
+    if answer.message["content"] or not answer.calls:
+        blocks.append({"type": "text", "text": answer.message["content"]})
+    for call in answer.calls:
+        function = call["function"]
+        given = json.loads(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+    return blocks
+
+
+def chat_messages(message: Any, field: str) -> list[Message]:
+    """Return what one message is in chat completions: results of tools are messages of their own there."""
+    role = message.get("role") if is_object(message) else None
+    require(role in ("user", "assistant", "system"), f"{field}.role", role, "must be user, assistant or system")
+    content = message.get("content")
+    if is_text(content):
+        return [{"role": role, "content": content}]
+    require(isinstance(content, list), f"{field}.content", content, "must be text or a list of blocks")
+    results: list[Message] = []
+    texts: list[str] = []
+    calls: list[Message] = []
+    for number, block in enumerate(content):
+        where = f"{field}.content[{number}]"
+        require(is_object(block), where, block, "must be an object")
+        match block.get("type"):
+            case "text":
+                texts.append(text_of([block], ("text",), where))
+            case "tool_use" if role == "assistant":
+                calls.append(call_of(block, where))
+            case "tool_result" if role == "user":
+                results.append(result_of(block, where))
+            case kind if kind in THOUGHTS:  # the tokens that were generated are kept, with what was thought
+                pass
+            case kind:
+                require(False, f"{where}.type", kind, "is not supported; must be text, tool_use or tool_result")
+    if role == "assistant":
+        return [{"role": role, "content": "".join(texts)} | ({"tool_calls": calls} if calls else {})]
+    return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
+
+
+def call_of(block: dict[str, Any], field: str) -> Message:
+    is_right = is_text(block.get("id")) and is_text(block.get("name")) and is_object(block.get("input"))
+    require(is_right, field, block, "must have an id, a name and an input that is an object")
+    function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def result_of(block: dict[str, Any], field: str) -> Message:
+    require(is_text(block.get("tool_use_id")), f"{field}.tool_use_id", block.get("tool_use_id"), "must be text")
+    content = block.get("content")
+    text = "" if content is None else text_of(content, ("text",), f"{field}.content")
+    if block.get("is_error"):
+        text = f"error: {text}"
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}

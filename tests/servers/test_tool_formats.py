@@ -1,0 +1,194 @@
+"""Each family's calls are read as SGLang's parser of that family reads them, and no text holds the reader for long."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES
+from megatron_rl.workflows.tool_formats import FORMATS, text_arguments, tool_format
+from tests.servers.tiny_model import make_tokenizer
+
+PEER = """
+import json, sys
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+for kind, tools, text in json.load(sys.stdin):
+    said, calls = FunctionCallParser([Tool(**tool) for tool in tools], kind).parse_non_stream(text)
+    print(json.dumps([said, [[call.name, json.loads(call.parameters)] for call in calls]]))
+"""
+PROPERTIES = {
+    "count": {"type": "integer"},
+    "text": {"type": "string"},
+    "whole": {"type": "boolean"},
+    "names": {"type": "array", "items": {"type": "string"}},
+    "more": {"type": "object"},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}}}
+    for name in ("add", "look_up")
+]
+
+
+def as_written(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def hermes(calls):
+    return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+
+
+def qwen3_coder(calls):
+    def one(name, arguments):
+        inner = "".join(f"<parameter={k}>\n{as_written(v)}\n</parameter>\n" for k, v in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def glm(calls):
+    def one(name, arguments):
+        pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{as_written(v)}</arg_value>\n" for k, v in arguments.items())
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def llama(calls):
+    return "<|python_tag|>" + "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
+
+
+def mistral(calls):
+    return "[TOOL_CALLS] " + json.dumps([{"name": n, "arguments": a} for n, a in calls])
+
+
+def mistral_compact(calls):
+    return "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in calls)
+
+
+WAYS = {  # ours, SGLang's name of it, how a model writes it
+    "hermes": ("hermes", "qwen25", hermes),
+    "qwen3_coder": ("qwen3_coder", "qwen3_coder", qwen3_coder),
+    "glm": ("glm", "glm45", glm),
+    "llama": ("llama", "llama3", llama),
+    "mistral": ("mistral", "mistral", mistral),
+    "mistral, compact": ("mistral", "mistral", mistral_compact),
+}
+
+
+def some_calls(draw):
+    values = {
+        "count": lambda: draw.randint(-9, 10**6),
+        # Not the text true: of GLM's calls SGLang's parser makes it True.
+        "text": lambda: draw.choice(["12", "[1]", "two\nlines", 'a "quoted" word', "x < 3; {y}", "é 漢", ""]),
+        "whole": lambda: draw.random() < 0.5,
+        "names": lambda: draw.sample(["a", "b c", "12"], draw.randrange(3)),
+        "more": lambda: {"deep": {"n": draw.randrange(9)}},
+    }
+    chosen = lambda: draw.sample(sorted(values), draw.randrange(1, 5))  # noqa: E731
+    return [
+        (draw.choice(["add", "look_up"]), {key: values[key]() for key in chosen()}) for _ in range(draw.randint(1, 3))
+    ]
+
+
+def test_calls_are_read_as_sglang_reads_them(needs_sglang):
+    draw, cases = random.Random(7), []
+    for ours, theirs, write in WAYS.values():
+        for _ in range(25):
+            calls = some_calls(draw)
+            said = "" if ours == "llama" else draw.choice(["", "I look. "])
+            cases.append((ours, theirs, said + write(calls), calls))
+    asked = json.dumps([(theirs, TOOLS, text) for _, theirs, text, _ in cases])
+    path = os.pathsep.join([str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", PEER], input=asked, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for (ours, _, text, calls), (said, theirs) in zip(cases, read, strict=True):
+        kept, found = FORMATS[ours].split(text, text_arguments(TOOLS))
+        assert [(call.name, call.arguments) for call in found] == calls, text
+        assert kept.strip() == said.strip() and [tuple(call) for call in theirs] == calls, text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "<tool_call>{</tool_call>"),
+        ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
+        ("qwen3_coder", "<tool_call>add</tool_call>"),
+        ("glm", "<tool_call>\n<arg_key>x</arg_key></tool_call>"),
+        ("llama", '<|python_tag|>{"name": 5}'),
+        ("mistral", "[TOOL_CALLS] no JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{"),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": 5}]'),
+    ],
+)
+def test_a_call_that_cannot_be_read_has_its_fault(form, text):
+    _, calls = FORMATS[form].split(text, {})
+    assert any(call.fault for call in calls)
+
+
+@pytest.mark.parametrize("text", ["42", "so", "[1, 2]", '{"x": 1}', '{"name": "add"', "a <tool_call> b"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_without_a_call_is_left_as_it_is(form, text):
+    assert FORMATS[form].split(text, {}) == (text, [])
+
+
+UNITS = ["<tool_call>", "<tool_call></tool_call>", "<function=", "<parameter=", "<function=f>", "<parameter=a>", ">"]
+UNITS += ["<arg_key>", "</arg_key><arg_value>", "[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]f[ARGS]", "<|python_tag|>"]
+UNITS += ["1 ", "{", "[", ";", " ", '{"a":', '{"name": "f"};', "</function>", "</parameter>"]
+LENGTH, MOST_S = 100_000, 1.0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_text_holds_its_reader_for_long(form):
+    for begin in (
+        "",
+        "<tool_call>",
+        "<tool_call><function=f>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]f[ARGS]",
+    ):
+        for unit in UNITS:
+            for end in ("", "</function></tool_call>"):
+                text, start_s = begin + unit * (LENGTH // len(unit)) + end, time.thread_time()
+                FORMATS[form].split(text, {})
+                assert time.thread_time() - start_s < MOST_S, (begin, unit, end)
+
+
+SIGNS = {
+    "hermes": '{"name": <function-name>, "arguments": <args-json-object>}',
+    "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=value>",
+    "glm": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>",
+    "llama": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+}
+
+
+def test_the_format_is_the_chat_templates():
+    tokenizer = make_tokenizer()
+    for name, sign in SIGNS.items():
+        tokenizer.chat_template = f"{{{{ messages }}}} {sign}"
+        assert tool_format("auto", tokenizer) is FORMATS[name]
+        assert tool_format("hermes", tokenizer) is FORMATS["hermes"], "what the config names comes first"
+    tokenizer.chat_template = "{{ messages }}"
+    assert tool_format("auto", tokenizer) is FORMATS["hermes"]
+    with pytest.raises(ValueError, match="tool_format = 'yaml': must be auto or one of hermes, qwen3_coder"):
+        tool_format("yaml", tokenizer)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_marks_of_a_form_are_read_where_decoding_would_leave_them_out(is_special):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["[TOOL_CALLS]", "[ARGS]"], special_tokens=is_special)
+    tokens = tokenizer('so [TOOL_CALLS]add[ARGS]{"x": 1}<eos>', add_special_tokens=False)["input_ids"]
+    form = FORMATS["mistral"]
+    said, (call,) = form.split(form.text(tokenizer, tokens), {})
+    assert (said, call.name, call.arguments) == ("so", "add", {"x": 1})

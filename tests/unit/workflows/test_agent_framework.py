@@ -1,0 +1,60 @@
+"""Agents of a framework, unmodified: of all that its model was asked and gave, nothing is lost or trained twice."""
+
+import asyncio
+
+import pytest
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.workflows import AgentWorkflow
+from tests.servers.tiny_model import make_tokenizer
+from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.unit.workflows.test_agent_proxy import TEMPLATE
+
+smolagents = pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
+
+
+@smolagents.tool
+def add(x: int, y: int) -> int:
+    """Add two numbers.
+
+    Args:
+        x: the first
+        y: the second
+    """
+    return x + y
+
+
+def calling(base_url, api_key, data):
+    model = smolagents.OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    agent = smolagents.ToolCallingAgent([add], model, max_steps=3, verbosity_level=0)
+    return float(str(agent.run("What is 12 + 30?")).strip() == "42")
+
+
+def in_code(base_url, api_key, data):
+    model = smolagents.OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    agent = smolagents.CodeAgent([add], model, max_steps=3, verbosity_level=0)
+    return float(agent.run("What is 12 + 30?") == 42)
+
+
+def call(name, arguments):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call><eos>'
+
+
+@pytest.mark.parametrize(
+    ("agent", "replies"),
+    [
+        (calling, [call("add", '{"x": 12, "y": 30}'), call("final_answer", '{"answer": "42"}')]),
+        (in_code, ["Thought: add.\n<code>\nz = add(12, 30)\n</code><eos>", "<code>\nfinal_answer(z)\n</code><eos>"]),
+    ],
+)
+def test_an_agent_of_smolagents_is_trained_on_what_it_was_served(agent, replies):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    rest = iter(replies)
+    engine = RecordingEngine(tokenizer, script=lambda _: next(rest))
+    workflow = AgentWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=200), tokenizer, agent, 40_000)
+    trajectories = asyncio.run(workflow.arun_episode(engine, {"messages": []}))
+    assert [t.reward for t in trajectories] == [1.0] * len(trajectories) and len(engine.served) == 2
+    assert sum(len(check_trajectory(t, engine.served)) for t in trajectories) == 2
+    trained = sum(int(t.loss_mask.sum()) for t in trajectories)
+    assert trained == sum(reply.output_len for _, reply in engine.served)
