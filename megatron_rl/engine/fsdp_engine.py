@@ -68,6 +68,11 @@ class FSDPEngine(ModelEngine):
                 f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
                 f"one; use MegatronEngine."
             )
+        if self.arch.delta_net is not None:  # transformers' states would go on from sequence to sequence
+            raise ValueError(
+                f"model.path = {config.model.path!r}: FSDPEngine has no delta nets, and {self.arch.family} has; use "
+                f"MegatronEngine."
+            )
         self.dtype = getattr(torch, config.model.dtype)
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.context import Gathering
+from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate, rows_of
+from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
 LATENT_NORM_EPS = 1e-6
@@ -59,22 +61,24 @@ class OffsetNorm(RMSNorm):
         return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
-class WideNorm(nn.Module):
+class WideNorm(ShardedModule):
     """RMSNorm over the width of all heads, of which each rank of `group` has a part. `[R, 1, heads, D]` -> the same."""
+
+    cut = ("weight",)
 
     def __init__(
         self, config: TransformerConfig, heads: int, head_dim: int, group: torch.distributed.ProcessGroup
     ) -> None:
         super().__init__()
-        self.eps, self.width, self.group = config.layernorm_epsilon, heads * head_dim, group
+        self.eps, self.width, self.tp_group = config.layernorm_epsilon, heads * head_dim, group
         self.weight = nn.Parameter(torch.ones(self.width // group.size(), dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
         squares = values.square().sum((-2, -1), keepdim=True)  # [R, 1, 1, 1]
-        if self.group.size() > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
-            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        if self.tp_group.size() > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = (values * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
         return normed * self.weight.view(x.shape[-2:])
 
@@ -196,6 +200,11 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.activation == "gelu_tanh":
         options["activation_func"] = functools.partial(F.gelu, approximate="tanh")
+    if arch.delta_net is not None:
+        # The delta nets are ours; this has upstream write layers of different kinds under names of their own.
+        options["linear_attention_freq"] = [int(has_delta_net) for has_delta_net in arch.delta_net.layers]
+    if arch.gated_attention:
+        options["attention_output_gate"] = True
     if arch.softmax_scale is not None:
         options["softmax_scale"] = arch.softmax_scale
     return options
@@ -209,6 +218,7 @@ def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, 
         num_moe_experts=mixture.experts,
         moe_ffn_hidden_size=mixture.ffn,
         moe_shared_expert_intermediate_size=mixture.shared_ffn,
+        moe_shared_expert_gate=mixture.shared_gate,
         moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
         moe_router_topk=mixture.per_token,
         moe_router_score_function="sigmoid" if mixture.is_biased else "softmax",
@@ -245,9 +255,14 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 
 
 def layer_spec(
-    arch: Architecture, tf_config: TransformerConfig, *, is_mixture: bool = False, use_transformer_engine: bool = False
+    arch: Architecture,
+    tf_config: TransformerConfig,
+    *,
+    has_delta_net: bool = False,
+    is_mixture: bool = False,
+    use_transformer_engine: bool = False,
 ) -> ModuleSpec:
-    """Return one layer's spec: with a mixture of experts or a dense feed-forward, of upstream's or of TE's modules."""
+    """Return the spec of a layer of one kind, of upstream's or of TE's modules."""
     if tf_config.moe_grouped_gemm and not use_transformer_engine:
         raise ValueError(
             "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
@@ -281,6 +296,8 @@ def layer_spec(
         attention.linear_proj = mlp.linear_fc2 = (
             OffsetNormedRowParallelLinear if arch.norm_offset else NormedRowParallelLinear
         )
+    if has_delta_net:
+        layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": arch.delta_net})
     return spec
 
 
@@ -297,13 +314,15 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's model chunk and the norm after the last."""
     specs = {
-        kind: layer_spec(arch, tf_config, is_mixture=kind, use_transformer_engine=use_transformer_engine)
-        for kind in {arch.has_mixture(number) for number in range(arch.layers)}
+        kind: layer_spec(
+            arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1], use_transformer_engine=use_transformer_engine
+        )
+        for kind in {arch.kind(number) for number in range(arch.layers)}
     }
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
     return TransformerBlockSubmodules(
-        layer_specs=[specs[arch.has_mixture(number)] for number in numbers],
+        layer_specs=[specs[arch.kind(number)] for number in numbers],
         layer_norm=TENorm if use_transformer_engine else norm_class(arch),
     )
 
@@ -315,6 +334,8 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
     rope.is_fused = windowed_rope.is_fused = use_transformer_engine
     for layer in layers:
+        if arch.has_delta_net(layer.layer_number - 1):  # whose state knows the order of rows by itself
+            continue
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
         attention.core_attention.window = window
         if arch.wide_qk_norm:  # not in the spec: upstream would take their gradients for parts of a sum over the ranks

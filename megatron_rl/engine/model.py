@@ -110,8 +110,8 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     if uses_transformer_engine and not arch.fits_transformer_engine:
         if config.model.transformer_impl != "auto":
             raise ValueError(
-                f"model.transformer_impl = 'transformer_engine': {arch.family} has norms that Transformer Engine's "
-                f"layers lack; set it to auto or local."
+                f"model.transformer_impl = 'transformer_engine': {arch.family} has {arch.beyond_transformer_engine} "
+                f"that Transformer Engine's layers lack; set it to auto or local."
             )
         uses_transformer_engine = False
     options: dict[str, Any] = dict(

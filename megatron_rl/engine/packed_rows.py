@@ -21,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rl.engine.delta_rule import Chunks
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope, Rotation
 from megatron_rl.ops import TakenRows
@@ -70,6 +71,9 @@ class PackedRows(PackedSeqParams):
     """For dense attention; empty where the kernel of variable lengths computes it."""
     unsorted: Tensor | None = field(kw_only=True, default=None)
     """`[R]`: where each row is in the outputs of `alike`, one after the other."""
+    segments: Tensor = field(kw_only=True)
+    """`[S, 4]` of the microbatch with its padding, on the host."""
+    _chunks: list[Chunks] = field(default_factory=list)
     _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # by identity: layers share a Rope
 
     def rotation(self, rope: Rope) -> Rotation:
@@ -77,6 +81,12 @@ class PackedRows(PackedSeqParams):
         if rope not in self._rotations:
             self._rotations[rope] = rope.rotation(self.positions)
         return self._rotations[rope]
+
+    def chunks(self, device: torch.device) -> Chunks:
+        """Return how the rows lie in chunks of delta nets, planned once for all layers."""
+        if not self._chunks:
+            self._chunks.append(Chunks.of(self.segments).to(device))
+        return self._chunks[0]
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
@@ -151,6 +161,7 @@ def own_rows(
         max_seqlen_kv=len(own),
         in_order=is_plain and count == microbatch.tokens,
         context=context,
+        segments=segments,
         longest_query=int(rows.max()),
         longest_key=int((prefix_rows + keys).max()),
         **on_device,

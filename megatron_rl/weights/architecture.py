@@ -45,13 +45,13 @@ def read_architecture(folder: str | Path) -> Architecture:
         )
     family = FAMILY_OF[names[0]]
     try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads, hidden, own = config["num_attention_heads"], config["hidden_size"], family.read(config)
         # A key that is not there has its class's default in transformers, which these repeat, family by family.
         fields: dict[str, Any] = dict(
             family=family.name,
             layers=config["num_hidden_layers"],
             hidden=hidden,
-            ffn=config["intermediate_size"],
+            ffn=own["ffn"] if "ffn" in own else config["intermediate_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,  # absent or null in models without grouped queries
             head_dim=config.get("head_dim") or hidden // heads,
@@ -63,7 +63,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             max_positions=config.get("max_position_embeddings", 4096),
             windows=_windows(config),
         )
-        arch = Architecture(**fields | family.read(config)).with_head(head)
+        arch = Architecture(**fields | own).with_head(head)
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
     _refuse_unsupported(config, arch, family, path)

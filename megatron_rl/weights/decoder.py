@@ -23,6 +23,8 @@ class Mixture:
     groups: int | None = None
     """Groups of experts; a token chooses from `groups_per_token` of them only."""
     groups_per_token: int | None = None
+    shared_gate: bool = False
+    """A sigmoid of the token weighs what the shared experts make of it."""
     scale: float | None = None
     """Factor on the chosen experts' weights."""
     is_biased: bool = False
@@ -39,6 +41,26 @@ class Latent:
     plain_dim: int
     """The part of a query and a key that is not rotated."""
     value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta nets in the place of attention (arXiv 2412.06464): heads, their widths, and where they stand."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads: neighbours share one."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution before it sees, the last one included."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has one (or attention)."""
+
+    @property
+    def in_rows(self) -> int:
+        """Rows of its projections together: queries, keys, values, gates, and two numbers for each value head."""
+        return 2 * (self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +92,9 @@ class Architecture:
     """For each layer, the most tokens that one attends to, itself included; None is all."""
     mixture: Mixture | None = None
     latent: Latent | None = None
+    delta_net: DeltaNet | None = None
+    gated_attention: bool = False
+    """Queries come with a gate of their width, whose sigmoid multiplies the result of attention."""
     window_rope_theta: float | None = None
     """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
     qkv_bias: bool = False
@@ -106,9 +131,21 @@ class Architecture:
         return replace(self, head=head, tied=self.tied and head == "policy")
 
     @property
+    def beyond_transformer_engine(self) -> str | None:
+        """What Transformer Engine's modules lack to build the layers of; None: they can be."""
+        return "norms behind matrices" if self.has_norms_behind else "delta nets" if self.delta_net else None
+
+    @property
     def fits_transformer_engine(self) -> bool:
-        """Can the layers be built of Transformer Engine's modules? Those have no norms behind."""
-        return not self.has_norms_behind
+        return self.beyond_transformer_engine is None
+
+    def has_delta_net(self, layer_number: int) -> bool:
+        """Return True if the layer (counted from 0 over the whole model) has a delta net in the place of attention."""
+        return self.delta_net is not None and self.delta_net.layers[layer_number]
+
+    def kind(self, layer_number: int) -> tuple[bool, bool]:
+        """Return what tells layers apart: has it a delta net, has it a mixture?"""
+        return self.has_delta_net(layer_number), self.has_mixture(layer_number)
 
     def has_mixture(self, layer_number: int) -> bool:
         """Return True if the layer (counted from 0 over the whole model) is a mixture of experts."""

@@ -29,6 +29,8 @@ class Family:
     """The rules of a layer's norms and attention."""
     dense: tuple[Rule, ...] = ()
     """Those of its feed-forward."""
+    delta_net: tuple[Rule, ...] = ()
+    """Those of norms and delta net, in layers that have one in the place of attention."""
     mixture: tuple[Rule, ...] = ()
     """Those of its mixture of experts."""
     classifiers: tuple[str, ...] = ()

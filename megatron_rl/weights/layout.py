@@ -41,6 +41,18 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
             f"parallel.tensor = {tensor}: {arch.family} norms its {arch.kv_heads} key-value heads together, so that "
             f"each rank needs heads of its own; set it to {arch.kv_heads} or a divisor."
         )
+    if arch.gated_attention and arch.kv_heads < tensor:
+        raise ValueError(
+            f"parallel.tensor = {tensor}: {arch.family} has gated attention, of which each rank needs key-value heads "
+            f"of its own, and {arch.kv_heads} such heads; set it to {arch.kv_heads} or a divisor."
+        )
+    if arch.delta_net is not None:
+        if parallel.context > 1:
+            raise ValueError(
+                f"parallel.context = {parallel.context}: the state of {arch.family}'s delta nets goes from row to row, "
+                f"and is not handed on between context ranks; set it to 1."
+            )
+        widths[f"{arch.delta_net.key_heads} key heads of delta nets"] = (arch.delta_net.key_heads, tensor, "tensor")
     if arch.latent is None and arch.kv_heads < tensor:  # several ranks share a head
         widths[f"ranks over {arch.kv_heads} key-value heads"] = (tensor, arch.kv_heads, "tensor")
     elif arch.latent is None:
@@ -126,7 +138,7 @@ def parameters_of_stage(
     shares = _shares(rules, arch, parallel)
     alike: dict[bool, Shares] = {}
     for number in itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage]):
-        kind = arch.has_mixture(number)
+        kind = arch.kind(number)
         if kind not in alike:
             rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer
             alike[kind] = _shares(rules, arch, parallel)
@@ -141,14 +153,15 @@ def parameters(arch: Architecture) -> int:
 
 def attention_parameters(arch: Architecture) -> int:
     """The parameters of attention in all layers, which servers with DP attention hold once for each of its replicas."""
-    rules = [rule for rule in layer_rules(arch, 0) if rule.megatron.startswith("self_attention.")]
-    return arch.layers * _shares(rules, arch, ParallelConfig()).total
+    rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
+    own = [rule for rule in rules if rule.megatron.startswith("self_attention.")]
+    return _shares(own, arch, ParallelConfig()).total
 
 
 def largest_tensor(arch: Architecture) -> int:
     """Elements of the largest of the model's HF tensors."""
     words = sizes(arch)
-    firsts = {arch.has_mixture(number): number for number in range(arch.layers)}.values()
+    firsts = {arch.kind(number): number for number in range(arch.layers)}.values()
     rules = [*edges(arch), *(rule for number in firsts for rule in layer_rules(arch, number))]
     return max(math.prod(words[word] for word in dims.split()) for rule in rules for dims in rule.hf.values())
 

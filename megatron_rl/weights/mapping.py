@@ -41,6 +41,8 @@ def sizes(arch: Architecture) -> dict[str, int]:
         "query_key_value": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
         "gate_up": 2 * arch.ffn,
     }
+    if arch.gated_attention:
+        words["query_gate"] = 2 * words["query"]
     if arch.qkv_bias:
         words |= {"query_bias": words["query"], "key_bias": words["key"]}
     if arch.qk_norm:
@@ -49,6 +51,20 @@ def sizes(arch: Architecture) -> dict[str, int]:
         words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn}
         if arch.mixture.shared_ffn is not None:
             words["shared"] = arch.mixture.shared_ffn
+        if arch.mixture.shared_gate:
+            words["one"] = 1
+    if (delta := arch.delta_net) is not None:
+        key, value = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+        words |= {
+            "delta_mixed": 2 * key + value,
+            "delta_mixed_gate": 2 * (key + value),
+            "delta_value": value,
+            "delta_heads": delta.value_heads,
+            "delta_two_heads": 2 * delta.value_heads,
+            "delta_width": delta.value_dim,
+            "channel": 1,
+            "kernel": delta.kernel,
+        }
     if arch.latent is not None:
         latent = arch.latent
         words |= {
@@ -89,7 +105,8 @@ def edges(arch: Architecture) -> tuple[Rule, ...]:
 def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
     """The rules of one layer, counted from 0 over the whole model."""
     family, words = FAMILIES[arch.family], sizes(arch).keys()
-    rules = family.attention + (family.mixture if arch.has_mixture(layer_number) else family.dense)
+    attention = family.delta_net if arch.has_delta_net(layer_number) else family.attention
+    rules = attention + (family.mixture if arch.has_mixture(layer_number) else family.dense)
     return [rule for rule in rules if all(words >= set(dims.split()) for dims in rule.hf.values())]
 
 

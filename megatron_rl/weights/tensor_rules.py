@@ -6,8 +6,9 @@ them again. The round trip is a test and returns the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -155,6 +156,49 @@ class OneQKV(FusedQKV):
         return [torch.cat(super().export(shards, arch))]
 
 
+class Part(NamedTuple):
+    """Rows of one HF tensor that belong to each of several groups of heads: `rows` at `start` + group x `stride`."""
+
+    tensor: int
+    start: int
+    stride: int
+    rows: int
+
+
+class HeadGroups:
+    """The parts of each group of heads side by side, as `parts` names them; ranks take equal numbers of groups.
+
+    parts: architecture -> the number of groups and each one's parts, which together are all rows of the HF tensors.
+    """
+
+    split_dim: int | None = 0
+
+    def __init__(self, parts: Callable[[Architecture], tuple[int, list[Part]]]) -> None:
+        self.parts = parts
+
+    def load(self, source, names, shape, rank, size, arch):
+        groups, parts = self.parts(arch)
+        own = range(rank * groups // size, (rank + 1) * groups // size)
+        first = [(group, part, part.start + group * part.stride) for group in own for part in parts]
+        return torch.cat([source.read(names[part.tensor], 0, start, start + part.rows) for _, part, start in first])
+
+    def export(self, shards, arch):
+        groups, parts = self.parts(arch)
+        whole = _joined(shards)
+        whole = whole.view(groups, -1, *whole.shape[1:])
+        each = whole.split([part.rows for part in parts], dim=1)
+        tensors = []
+        for number in range(max(part.tensor for part in parts) + 1):
+            own = [(part, rows) for part, rows in zip(parts, each, strict=True) if part.tensor == number]
+            tensor = whole.new_empty(groups * sum(part.rows for part, _ in own), *whole.shape[2:])
+            for part, rows in own:
+                for group in range(groups):
+                    start = part.start + group * part.stride
+                    tensor[start : start + part.rows] = rows[group]
+            tensors.append(tensor)
+        return tensors
+
+
 @dataclass(frozen=True)
 class Rule:
     """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
@@ -169,7 +213,7 @@ class Rule:
 
     megatron: str
     hf: dict[str, str]
-    layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV
+    layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV | HeadGroups
     expert: int | None = None
     """Which of this rank's experts the parameter belongs to."""
 

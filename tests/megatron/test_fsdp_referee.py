@@ -370,6 +370,12 @@ def test_mixture_of_experts_is_refused(tmp_path):
         FSDPEngine(EngineConfig(model=ModelConfig(path=str(tmp_path))))
 
 
+def test_delta_nets_are_refused(tmp_path):
+    make_model("qwen3_5", tmp_path)
+    with pytest.raises(ValueError, match="FSDPEngine has no delta nets, and qwen3_5 has; use MegatronEngine"):
+        FSDPEngine(EngineConfig(model=ModelConfig(path=str(tmp_path))))
+
+
 def refusals(folder):
     engine, batch = make_fsdp(folder), make_batch()
     with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: must be an integer count"):

@@ -20,8 +20,11 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
 )
 
@@ -53,6 +56,16 @@ ROPES = {
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # transformers takes no gradient of a padding token's embedding, and these are no tokens of the tiny vocabulary.
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+# Two layers in three have a delta net, whose key heads have two value heads each.
+DELTA = dict(
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+)
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -96,6 +109,7 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
         },
     ),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA, **NO_TOKENS, rope_parameters=HALF_ROTATED),
     "qwen3_tied_one_kv_head": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True),
 }
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
@@ -140,6 +154,13 @@ MIXTURES = {
     ),
     "minimax_m2": MiniMaxM2Config(
         **SPARSE, **NO_TOKENS, num_local_experts=4, num_experts_per_tok=2, head_dim=24, rope_parameters=HALF_ROTATED
+    ),
+    # Layer 1 is dense in the first.
+    "qwen3_next": Qwen3NextConfig(
+        **SPARSE, **EXPERTS, **DELTA, **NO_TOKENS, shared_expert_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        **SPARSE, **EXPERTS, **DELTA, **NO_TOKENS, shared_expert_intermediate_size=48, rope_parameters=HALF_ROTATED
     ),
     # As GLM-4.5 is, and as its small sibling is: without norms of queries and keys.
     "glm4_moe": Glm4MoeConfig(**SPARSE | GLM, head_dim=24, attention_bias=True, use_qk_norm=True),
@@ -186,6 +207,8 @@ def make_model(family: str, folder: Path, **changes):
         for name, parameter in model.named_parameters():
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("A_log"):  # states that last for some tokens: transformers' random ones are gone after one
+                parameter.copy_(torch.rand_like(parameter) - 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.2)

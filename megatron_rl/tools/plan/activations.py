@@ -16,6 +16,9 @@ from megatron_rl.config import EngineConfig
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import layers_of_stages
 
+DELTA_CHUNK = 64
+"""Rows of a chunk of delta nets, as engine/delta_rule.py has them. Sequences are taken to fill theirs."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -98,22 +101,28 @@ class Activations:
     def _runs(self, chunk: range) -> list[Run]:
         """The layers of a model chunk, one by one or as they are recomputed together."""
         options = self.megatron
-        kinds = [self.arch.has_mixture(number) for number in chunk]
+        kinds = [self.arch.kind(number) for number in chunk]
         by_kind = {kind: self.layer(chunk[kinds.index(kind)]) for kind in set(kinds)}  # layers of a kind are alike
         whole = [by_kind[kind] for kind in kinds]
+        inside = [self.inside_delta_net() if has_delta_net else 0.0 for has_delta_net, _ in kinds]
         if options.get("recompute_granularity") != "full":
-            return [Run(kept, 0.0) for kept in whole]
+            return [Run(kept, again) for kept, again in zip(whole, inside, strict=True)]
         count, is_block = options.get("recompute_num_layers") or 1, options.get("recompute_method") == "block"
         first = self.itemsize * self.own * self.arch.hidden
         again = first if self.itemsize == 4 else 0.0  # in float32 the first norm keeps the run's input itself
         # `block` forms the first layers of a chunk again one by one; `uniform` all of them in runs of `count`.
         if is_block:
-            return [Run(first, w - again) if n < count else Run(w, 0.0) for n, w in enumerate(whole)]
-        return [Run(first, sum(whole[n : n + count]) - again) for n in range(0, len(whole), count)]
+            both = enumerate(zip(whole, inside, strict=True))
+            return [Run(first, w + more - again) if n < count else Run(w, more) for n, (w, more) in both]
+        runs = (slice(n, n + count) for n in range(0, len(whole), count))
+        return [Run(first, sum(whole[run]) + max(inside[run]) - again) for run in runs]
 
     def layer(self, number: int) -> float:
         """Bytes per row of a layer (counted over the whole model) that is not recomputed."""
-        attention = self._latent_attention() if self.arch.latent else self._attention()
+        if self.arch.has_delta_net(number):
+            attention = self._delta_net()
+        else:
+            attention = self._latent_attention() if self.arch.latent else self._attention()
         feed_forward = self._mixture() if self.arch.has_mixture(number) else self._dense(self.arch.ffn)
         after = 2 * self.norm(self.arch.hidden) if self.arch.has_norms_behind and self.arch.has_norms_before else 0.0
         # Twice: a norm, and its result as the input of the matrix behind it, before attention and before feed-forward.
@@ -144,6 +153,8 @@ class Activations:
         if arch.kv_heads < tensor:  # upstream gathers the whole before each rank takes its part
             projected = (arch.heads + 2 * arch.kv_heads) * arch.head_dim * b
         norms = 0.0
+        if arch.gated_attention:  # the gate is a part of what is projected; its sigmoid in float32, what it multiplies
+            norms += query * (2 * b + 4)
         if arch.qk_norm:
             norms += self.norm(arch.head_dim, count=heads, share=1.0)
             norms += self.norm(arch.head_dim, count=kv_heads, share=1.0, keeps_input=b == 2)
@@ -172,6 +183,28 @@ class Activations:
             return kept + gathered * arch.head_dim + (query + heads * latent.value_dim) * b
         # Values are a part of the matrix's output, also where pieces take their keys' rows of it.
         return kept + self._core(query, query, projected / b, heads * latent.value_dim, projected, heads)
+
+    def _delta_net(self) -> float:
+        """The result of the first matrix and the input of the second; the rest is formed again."""
+        delta, b = self.arch.delta_net, self.itemsize
+        assert delta is not None
+        return b * (delta.in_rows + delta.value_heads * delta.value_dim) / self.config.parallel.tensor
+
+    def inside_delta_net(self) -> float:
+        """Bytes per row between the matrices of a delta net, in float32 where nothing else is said."""
+        delta, b = self.arch.delta_net, self.itemsize
+        assert delta is not None
+        keys, values = delta.key_heads, delta.value_heads
+        key, value = keys * delta.key_dim, values * delta.value_dim
+        mixed = 2 * key + value
+        # Rows as the convolution takes them, one for each of its weights; before and behind the function after it.
+        convolution = 4 * delta.kernel * mixed + b * mixed + (4 * mixed if b == 4 else 8 * key)
+        # Of each pair of rows in a chunk: decays, corrections and scores of value heads, products of key heads.
+        pairs = 4 * DELTA_CHUNK * (4 * values + 2 * keys)
+        rows = 4 * (3 * values * delta.key_dim + 3 * value + 6 * key)
+        state = 4 * value * delta.key_dim / DELTA_CHUNK
+        behind = (20 if b == 4 else 16) * value  # norm and gate
+        return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
         """Attention itself, and its result, which the matrix behind it keeps. Widths in elements per row.

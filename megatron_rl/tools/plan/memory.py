@@ -326,11 +326,16 @@ class ServerMemory:
     kv_room: float
     longest_sequence: int
     available: float
+    state_per_reply: float = 0.0
+    """Of a model with delta nets, beside keys and values."""
 
     @property
     def replies(self) -> int:
         """Replies of full length, each with the longest prompt of its own, whose keys and values fit at one time."""
-        return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
+        if self.state_per_reply == 0:
+            return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
+        one = self.state_per_reply + self.kv_per_token * self.longest_sequence
+        return self.replicas * max(0, int(self.kv_room / one))
 
     @property
     def fits(self) -> bool:
@@ -341,7 +346,16 @@ def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> floa
     """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
     if arch.latent is not None:  # one compressed row for all heads, and the rotated part of a key
         return float(arch.layers * (arch.latent.kv_rank + arch.head_dim) * itemsize)
-    return float(arch.layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
+    layers = arch.layers - (sum(arch.delta_net.layers) if arch.delta_net else 0)
+    return float(layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
+
+
+def state_bytes_per_reply(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
+    """The states of a reply's delta nets on one GPU, in float32, and the last inputs of their convolutions."""
+    if (delta := arch.delta_net) is None:
+        return 0.0
+    key, value = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    return sum(delta.layers) * (4 * value * delta.key_dim + itemsize * (delta.kernel - 1) * (2 * key + value)) / gpus
 
 
 def server_memory(
@@ -359,6 +373,7 @@ def server_memory(
         replicas=replicas,
         weights=weights,
         kv_per_token=kv_bytes_per_token(arch, policy.itemsize, gpus // replicas),
+        state_per_reply=state_bytes_per_reply(arch, policy.itemsize, gpus // replicas),
         # SGLang's share is of the whole device, weights included.
         kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
         longest_sequence=batch.longest_sequence,

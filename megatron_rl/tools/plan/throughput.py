@@ -32,9 +32,11 @@ def forward_flops(model: Model, rows: float, labels: float, keys: float) -> floa
     arch = model.arch
     width = arch.head_dim + (arch.latent.plain_dim if arch.latent else 0)
     value = arch.latent.value_dim if arch.latent else arch.head_dim
-    seen = sum(min(keys, window or keys) for window in arch.windows)
+    seen = sum(min(keys, window or keys) for n, window in enumerate(arch.windows) if not arch.has_delta_net(n))
     # A product and a sum for each element of a query with each key, and of each score with each value.
     attention = 2 * arch.heads * (width + value) * seen
+    if (delta := arch.delta_net) is not None:  # a state is read twice for each row, and written
+        attention += sum(delta.layers) * 6 * delta.value_heads * delta.value_dim * delta.key_dim
     head = 2 * arch.hidden * (arch.vocab if arch.head == "policy" else 1)
     return rows * (2 * matrix_parameters(model) + attention) + labels * head
 

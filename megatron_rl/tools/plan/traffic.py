@@ -129,27 +129,31 @@ class RankTraffic:
         arch, parallel, megatron = self.model.arch, self.model.engine.parallel, self.model.megatron
         rows, labels = rows / parallel.context, labels / parallel.context  # of this context rank
         is_full, count = megatron.get("recompute_granularity") == "full", megatron.get("recompute_num_layers") or 1
-        kinds: Counter[tuple[bool, bool]] = Counter()
+        kinds: Counter[tuple[tuple[bool, bool], bool]] = Counter()
         for chunk in layers_of_stages(arch, parallel, megatron)[self.stage]:
             for place, number in enumerate(chunk):
                 is_whole = is_full and (megatron.get("recompute_method") != "block" or place < count)
-                kinds[arch.has_mixture(number), is_whole and is_training] += 1
+                kinds[arch.kind(number), is_whole and is_training] += 1
         sent = self._edges(rows, labels, is_training=is_training)
-        for (is_mixture, is_whole), layers in kinds.items():
-            for axis, nbytes in self._layer(rows, is_mixture, is_whole, is_training).items():
+        for (kind, is_whole), layers in kinds.items():
+            for axis, nbytes in self._layer(rows, kind, is_whole, is_training).items():
                 sent[axis] += layers * nbytes
         return sent
 
-    def _layer(self, rows: float, is_mixture: bool, is_whole: bool, is_training: bool) -> Counter[str]:
-        """is_whole: recomputed as a whole."""
+    def _layer(self, rows: float, kind: tuple[bool, bool], is_whole: bool, is_training: bool) -> Counter[str]:
+        """kind: as Architecture.kind has it; is_whole: recomputed as a whole."""
         arch, megatron = self.model.arch, self.model.megatron
+        has_delta_net, is_mixture = kind
         modules = megatron.get("recompute_modules") or ["core_attn"]
         backwards, is_selective = int(is_training), megatron.get("recompute_granularity") == "selective"
 
         def forwards(module: str) -> int:
             return 2 if is_whole or (is_training and is_selective and module in modules) else 1
 
-        sent = self._attention(rows, forwards("self_attn"), forwards("core_attn"), backwards)
+        if has_delta_net:
+            sent = self._matrices(rows, arch.hidden, arch.hidden, forwards("self_attn"), backwards)
+        else:
+            sent = self._attention(rows, forwards("self_attn"), forwards("core_attn"), backwards)
         if is_mixture:
             sent += self._experts(rows, forwards("moe"), backwards)
         if not is_mixture or (arch.mixture and arch.mixture.shared_ffn):

@@ -12,7 +12,9 @@ from megatron_rl.weights.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
 )
 from megatron_rl.weights.family import Family
@@ -31,7 +33,9 @@ FAMILIES: dict[str, Family] = {
         phi3,
         qwen2,
         qwen3,
+        qwen3_5,
         qwen3_moe,
+        qwen3_next,
         seed_oss,
     )
 }

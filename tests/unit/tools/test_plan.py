@@ -183,6 +183,25 @@ QWEN_30B_A3B = LLAMA_8B | {
     "vocab_size": 151936,
 }
 TOKENS = PromptTokens.of([9])
+QWEN_NEXT_80B_A3B = LLAMA_8B | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 151936,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def model_folder(folder, config):
@@ -217,6 +236,18 @@ def test_keys_and_values_of_a_token():
     one = arch.layers * 2 * arch.kv_heads * arch.head_dim * 2
     assert kv_bytes_per_token(arch, 2) == one
     assert kv_bytes_per_token(arch, 2, gpus=2 * arch.kv_heads) == one / arch.kv_heads  # a head is never cut
+
+
+def test_the_states_of_delta_nets_take_a_servers_memory_for_each_reply(tmp_path):
+    config = large(tmp_path, QWEN_NEXT_80B_A3B)
+    policy = replace(models_of(config)[0], megatron={})
+    assert policy.parameters == 79_674_391_296
+    config.rollout.server_args += ["--tp", "8"]
+    memory = server_memory(policy, config, plan_batch(config, TOKENS, replicas=1), DEVICES["h100"])
+    # 12 layers have keys and values; 36 have 32 heads' states of 128 x 128 and three rows of 8,192 before convolution.
+    assert memory.kv_per_token == 12 * 2 * 1 * 256 * 2
+    assert memory.state_per_reply == 36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) / 8
+    assert memory.replies == int(memory.kv_room / (memory.state_per_reply + 1009 * memory.kv_per_token))
 
 
 def test_replies_that_fit_a_server(tmp_path):

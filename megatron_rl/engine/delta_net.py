@@ -1,0 +1,91 @@
+"""Gated delta nets in the place of attention, of upstream's matrices: heads are divided over the tensor axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_rl.engine.delta_rule import Chunks, causal_convolution, gated_delta_rule
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.engine.sharded_module import ShardedModule
+from megatron_rl.weights.decoder import DeltaNet
+
+
+class GatedDeltaNet(ShardedModule, MegatronModule):
+    """A layer's delta net in the slot of its attention; each tensor rank has its key heads and their value heads.
+
+    The rows of `in_proj` are, for each key head: query, key, the values, their gates, their betas, their decays.
+    """
+
+    cut = ("conv_weight", "decay_rate", "decay_bias")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: DeltaNet,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.sizes, self.tp_group = sizes, pg_collection.tp
+        self.key_heads = sizes.key_heads // self.tp_group.size()
+        values = sizes.value_heads // self.tp_group.size()
+        options: dict[str, Any] = dict(config=config, init_method=config.init_method, bias=False)
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, sizes.in_rows, gather_output=False, tp_group=self.tp_group, **options
+        )
+        self.out_proj = RowParallelLinear(
+            sizes.value_heads * sizes.value_dim,
+            config.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+            **options,
+        )
+        dtype = config.params_dtype
+        channels = 2 * self.key_heads * sizes.key_dim + values * sizes.value_dim
+        self.conv_weight = nn.Parameter(torch.empty(channels, 1, sizes.kernel, dtype=dtype))
+        self.decay_rate = nn.Parameter(torch.empty(values, dtype=dtype))
+        self.decay_bias = nn.Parameter(torch.empty(values, dtype=dtype))
+        self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
+        """`[R / tensor, 1, H]` -> the same, and no bias."""
+        projected, _ = self.in_proj(hidden_states)
+        # Between its two matrices a row takes many times the bytes of its hidden state: the backward pass forms them
+        # again.
+        chunks = packed_seq_params.chunks(hidden_states.device)
+        mixed = checkpoint(self._mix, projected, chunks, use_reentrant=False, preserve_rng_state=False)
+        return self.out_proj(mixed)
+
+    def _mix(self, projected: Tensor, chunks: Chunks) -> Tensor:
+        """`[R, 1, rows of in_proj]` -> `[R, 1, value heads * D_v]` of this rank."""
+        sizes = self.sizes
+        grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
+        per_key = sizes.value_heads // sizes.key_heads
+        parts = [2 * sizes.key_dim + per_key * sizes.value_dim, per_key * sizes.value_dim, per_key, per_key]
+        mixed, gate, beta, decay = grouped.split(parts, dim=-1)
+        mixed = F.silu(causal_convolution(mixed.flatten(1), self.conv_weight[:, 0], chunks))
+        mixed = mixed.unflatten(-1, (self.key_heads, -1))
+        query, key, value = mixed.split([sizes.key_dim, sizes.key_dim, per_key * sizes.value_dim], dim=-1)
+        value, gate = (x.reshape(len(x), -1, sizes.value_dim) for x in (value, gate))
+        decay = F.softplus(decay.flatten(1).float() + self.decay_bias)
+        log_decay = -self.decay_rate.float().exp() * decay
+        out = gated_delta_rule(query, key, value, log_decay, beta.flatten(1).sigmoid(), chunks).to(gate.dtype)
+        # One weight for all heads, of which each rank has a part: its gradient is their sum.
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        normed = F.rms_norm(out.float(), weight.shape, eps=self.config.layernorm_epsilon).to(out.dtype) * weight
+        gated = (normed * F.silu(gate.float())).to(out.dtype)
+        return gated.flatten(1)[:, None]

@@ -1,0 +1,156 @@
+"""The gated delta rule (arXiv 2412.06464) over packed rows: one matrix per head that decays and is corrected.
+
+In plain torch, a chunk of rows at a time. The state begins at zero with each sequence; the replies of a group fork the
+state, and the last inputs of the convolution, where their common prompt ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_ROWS = 64
+"""Rows of a chunk: within it all is products of matrices, from one to the next the state goes on."""
+
+
+class Level(NamedTuple):
+    """Segments that begin from finished states, the longest first."""
+
+    parents: Tensor | None
+    """`[S]`: whose final states they begin from, counted over all segments of the levels before; None is zero."""
+    active: list[int]
+    """For each chunk index, how many of the segments have such a chunk."""
+
+
+@dataclass
+class Chunks:
+    """How R packed rows lie in N chunks of C places. Chunks are ordered by level, by index in the segment, by segment.
+
+    For example:
+
+        chunks = Chunks.of(torch.tensor([[0, 2, 0, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))  # a prompt and two replies
+        chunks.before  # [6]: -1 0 1 2 1 and none: both replies' first rows follow row 1
+    """
+
+    rows: Tensor
+    """`[N * C]`: the row at each place, R where there is none."""
+    places: Tensor
+    """`[R]`: where each row is."""
+    before: Tensor
+    """`[R + 1]`: the row before each in its sequence, R where there is none."""
+    levels: list[Level]
+    size: int
+    _moved: dict[torch.device, Chunks] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
+        """Plan for `[S, 4]` segments as MicroBatch has them, in the order of their rows and without gaps."""
+        first, rows, prefix, prefix_rows = segments.unbind(1)
+        count = int(rows.sum())
+        size = min(size, 1 << (int(rows.max()) - 1).bit_length())
+        before = torch.arange(-1, count)
+        before = torch.cat([before[:count], torch.tensor([count])])
+        before[first] = torch.where(prefix_rows > 0, prefix + prefix_rows - 1, count)
+        parent_of = {int(f): number for number, f in enumerate(first.tolist())}
+        parents = [parent_of[p] if n else None for p, n in zip(prefix.tolist(), prefix_rows.tolist(), strict=True)]
+        depth: list[int] = []
+        for parent in parents:  # a prefix stands before the segments that share it
+            depth.append(0 if parent is None else depth[parent] + 1)
+        starts, lengths = first.tolist(), rows.tolist()
+        levels, order, place = [], [], {}
+        for level in range(max(depth) + 1):
+            members = [s for s in range(len(depth)) if depth[s] == level]
+            members.sort(key=lambda s: -lengths[s])
+            active = []
+            for chunk in range(-(-lengths[members[0]] // size)):
+                with_one = [s for s in members if lengths[s] > chunk * size]
+                active.append(len(with_one))
+                for s in with_one:
+                    own = torch.arange(starts[s] + chunk * size, starts[s] + min(lengths[s], (chunk + 1) * size))
+                    order.append(F.pad(own, (0, size - len(own)), value=count))
+            found = [parents[s] for s in members]
+            levels.append(Level(torch.tensor([place[p] for p in found]) if level else None, active))
+            for s in members:
+                place[s] = len(place)
+        at = torch.cat(order)
+        places = torch.empty(count + 1, dtype=torch.int64)
+        places[at] = torch.arange(len(at))
+        return cls(at, places[:count], before, levels, size)
+
+    def to(self, device: torch.device) -> Chunks:
+        """Return the same plan on a device, copied once."""
+        if device not in self._moved:
+            levels = [Level(p if p is None else p.to(device), active) for p, active in self.levels]
+            places = (self.rows.to(device), self.places.to(device), self.before.to(device))
+            self._moved[device] = Chunks(*places, levels, self.size)
+        return self._moved[device]
+
+
+def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
+    """Each channel's sum over the last K rows of its sequence. x: `[R, channels]`, weight: `[channels, K]` -> x's."""
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
+    row = torch.arange(len(x), device=x.device)
+    total = padded[:-1] * weight[:, -1].float()
+    for back in range(2, weight.shape[1] + 1):
+        row = chunks.before[row]
+        total = total + padded.index_select(0, row) * weight[:, -back].float()
+    return total.to(x.dtype)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks
+) -> Tensor:
+    """Return `[R, V heads, D_v]` float32: of each row S q, where S = exp(log_decay) S + beta (v - S k) k^T.
+
+    query, key: `[R, K heads, D_k]`, each shared by V heads / K heads value heads; value: `[R, V heads, D_v]`; log_decay
+    (at most 0) and beta: `[R, V heads]`.
+    """
+    heads, width = key.shape[1], key.shape[2]
+
+    def chunked(x: Tensor) -> Tensor:
+        """`[R, K heads, ...]` -> `[N, K heads, C, ...]` float32, zero where no row is."""
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).float()
+        return x.index_select(0, chunks.rows).unflatten(0, (-1, chunks.size)).transpose(1, 2)
+
+    q = chunked(_unit(query) * width**-0.5)[:, :, None]  # [N, K heads, 1, C, D_k]
+    k = chunked(_unit(key))[:, :, None]
+    v = chunked(value.unflatten(1, (heads, -1))).transpose(2, 3)  # [N, K heads, V per K, C, D_v]
+    decay, beta = (chunked(x.unflatten(1, (heads, -1))).transpose(2, 3) for x in (log_decay, beta))
+    decay, beta = decay.cumsum(-1), beta[..., None]
+    # From each row to each later one; what is above the diagonal must not overflow on its way to 0.
+    ahead = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(ahead, -torch.inf).exp()
+    since_start = decay.exp()[..., None]
+    # Each row's correction depends on those before it: a triangular system instead of a row after the other.
+    system = (beta * (k @ k.mT) * between).tril(-1)
+    right = torch.cat([beta * v, beta * since_start * k], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    added, seen = solved.split([v.shape[-1], width], dim=-1)  # with no state, and what of the state is corrected
+    scores, asked = (q @ k.mT) * between, q * since_start
+    until_end = (decay[..., -1:] - decay).exp()[..., None]
+    kept, whole = (k * until_end).mT, since_start[..., -1:, :]  # [..., D_k, C], [..., 1, 1]
+    outputs, finals, chunk = [], value.new_zeros(0, dtype=torch.float32), 0
+    for parents, active in chunks.levels:
+        shape = (active[0], *v.shape[1:3], width, v.shape[-1])
+        state = v.new_zeros(shape) if parents is None else finals.index_select(0, parents)
+        ended = []
+        for index, count in enumerate(active):
+            at, state = slice(chunk, chunk + count), state[:count]
+            corrected = added[at] - seen[at] @ state
+            outputs.append(asked[at] @ state + scores[at] @ corrected)
+            state = state * whole[at] + kept[at] @ corrected
+            ended.append(state[active[index + 1] if index + 1 < len(active) else 0 :])
+            chunk += count
+        ended = torch.cat(ended[::-1])  # the longest ended last
+        finals = ended if parents is None else torch.cat([finals, ended])
+    out = torch.cat(outputs).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [N * C, K heads, V per K, D_v]
+    return out.index_select(0, chunks.places).flatten(1, 2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

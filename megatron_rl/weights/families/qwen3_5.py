@@ -1,0 +1,61 @@
+"""Qwen3.5 and Qwen3.6, dense and mixtures: Qwen3-Next whose delta nets have four projections in files of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.families.qwen3_next import (
+    DELTA_NET,
+    GATED_ATTENTION,
+    SHARED_EXPERT,
+    check,
+    mixed_parts,
+    read_layers,
+    read_mixture,
+)
+from megatron_rl.weights.family import Config, Family
+from megatron_rl.weights.tensor_rules import DENSE, EXPERTS, NORMS, HeadGroups, Part, Rule
+
+
+def _projections(arch: Architecture) -> tuple[int, list[Part]]:
+    heads, mixed = mixed_parts(arch)
+    per_key = arch.delta_net.value_heads // heads
+    gates = per_key * arch.delta_net.value_dim
+    return heads, [*mixed, Part(1, 0, gates, gates), Part(2, 0, per_key, per_key), Part(3, 0, per_key, per_key)]
+
+
+PROJECTIONS = Rule(
+    "self_attention.in_proj.weight",
+    {
+        "linear_attn.in_proj_qkv.weight": "delta_mixed hidden",
+        "linear_attn.in_proj_z.weight": "delta_value hidden",
+        "linear_attn.in_proj_b.weight": "delta_heads hidden",
+        "linear_attn.in_proj_a.weight": "delta_heads hidden",
+    },
+    HeadGroups(_projections),
+)
+
+
+def read(config: Config) -> dict[str, Any]:
+    fields = read_layers(config)
+    if "num_experts" in config:
+        # There is no dense feed-forward, of which config.json would give the width.
+        mixture = read_mixture(config, (True,) * config["num_hidden_layers"])
+        fields |= {"mixture": mixture, "ffn": mixture.ffn}
+    return fields
+
+
+FAMILY = Family(
+    name="qwen3_5",
+    classes=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    # Qwen3_5ForSequenceClassification is the classifier of the model with images.
+    classifiers=("Qwen3_5TextForSequenceClassification", "Qwen3_5MoeTextForSequenceClassification"),
+    attention=(*NORMS, *GATED_ATTENTION),
+    delta_net=(*NORMS, PROJECTIONS, *DELTA_NET),
+    dense=DENSE,
+    mixture=(*EXPERTS, *SHARED_EXPERT),
+    read=read,
+    demands={"attn_output_gate": True},
+    check=check,
+)
