@@ -228,6 +228,8 @@ class LLMResponse:
 
 PART = "part/"
 """Begins the name of a column with a part of the reward."""
+REPLAYED = "is_replayed"
+"""The column of a batch with groups that an earlier step has trained: 1 for theirs, 0 for fresh ones."""
 
 
 class Reward(float):
@@ -381,6 +383,15 @@ class TrajectoryBatch:
         named = torch.stack([self.sequences["group"].double(), self.sequences["sample"].double()], dim=1)  # [B, 2]
         numbers: Tensor = torch.unique(named, dim=0, return_inverse=True)[1]
         return numbers
+
+    @property
+    def is_replayed(self) -> Tensor:
+        """`[B]` bool: the trajectories that an earlier step has trained, and this one trains again."""
+        return self[REPLAYED] != 0 if REPLAYED in self else torch.zeros(len(self), dtype=torch.bool)
+
+    def fresh(self) -> TrajectoryBatch:
+        """Return the batch without what is replayed."""
+        return self.select((~self.is_replayed).nonzero()[:, 0].tolist()) if REPLAYED in self else self
 
     def means_of_samples(self, values: Tensor) -> Tensor:
         """`[B]` numbers of trajectories -> `[S]`, each sample's mean."""

@@ -73,7 +73,7 @@ class RewardShaper:
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
         by_token = by_token + at_the_end(scores - raw, batch)  # so that a trajectory's tokens still add up to its score
-        self.last = {"reward/shaped": float(batch.means_of_samples(scores).mean())}
+        self.last = {"reward/shaped": float(means_of_fresh(batch, scores).mean())}
         if self.algo.penalizes_reward:
             penalty, kl = self._kl_penalty(batch)
             by_token, scores = by_token - penalty, scores - batch.sums_of_tokens(penalty)
@@ -88,7 +88,7 @@ class RewardShaper:
             total = batch.sums_of_tokens(written_tokens(batch).long())
             scores = self._by_length(raw, longest_replies(batch), total)
         if self.options.running != "none":
-            self.moments.add(batch.means_of_samples(scores))  # this batch counts in its own scaling
+            self.moments.add(means_of_fresh(batch, scores))  # this batch counts in its own scaling
         return self._scaled(scores)
 
     @property
@@ -143,6 +143,11 @@ class RewardShaper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.moments.load_state_dict(state["moments"])
         self.kl.load_state_dict(state["kl"])
+
+
+def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
+    """Return each sample's mean of `[B]` scores, `[S]`, without the samples that an earlier step has counted."""
+    return batch.fresh().means_of_samples(scores[~batch.is_replayed])
 
 
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:

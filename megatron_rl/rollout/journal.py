@@ -71,6 +71,20 @@ class Record:
         )
         return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **self.event["rest"])
 
+    def fault(self) -> str:
+        """Return why the payload is not what was written; empty where it is."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start - _HEAD.size)
+                head, payload = file.read(_HEAD.size), file.read(self.size)
+        except OSError as error:
+            return f"{self.path} cannot be read ({error.strerror})"
+        if len(payload) == self.size:
+            magic, kind, length, crc = _HEAD.unpack(head)
+            if (magic, length, crc) == (_MAGIC, self.size, zlib.crc32(payload, zlib.crc32(kind))):
+                return ""
+        return f"{self.path} is damaged at byte {self.start:,}"
+
     def _tensors(self) -> dict[str, Tensor]:
         with open(self.path, "rb") as file:
             file.seek(self.start)
@@ -90,7 +104,8 @@ class RolloutJournal(RolloutEvents):
         self.folder, self.run_attempt, self.rank, self.step = Path(folder), run_attempt, rank, first_step
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
-        self._file, self._files = -1, 0
+        self._file, self._files, self._size = -1, 0, 0
+        self._records: dict[int, Record] = {}  # by the prompt's number, of groups that wait to be trained
         self._failed: RuntimeError | None = None
         self._replied: dict[str, set[str]] = {}  # by sample key, of episodes that go on
         # Groups and replies are megabytes, and a disk may be slow: the event loop does not wait for them.
@@ -116,6 +131,7 @@ class RolloutJournal(RolloutEvents):
                 )
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+                self._size = 0
             except OSError as error:
                 raise self._failure(error) from error
             self._write_event("opened", self.opening | {"step": self.step, "rank": self.rank})
@@ -126,6 +142,11 @@ class RolloutJournal(RolloutEvents):
                 raise self._failure(error, full_path) from error
             finally:
                 os.close(full)
+
+    def record_of(self, number: int) -> Record:
+        """Return where the group of a prompt is, before its last event was recorded. Waits for the writer."""
+        self.settle()
+        return self._records[number]
 
     def settle(self) -> None:
         """Return once every record so far is written; RuntimeError where one could not be."""
@@ -192,6 +213,8 @@ class RolloutJournal(RolloutEvents):
         prompts = [episode.data["prompt_number"] for episode in episodes if is_numbered(episode.data)]
         if prompts:
             self.settle()  # what became of a group is never there without the group
+            for number in prompts:
+                self._records.pop(number, None)
             with self._lock:
                 self._write_event(event, {"prompts": prompts} | rest)
         return bool(prompts)
@@ -205,13 +228,17 @@ class RolloutJournal(RolloutEvents):
         def write() -> None:
             pieces = _blob(columns, about)
             with self._lock:
-                self._write(kind, *pieces)
+                start, path = self._write(kind, *pieces), self.path
+            if kind == _GROUP:
+                size = sum(len(piece) for piece in pieces)
+                self._records[about["prompt"]] = Record(event=about, path=path, start=start, size=size)
 
         if self._failed is not None:
             raise self._failed
         self._writing = self._writer.submit(write)
 
-    def _write(self, kind: bytes, *payload: bytes | memoryview) -> None:
+    def _write(self, kind: bytes, *payload: bytes | memoryview) -> int:
+        """Append a record to the file; return where its payload starts."""
         if self._failed is not None:  # nobody would read what follows a torn record
             raise self._failed
         crc, size = zlib.crc32(kind), sum(len(part) for part in payload)
@@ -225,6 +252,8 @@ class RolloutJournal(RolloutEvents):
             raise self._failure(error) from error
         if written < _HEAD.size + size:
             raise self._failure(f"only {written:,} of a record's {_HEAD.size + size:,} bytes could be written")
+        self._size += written
+        return self._size - size
 
     def _failure(self, fault: object, path: Path | None = None) -> RuntimeError:
         self._failed = RuntimeError(f"rollout journal {path or self.path}: {fault}; make room on the disk and resume.")

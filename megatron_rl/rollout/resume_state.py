@@ -1,4 +1,4 @@
-"""A rollout rank's journal of groups and ledger of prompts, and what it takes over from the run's earlier processes."""
+"""A rollout rank's journal, ledger and replay buffer, and what it takes over from the run's earlier processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import ReplayConfig, RolloutConfig
 from megatron_rl.data.curriculum import SuccessRates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
 from megatron_rl.rollout.ledger import PromptLedger, Share
+from megatron_rl.rollout.replay_buffer import ReplayBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,16 @@ class ResumeState:
     """`folder` is the run's journal; None where the run keeps none. `share` is this rank's of the prompts."""
 
     def __init__(
-        self, prompts: PromptIterator, share: Share, point: ResumePoint, options: RolloutConfig, folder: Path | None
+        self,
+        prompts: PromptIterator,
+        share: Share,
+        point: ResumePoint,
+        options: RolloutConfig,
+        folder: Path | None,
+        replays: ReplayConfig | None = None,
     ) -> None:
         self.point, self.options, self.folder = point, options, folder
+        self.buffer: ReplayBuffer | None = None
         self.ledger = PromptLedger(prompts, share, point.rates)
         self.journal: RolloutJournal | None = None
         self.replay: Replay | None = None
@@ -53,10 +61,20 @@ class ResumeState:
         self.journal = RolloutJournal(folder, rank=point.rank, first_step=state["step"], **stamp)
         if point.resumed is not None:
             self.replay = Replay(folder, max_staleness=options.max_staleness, **stamp)
+        if replays is not None and replays.groups_per_step > 0:
+            here = {"seed": prompts.seed, "rank": point.rank, "ranks": point.ranks}
+            self.buffer = ReplayBuffer(replays, self.journal, folder, **here)
+            saved = point.resumed["ledgers"] if point.resumed else []
+            self.buffer.load_state_dicts([state["replay"] for state in saved if "replay" in state])
 
     @property
     def events(self) -> list[RolloutEvents]:
-        return [self.ledger, *([self.journal] if self.journal is not None else [])]
+        # The buffer asks the journal for groups that this forgets with its own next event.
+        return [it for it in (self.ledger, self.buffer, self.journal) if it is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank, at this moment."""
+        return self.ledger.state_dict() | ({} if self.buffer is None else {"replay": self.buffer.state_dict()})
 
     @property
     def faults(self) -> list[str]:
@@ -69,6 +87,8 @@ class ResumeState:
         found: dict[str, float] = {}
         if self.ledger.rates is not None:
             found["rollout/passed_over"] = self.ledger.passed_over
+        if self.buffer is not None:
+            found["rollout/replay_buffer_groups"] = len(self.buffer.entries)
         if self.replay is None:
             return found
         found["rollout/replayed_groups"] = self.replay.replayed
@@ -87,7 +107,9 @@ class ResumeState:
             return
         self.journal.begin_file()
         if self.point.rank == 0:
-            journal.drop_files_before(self.folder, oldest_checkpoint - self.options.max_staleness - 1)
+            # A group is trained at most so many steps after it was sampled, and replayed so many after that.
+            kept = self.options.max_staleness + 1 + (self.buffer.options.max_age_steps if self.buffer else 0)
+            journal.drop_files_before(self.folder, oldest_checkpoint - kept)
 
     def close(self) -> None:
         if self.journal is not None:

@@ -29,7 +29,8 @@ from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.hang_report import HangReport
-from megatron_rl.rollout.ledger import Share
+from megatron_rl.rollout.ledger import PromptLedger, Share
+from megatron_rl.rollout.replay_buffer import with_replayed
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
 from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
@@ -77,7 +78,7 @@ class RolloutRank(RolloutService):
         folder = Path(config.run.folder)
         keeps_journal = config.run.checkpoint_every_steps > 0
         self.resume_state = ResumeState(
-            prompts, share, point, config.rollout, folder / journal.FOLDER if keeps_journal else None
+            prompts, share, point, config.rollout, folder / journal.FOLDER if keeps_journal else None, config.replay
         )
         dead_letters = DeadLetters(folder / f"dead_letters{f'-{point.rank}' if point.rank else ''}.jsonl")
         super().__init__(
@@ -120,10 +121,19 @@ class RolloutRank(RolloutService):
     def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
         """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups.
 
-        count: 0 for this rank's share of a step.
+        count: 0 for this rank's share of a step. Groups of the replay buffer come behind them.
         """
         ledger = self.resume_state.ledger
-        return self._start(self.executor.prepare_batch(ledger, self.workflow, count or len(ledger.share)))
+        return self._start(self._prepare_batch(ledger, count or len(ledger.share)))
+
+    async def _prepare_batch(self, ledger: PromptLedger, count: int) -> TrajectoryBatch:
+        buffer = self.resume_state.buffer
+        if buffer is None:
+            return await self.executor.prepare_batch(ledger, self.workflow, count)
+        drawn = buffer.draw()  # before the step's own groups enter it
+        batch = await self.executor.prepare_batch(ledger, self.workflow, count)
+        read = in_own_thread(lambda: [buffer.read(entry) for entry in drawn], name="replay")
+        return with_replayed(batch, await read)
 
     def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
         """Answer the held-out prompts, sampled as `generation` says, in the slots that training's episodes leave."""
@@ -159,8 +169,9 @@ class RolloutRank(RolloutService):
     # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
-        """Return which of this rank's prompts are open, the one that is next, and what became of those just closed."""
-        return self.resume_state.ledger.state_dict()
+        """Return which of this rank's prompts are open, the one that is next, what became of those just closed, and the
+        replay buffer."""
+        return self.resume_state.state_dict()
 
     def add_outcomes(self, outcomes: list[Outcome]) -> None:
         """Add what became of all ranks' prompts to the rates by which further ones are taken."""

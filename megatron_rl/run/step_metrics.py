@@ -15,7 +15,7 @@ from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.algo.reward_shaping import written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
-from megatron_rl.types import PART, StepStats, TrajectoryBatch
+from megatron_rl.types import PART, REPLAYED, StepStats, TrajectoryBatch
 from megatron_rl.weights.publish import Publication
 
 
@@ -73,8 +73,10 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """Return the metrics of the step's trajectories, whatever is trained on them. All ranks call it.
 
-    version: the policy's before the updates.
+    version: the policy's before the updates. What is replayed has metrics of its own, and is in no other.
     """
+    replayed = replay_metrics(batch, version) if REPLAYED in batch else {}
+    batch = batch.fresh()
     own = batch.own()
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
     member = group_numbers(batch["group"])
@@ -94,7 +96,21 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
     parts = {name: column for name, column in batch.sequences.items() if name.startswith(PART)}
-    return metrics | {f"reward/{name}": float(batch.means_of_samples(of).mean()) for name, of in parts.items()}
+    means = {f"reward/{name}": float(batch.means_of_samples(of).mean()) for name, of in parts.items()}
+    return metrics | means | replayed
+
+
+def replay_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
+    """Return how much of the step is replayed, and of what age in versions its tokens are. All ranks call it."""
+    again = batch.select(batch.is_replayed.nonzero()[:, 0].tolist())
+    count = {"replay/trajectories": len(again)}
+    if not len(again):
+        return count
+    ages = version - trained_versions(again.own())
+    sums = batch.total(torch.tensor([int(ages.sum()), len(ages)]))
+    rewards = again["scores" if "rewards" in again.tokens else "rewards"]
+    mean = {"replay/reward": float(again.means_of_samples(rewards).mean())}
+    return count | mean | {"replay/staleness": int(sums[0]) / max(int(sums[1]), 1)}
 
 
 def publication_metrics(publication: Publication) -> dict[str, Any]:
@@ -134,12 +150,13 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
 
-    version: the policy's before the updates. All ranks call it.
+    version: the policy's before the updates. All ranks call it. What is replayed does not take part.
     """
     if not stats or stats[0].logprobs is None:  # on all ranks or on none
         return {}
     share = shares[0]
-    columns = (share[name] for name in ("logprobs", "loss_mask", "versions"))
+    mask = share["loss_mask"] & ~share.spread(share.is_replayed)
+    columns = (share["logprobs"], mask, share["versions"])
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
     if not groups.is_rollout_rank:  # its replica's rollout rank counts the same share; a collective needs all ranks
         sums, largest = sums.zero_(), largest.zero_()

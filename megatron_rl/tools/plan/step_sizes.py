@@ -87,14 +87,16 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
             f"batch.prompts_per_step = {prompts}: each of the {replicas} data-parallel replicas drives rollouts and "
             f"needs one prompt at least; raise it, or plan with fewer GPUs."
         )
-    trajectories, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
+    fresh, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
+    groups_trained = prompts + config.replay.groups_per_step  # as soon as the buffer has them
+    trajectories = groups_trained * samples
     evaluations = evaluation_count(config) if config.data.evaluation or config.eval.sets else 0
     # As the AdmissionGate counts: those of this step, and of as many steps ahead as their tokens may be versions old.
     groups = (config.rollout.max_staleness + 1) * prompts + surplus_groups(config, replicas)
     running = min(replicas * config.rollout.max_concurrent_episodes, groups)
     copies = 1 if batch.share_prompts else samples
     per_replica = Bounds(
-        trajectories // (batch.updates_per_step * replicas), -(-trajectories // (batch.updates_per_step * replicas))
+        fresh // (batch.updates_per_step * replicas), -(-trajectories // (batch.updates_per_step * replicas))
     )
     return BatchPlan(
         prompts=prompts,
@@ -102,7 +104,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
         requests=requests,
         prompt_tokens=round(trajectories * tokens.mean),
         most_reply_tokens=trajectories * generation.max_new_tokens,
-        computed_rows=round(prompts * copies * tokens.mean) + trajectories * generation.max_new_tokens,
+        computed_rows=round(groups_trained * copies * tokens.mean) + trajectories * generation.max_new_tokens,
         longest_sequence=longest_sequence(config, tokens),
         replicas=replicas,
         trajectories_per_replica=per_replica,

@@ -144,6 +144,7 @@ OUR_KEYS = {
         "episode_attempts",
         "journal_replies",
     ],
+    "replay": ["groups_per_step", "buffer_groups", "max_age_steps", "solved_reward"],
     "data": [
         "train",
         "train_args",
@@ -425,6 +426,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
+        ),
+        (
+            ["replay.groups_per_step=2"],
+            "replay.groups_per_step = 2: the buffer's groups are those of the journal.*set that, or leave the key out",
+        ),
+        (
+            ["replay.groups_per_step=2", "run.checkpoint_every_steps=5"],
+            "replay.groups_per_step = 2: .*correction.weight = off counts it .*set correction.weight=clamp or mask",
         ),
         (
             ["rollout.journal_replies=true"],

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import pytest
 import torch
 
 from megatron_rl.rollout.groups import is_uniform, mask_older
+from megatron_rl.rollout.replay_buffer import with_replayed
 from megatron_rl.run.step_metrics import (
     batch_metrics,
     counts_by_doubling,
@@ -47,6 +49,23 @@ def test_a_step_counts_tokens_of_replies_and_the_ages_of_the_trained_ones():
     metrics = batch_metrics(batch, version=5)
     assert metrics["histogram/reply_tokens"] == {"0 to 1": 1, "2 to 3": 0, "4 to 7": 2}
     assert metrics["histogram/token_age"] == {"0": 0, "1": 7}
+
+
+def test_what_is_replayed_is_reported_apart_and_in_nothing_else():
+    def trajectory(version: int, reward: float) -> Trajectory:
+        ones = torch.ones(3, dtype=torch.int64)
+        return Trajectory(
+            input_ids=ones, loss_mask=ones > 0, logprobs=-ones.float(), versions=ones * version, reward=reward
+        )
+
+    fresh = TrajectoryBatch.from_trajectories([[trajectory(8, 0.0), trajectory(9, 0.5)]])
+    again = TrajectoryBatch.from_trajectories([[trajectory(2, 1.0), trajectory(3, 0.0), trajectory(4, 0.2)]])
+    expected = batch_metrics(fresh, version=9)
+    found = batch_metrics(with_replayed(fresh, [again]), version=9)
+    apart = {key: found.pop(key) for key in list(found) if key.startswith("replay/")}
+    assert found == expected
+    assert apart == {"replay/trajectories": 3, "replay/reward": pytest.approx(0.4), "replay/staleness": 6.0}
+    assert batch_metrics(with_replayed(fresh, []), version=9) == expected | {"replay/trajectories": 0}
 
 
 def test_groups_of_equal_rewards_have_no_variance_whatever_the_rewards():

@@ -1,0 +1,150 @@
+"""Solved groups that a rollout rank has trained, kept to be trained again beside fresh ones.
+
+Their tokens stay in the journal, whose files last as long as the buffer may name them; here are the places. Fresh
+groups are admitted, aged and counted as if there were no buffer: what is replayed comes on top, and says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config import ReplayConfig
+from megatron_rl.rollout.events import Episode, RolloutEvents
+from megatron_rl.rollout.groups import is_uniform, reward_of_each
+from megatron_rl.rollout.journal import Record, RolloutJournal, is_numbered
+from megatron_rl.types import REPLAYED, TrajectoryBatch
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A group of the buffer: its prompt, the step that trained it first, and where the journal has it."""
+
+    place: int
+    """The prompt's, in the list of prompts."""
+    step: int
+    file: str
+    start: int
+    size: int
+
+
+class ReplayBuffer(RolloutEvents):
+    """One rollout rank's part of the run's buffer. It hears of events before its journal does.
+
+    A group is solved where a sample has the reward `solved_reward` and not all samples have the same. Of a prompt the
+    newest solved group is kept. The oldest go where there are too many, and all that are older than `max_age_steps`.
+
+        buffer = ReplayBuffer(config.replay, journal, folder, seed=1, rank=0, ranks=1)
+        drawn = buffer.draw()  # before the step's own groups are consumed
+        batch = with_replayed(batch, [buffer.read(entry) for entry in drawn])
+    """
+
+    def __init__(
+        self, options: ReplayConfig, journal: RolloutJournal, folder: Path, *, seed: int, rank: int, ranks: int
+    ) -> None:
+        self.options, self.journal, self.folder = options, journal, folder
+        self.seed, self.rank, self.ranks = seed, rank, ranks
+        self.step = 0
+        """Steps that have drawn."""
+        self.entries: list[Entry] = []
+        """The oldest first."""
+        self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
+
+    def draw(self) -> list[Entry]:
+        """Begin a step: return what it replays, without repetition, as the seed, the step and the buffer say."""
+        self.step += 1
+        self.entries = [entry for entry in self.entries if self.step - entry.step <= self.options.max_age_steps]
+        count = min(self._share(self.options.groups_per_step), len(self.entries))
+        return random.Random(f"{self.seed} replay {self.step} {self.rank}").sample(self.entries, count)
+
+    def read(self, entry: Entry) -> TrajectoryBatch:
+        """Return the group as it was first trained. RuntimeError where the journal does not have it any more."""
+        record = Record(event={}, path=self.folder / entry.file, start=entry.start, size=entry.size)
+        if fault := record.fault():
+            raise RuntimeError(
+                f"replay: {fault}, and the buffer has a group there; restore the file, or resume with "
+                f"replay.groups_per_step=0."
+            )
+        group = record.group()
+        group.sequences["prompt_index"] = torch.full((len(group),), entry.place)
+        return group
+
+    def _share(self, count: int) -> int:
+        """This rank's of so many, over all ranks."""
+        return (self.rank + 1) * count // self.ranks - self.rank * count // self.ranks
+
+    # -- events
+
+    def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
+        if is_numbered(episode.data) and is_solved(group, self.options.solved_reward):
+            self._solved.add(episode.data["prompt_number"])
+
+    def consumed(self, episodes: Sequence[Episode], version: int) -> None:
+        for episode in episodes:
+            if episode.data.get("prompt_number") in self._solved:
+                self._solved.remove(episode.data["prompt_number"])
+                self._add(episode)
+        # Each rank has its part, rounded up: the run has so many at most, and up to one a rank more.
+        self.entries = self.entries[-max(1, -(-self.options.buffer_groups // self.ranks)) :]
+
+    def requeued(self, episode: Episode, why: str) -> None:
+        self._solved.discard(episode.data.get("prompt_number", -1))
+
+    def _add(self, episode: Episode) -> None:
+        record, place = self.journal.record_of(episode.data["prompt_number"]), episode.data["prompt_index"]
+        self.entries = [entry for entry in self.entries if entry.place != place]
+        self.entries.append(Entry(place, self.step, record.path.name, record.start, record.size))
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "step": self.step, "entries": [asdict(entry) for entry in self.entries]}
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Take this rank's part of what all ranks had: its own where there are as many as there were."""
+        self.step = max((state["step"] for state in states), default=0)
+        if sorted(state["rank"] for state in states) == list(range(self.ranks)):
+            (own,) = (state["entries"] for state in states if state["rank"] == self.rank)
+        else:
+            together = [entry for state in states for entry in state["entries"]]
+            own = sorted(together, key=lambda entry: (entry["step"], entry["place"]))[self.rank :: self.ranks]
+        self.entries = [Entry(**entry) for entry in own]
+
+
+def is_solved(group: TrajectoryBatch, solved_reward: float) -> bool:
+    """Return whether a sample has the reward, and another one less: so that the group has something to compare."""
+    best = float(group.means_of_samples(reward_of_each(group)).max())
+    return best >= solved_reward and not is_uniform(group)
+
+
+def with_replayed(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+    """Return the batch and, behind it, groups that were trained before, told apart by `is_replayed` (int64, 0 or 1)."""
+    parts, fresh = [batch, *groups], int(batch["group"].max()) + 1
+    batch.sequences[REPLAYED] = torch.zeros(len(batch), dtype=torch.int64)
+    for number, group in enumerate(groups):
+        group.sequences["group"] = torch.full((len(group),), fresh + number)
+        group.sequences[REPLAYED] = torch.ones(len(group), dtype=torch.int64)
+        if group.tokens.keys() != batch.tokens.keys() or group.sequences.keys() != batch.sequences.keys():
+            raise RuntimeError(
+                f"replay: a group of the buffer has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, and "
+                f"those of now {sorted(batch.tokens)} and {sorted(batch.sequences)}; resume with "
+                f"replay.groups_per_step=0, or with the workflow as it was."
+            )
+    return TrajectoryBatch.cat(parts)
+
+
+def is_buffer(state: Any) -> bool:
+    """Return whether this is what ReplayBuffer.state_dict gives."""
+    if not (isinstance(state, dict) and isinstance(state.get("entries"), list)):
+        return False
+    keys = {"place": int, "step": int, "file": str, "start": int, "size": int}
+    are_entries = all(
+        isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == keys
+        for entry in state["entries"]
+    )
+    return are_entries and all(type(state.get(name)) is int for name in ("rank", "step"))
