@@ -203,7 +203,8 @@ class HeadLogprobs(torch.autograd.Function):
 class HeadLoss(torch.autograd.Function):
     """A loss of `hidden @ weight.T` rows, all of which have a label; the gradient is formed together with it.
 
-    Three matrix products a chunk: logits, and after they have become their own gradient those of hidden and weight.
+    Three matrix products a chunk: logits, and after they have become their own gradient those of hidden and weight. A
+    frozen weight has none.
     """
 
     @staticmethod
@@ -212,7 +213,8 @@ class HeadLoss(torch.autograd.Function):
         shard: VocabShard, temperature: float, rows_per_chunk: int | None,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
-        grad_hidden, total = torch.empty_like(hidden), WeightGradient(weight, main_grad)
+        grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
+        total = None if ctx.is_frozen else WeightGradient(weight, main_grad)
 
         def form(rows: slice, logits: Tensor) -> tuple:
             logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest)
@@ -223,14 +225,16 @@ class HeadLoss(torch.autograd.Function):
         # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
         add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total)
         sums = torch.stack(totals).sum(0)  # [K] float64
-        ctx.save_for_backward(grad_hidden, weight, total.for_autograd())
+        ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
         return sums[0].to(accumulator(hidden.dtype)), sums
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor, _: Tensor):
         grad_hidden, weight, grad_weight = ctx.saved_tensors
-        if grad_weight is not None:
+        if ctx.is_frozen:
+            by_weight = None
+        elif grad_weight is not None:
             by_weight = scaled(grad_weight, grad_loss, weight.dtype)
         else:  # it was added before anybody could scale it
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")

@@ -122,11 +122,18 @@ def test_one_chunk_of_logits_is_alive_at_a_time():
 
 
 # By token: logits, and the gradients of hidden and of the weight. By sequence the logits are formed a second time, but
-# where one chunk is all there is.
+# where one chunk is all there is. A frozen weight has no gradient.
 @pytest.mark.parametrize(
-    ("by_sequence", "rows_per_chunk", "products"), [(False, 4, 3 * 3), (True, 4, 3 * 4), (True, 12, 3)]
+    ("by_sequence", "rows_per_chunk", "is_frozen", "products"),
+    [
+        (False, 4, False, 3 * 3),
+        (True, 4, False, 3 * 4),
+        (True, 12, False, 3),
+        (False, 4, True, 3 * 2),
+        (True, 4, True, 3 * 3),
+    ],
 )
-def test_a_loss_by_sequence_takes_two_sweeps(by_sequence, rows_per_chunk, products):
+def test_a_loss_by_sequence_takes_two_sweeps(by_sequence, rows_per_chunk, is_frozen, products):
     count = 0
 
     class Watch(TorchDispatchMode):
@@ -135,12 +142,12 @@ def test_a_loss_by_sequence_takes_two_sweeps(by_sequence, rows_per_chunk, produc
             count += func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
             return func(*args, **(kwargs or {}))
 
-    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(33, 8, requires_grad=not is_frozen)
     options, more = PpoOptions(sequence_ratio=by_sequence), {"shard": SHARD, "cu_seqlens": torch.tensor([0, 5, 12])}
     given = (hidden, weight, torch.arange(12), None, None, torch.ones(12), options)
     with Watch():
         ops.lm_head_ppo_loss(*given, **more, rows_per_chunk=rows_per_chunk)[0].backward()
-    assert count == products
+    assert count == products and (weight.grad is None) == is_frozen
 
 
 # exact: the sum itself; rounded: main gradients of 16 bits, to which the float32 sum over chunks is added once
