@@ -262,6 +262,10 @@ class WeightReceiver(Protocol):
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 
+    def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
+        """Ask the servers to compute with the adapters of a folder in PEFT's format, which they must be able to read,
+        in place of those before."""
+
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
         """Return how each server takes checksums; None where the trainer cannot do the same."""
 

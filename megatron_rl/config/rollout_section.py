@@ -75,10 +75,11 @@ def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -
 
     replicas: copies of the weights, its data-parallel size without DP attention.
     """
+    over_nodes = ("group", "disk", "adapters")
     for option, size, ways, why in (
         ("--dp-size", replicas, ("disk",), f"{BY_RANKS}; add --enable-dp-attention, or set rollout.publication=disk."),
         ("--pp-size", stages, ("disk",), f"{BY_RANKS}; take --tp-size alone, or set rollout.publication=disk."),
-        ("--nnodes", nodes, ("group", "disk"), "one host shares the memory of ipc; set rollout.publication=group."),
+        ("--nnodes", nodes, over_nodes, "one host shares the memory of ipc; set rollout.publication=group."),
     ):
         if size > 1 and publication not in ways:
             return f"{option} {size}: {why}"
@@ -187,13 +188,15 @@ class RolloutConfig(Section, name="rollout"):
     start_timeout_s: float = above(0, "seconds", default=300.0)
     """For a server to start, and for what loads or compares its weights, or a part of them. Weights of more bytes than
     can be read by then at 0.2 GB a second have as much more time."""
-    publication: str = one_of("group", "ipc", "delta", "disk", default="group")
+    publication: str = one_of("group", "ipc", "delta", "disk", "adapters", default="group")
     """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers share
     with a rank on their host (CUDA IPC, or /dev/shm): the first one, or where `colocated` that of each node; `delta`,
-    what changed since the last time, over HTTP, for slow links; or `disk`, a folder under run.folder.
+    what changed since the last time, over HTTP, for slow links; `disk`, a folder under run.folder; or `adapters`, such
+    a folder with those of `lora` alone, which servers compute beside the model's own weights.
 
-    Servers that are given in `servers` must be able to read that folder. delta keeps a copy of the weights on the host
-    of the first rank; an SGLang that this run does not start needs megatron_rl installed and to be started with
+    Servers that are given in `servers` must be able to read that folder, and for adapters be started with
+    --enable-lora, --max-lora-rank and --lora-target-modules. delta keeps a copy of the weights on the host of the first
+    rank; an SGLang that this run does not start needs megatron_rl installed and to be started with
     --custom-weight-loader megatron_rl.weights.sglang_loaders.load_changes.
     """
     bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
@@ -230,6 +233,9 @@ class RolloutConfig(Section, name="rollout"):
         if self.interruption == "in_place" and self.max_cache_age == 0:
             rule = "must be at least 1 with rollout.interruption = in_place, which keeps the cache"
             self.refuse("max_cache_age", rule)
+        if self.publication == "adapters" and self.interruption != "abort":
+            rule = "must be abort with rollout.publication = adapters: SGLang changes none that replies under way have"
+            self.refuse("interruption", rule)
         if self.oversample > 1 and self.max_staleness > 0:
             self.refuse("oversample", "must be 1 where max_staleness > 0, which runs ahead as it is")
         if self.colocated:
@@ -246,8 +252,8 @@ class RolloutConfig(Section, name="rollout"):
         if self.max_staleness > 0:
             both = f"trainer and servers take turns, and rollout.max_staleness = {self.max_staleness} has both work at"
             self.refuse("colocated", f"{both} once; set it to 0, or give servers devices of their own")
-        if self.publication == "delta":
-            rule = "servers keep no weights that rollout.publication = delta could change; set it to ipc"
+        if self.publication in ("delta", "adapters"):
+            rule = f"servers keep no weights that rollout.publication = {self.publication} could change; set it to ipc"
             self.refuse("colocated", rule)
 
     def check_for_gpus(self) -> None:

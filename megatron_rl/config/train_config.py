@@ -164,6 +164,11 @@ class TrainConfig:
                 f"freezes; start from a model that megatron-rl sft has trained, or leave one of them out."
             )
 
+        if self.rollout.publication == "adapters" and self.lora.rank == 0:
+            raise ValueError(
+                "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank, or publish by "
+                "group."
+            )
         layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
         cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
         if cut and all(layout.pipeline == 1 for layout in layouts):
@@ -263,7 +268,8 @@ class TrainConfig:
 
     def teacher_engine(self, path: str) -> EngineConfig:
         """A teacher's engine: the policy's options, its layout too, but for the model."""
-        return dataclasses.replace(self.actor, model=dataclasses.replace(self.model, path=path, init="hf"))
+        model = dataclasses.replace(self.model, path=path, init="hf")
+        return dataclasses.replace(self.actor, model=model, lora=LoraConfig())
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where a layout does not divide the number of processes."""

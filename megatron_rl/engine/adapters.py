@@ -31,7 +31,7 @@ from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.weights.adapter_rules import MODULE, adapted, adapter_rule
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.reshard import rules_of
-from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule, Shape
+from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
@@ -42,7 +42,7 @@ class Adapter(nn.Module):
 
     def __init__(
         self,
-        shape: Shape,
+        weight: Tensor,
         rule: Rule,
         arch: Architecture,
         lora: LoraConfig,
@@ -56,14 +56,15 @@ class Adapter(nn.Module):
         self.is_cut_by_columns = isinstance(rule.layout, Columns)
         self.is_whole = isinstance(rule.layout, Replicated)
         parts = adapted(rule, lora)
-        dtype, (rows, columns) = config.params_dtype, shape
-        self.lora_A = nn.Parameter(torch.empty(len(parts) * lora.rank, columns, dtype=dtype))
-        self.lora_B = nn.Parameter(torch.empty(rows, lora.rank, dtype=dtype))
+        like: dict[str, Any] = {"dtype": config.params_dtype, "device": weight.device}
+        rows, columns = weight.shape
+        self.lora_A = nn.Parameter(torch.empty(len(parts) * lora.rank, columns, **like))
+        self.lora_B = nn.Parameter(torch.empty(rows, lora.rank, **like))
         # Of a fused matrix, which projection each row here belongs to: it reads that one's part of lora_A x.
         chosen: Tensor | None = None
         if len(rule.hf) > 1:
             of_row = rule.layout.load(_Numbered(parts), list(rule.hf), (rows, 1), axis.rank, axis.size, arch)
-            chosen = (of_row == torch.arange(len(parts))).to(dtype)  # [rows, projections]
+            chosen = (of_row == torch.arange(len(parts))).to(**like)  # [rows, projections]
         self.register_buffer("chosen", chosen, persistent=False)
         for name, part in self.named_parameters():
             dim = adapter_rule(rule, name, lora).layout.split_dim
@@ -91,7 +92,7 @@ class Adapter(nn.Module):
             # part that all ranks hold alike needs of its own gradient.
             copied = (lambda weight: copy_to_tensor_model_parallel_region(weight, group)) if is_shared else lambda w: w
             down, up = (self.lora_A, copied(self.lora_B)) if self.is_cut_by_columns else (copied(self.lora_A), None)
-            return torch.add(output, F.linear(F.linear(x, down), self.wide_b() if up is None else up), alpha=self.scale)
+            return self._add(F.linear(x, down), self.wide_b() if up is None else up, output)
         inner = F.linear(x, self.lora_A)
         if is_shared and not self.is_whole:
             if self.is_cut_by_columns:  # each rank has a part of the sum
@@ -105,7 +106,12 @@ class Adapter(nn.Module):
                 inner = gather_from_sequence_parallel_region(inner, group=group)
             else:  # each rank has all, and a part of the sum on the way back
                 inner = copy_to_tensor_model_parallel_region(inner, group=group)
-        return torch.add(output, F.linear(inner, self.wide_b()), alpha=self.scale)
+        return self._add(inner, self.wide_b(), output)
+
+    def _add(self, inner: Tensor, up: Tensor, output: Tensor) -> Tensor:
+        """Add to the matrix' output, which may be the widest tensor of its layer: without forming another for it."""
+        rows = output.view(-1, output.shape[-1])
+        return torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=self.scale).view(output.shape)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -143,6 +149,7 @@ class Adapters:
     def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
         self._of: dict[Tensor, Adapter] = {}
         """By the matrices that they belong to."""
+        self.sum_of_base = 0
         self._base: list[tuple[Tensor, Rule]] = []
         for chunk in chunks:
             self._attach(chunk, arch, lora, groups)
@@ -166,7 +173,7 @@ class Adapters:
                     f"where lora.rank = {lora.rank} cannot; leave it out, or take other lora.targets."
                 )
             axis = groups.tensor if rule.expert is None else groups.expert_tensor
-            adapter = Adapter(tuple(weight.shape), rule, arch, lora, axis, config=chunk.config)
+            adapter = Adapter(weight, rule, arch, lora, axis, config=chunk.config)
             modules[above].add_module(own + MODULE, adapter)
             linear.register_forward_hook(_adding(adapter), prepend=True)  # in front of a norm behind the matrix
             self._of[weight] = adapter
@@ -185,8 +192,9 @@ class Adapters:
             for adapter in self._of.values():
                 adapter.is_on = True
 
-    def sum_of_base(self, groups: ParallelGroups) -> int:
-        """Return a sum over the bits of all frozen weights, the same in every layout. All ranks call it."""
+    def note_base(self, groups: ParallelGroups) -> None:
+        """Take `sum_of_base`, over the bits of all frozen weights and the same in every layout, once these are loaded.
+        All ranks call it."""
         total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
         for weight, rule in self._base:
             is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None
@@ -196,7 +204,7 @@ class Adapters:
             if replica.rank == 0 and (is_cut or axis.rank == 0):
                 total += weight.detach().view(torch.int16).sum(dtype=torch.int64)
         dist.all_reduce(total)
-        return int(total)
+        self.sum_of_base = int(total)
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return this rank's shard of what a server without adapters computes with."""

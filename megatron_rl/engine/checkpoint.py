@@ -282,7 +282,7 @@ def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
     """Return what the adapters of a checkpoint belong to; {} for a model without."""
     if engine.adapters is None:
         return {}
-    return dataclasses.asdict(engine.config.lora) | {"base": engine.adapters.sum_of_base(engine.groups)}
+    return dataclasses.asdict(engine.config.lora) | {"base": engine.adapters.sum_of_base}
 
 
 def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> None:

@@ -49,6 +49,7 @@ from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.senders import StageHeads
 from megatron_rl.weights.tensor_rules import WeightSource
+from megatron_rl.weights.update_group import TensorSpec
 
 
 class MegatronEngine(ModelEngine):
@@ -111,6 +112,7 @@ class MegatronEngine(ModelEngine):
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
         if self.adapters is not None:
+            self.adapters.note_base(self.groups)
             self._load_adapters(FirstAdapters(self.arch, config.lora, config.seed))
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
         self.optimizer = self.scheduler = None
@@ -352,13 +354,18 @@ class MegatronEngine(ModelEngine):
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' HF tensors, by their names without PEFT's prefix, on global rank 0. All ranks call it and
         exhaust the stream."""
-        self._activate()
+        known = {spec.name for spec in self.adapter_specs()}
         self._gather_weights()
+        return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
+
+    def adapter_specs(self) -> list[TensorSpec]:
+        """Return what `adapter_tensors` yields. All ranks call it."""
+        self._activate()
         lora = self.config.lora
         if self._adapter_export is None:
             self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)
         known = adapter_shapes(self.arch, lora)
-        return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
+        return [spec for spec in self._adapter_export.specs if spec.name in known]
 
     def _load_adapters(self, source: WeightSource) -> None:
         load_shards(self.chunks, source, self.arch, self.groups, self.config.lora)
@@ -387,6 +394,9 @@ class MegatronEngine(ModelEngine):
             mine.copy_(theirs)
 
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
+        if self.config.publication == "adapters":
+            self.publish(receiver, self.adapter_specs(), self.adapter_tensors(), version)
+            return
         export = self.export()
         self._gather_weights()
         if self.publisher is None and self.config.publication == "group" and self.groups.pipeline.size > 1:
@@ -456,6 +466,8 @@ class MegatronEngine(ModelEngine):
             self._load_adapters(PeftFolder(path, self.arch, self.config.lora))
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
+            if self.adapters is not None:
+                self.adapters.note_base(self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

@@ -23,11 +23,12 @@ from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.weights.publish import DiskPublisher, GroupPublisher, WeightPublisher
+from megatron_rl.weights.publish import AdapterPublisher, DiskPublisher, GroupPublisher, WeightPublisher
 from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
@@ -82,7 +83,7 @@ class ModelEngine(TrainEngine):
     ) -> None:
         """Send weights to the servers behind `receiver`, over what the first call has set up. All ranks call it."""
         if self.publisher is None:  # the servers are known only now; what is set up for them is kept
-            self.publisher = make_publisher(receiver, self.config, backend=platform.backend())
+            self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
         self.publisher.publish(specs, tensors, version)
 
     def close_publisher(self) -> None:
@@ -171,10 +172,15 @@ def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
 
-def make_publisher(receiver: WeightReceiver | None, config: EngineConfig, *, backend: str) -> WeightPublisher:
+def make_publisher(
+    receiver: WeightReceiver | None, config: EngineConfig, arch: Architecture, *, backend: str
+) -> WeightPublisher:
     """Return the publisher of `config.publication`; `backend` is that of the trainer's own groups."""
+    folder: dict[str, Any] = {"folder": Path(config.publication_folder), "model_folder": config.model.path}
     if config.publication == "disk":
-        return DiskPublisher(receiver, folder=Path(config.publication_folder), model_folder=config.model.path)
+        return DiskPublisher(receiver, **folder)
+    if config.publication == "adapters":
+        return AdapterPublisher(receiver, arch=arch, lora=config.lora, **folder)
     if config.publication == "ipc":
         return IPCPublisher(receiver, bucket_bytes=config.bucket_bytes)
     if config.publication == "delta":

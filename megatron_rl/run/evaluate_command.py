@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def evaluate(path: Path, overrides: list[str]) -> str:
         prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, context=context)
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     together = [prompt for members in prompts.values() for prompt in members]
+    # Of weights that are whole: adapters are merged into what a run saves.
+    config.rollout = replace(config.rollout, publication="group")
     servers, folder = servers_of(config), Path(config.run.folder)
     try:  # as two would write one eval.jsonl
         lock = file_lock.keep_folder(folder, LOCK, "an evaluation")

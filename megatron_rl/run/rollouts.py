@@ -41,6 +41,7 @@ from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.adapter_rules import last_parts
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 
@@ -151,15 +152,18 @@ class RolloutProcesses:
         return urls
 
     def _start_servers(self, options: RolloutConfig, folder: Path, **where: str) -> list[str]:
-        config = self.config
+        config, arch, lora = self.config, read_architecture(self.config.model.path), None
+        if options.publication == "adapters":
+            lora = replace(config.lora, targets=last_parts(arch, config.lora))
         self.supervisor = Supervisor(
             options,
             config.model.path,
             folder,
             **where,
             dtype=config.model.dtype,
-            context_length=read_architecture(config.model.path).max_positions,
-            dummy_weights=True,  # version 0 is published before the first request
+            context_length=arch.max_positions,
+            dummy_weights=lora is None,  # version 0 is published before the first request
+            lora=lora,
             threads_per_server=config.run.threads_per_rank or free_cores(),
             devices=devices_by_server(options),
             on_death=self._on_death,

@@ -52,6 +52,8 @@ READ_HERE_BYTES = 32 * 1024
 """Replies from this size on are read by another thread: to hand a smaller one over takes longer than to read it."""
 BUSY = (408, 425, 429)
 """Statuses of a server, or of a router before it, that takes no more just now."""
+ADAPTERS = "policy"
+"""The name under which servers have a policy's adapters."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses with which a server refuses what it was asked to generate; others say that it, or its door, is not right."""
 FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
@@ -177,16 +179,19 @@ class ServerClient:
         session: aiohttp.ClientSession,
         *,
         freezes_steps: bool,
+        uses_adapters: bool = False,
         vocab_size: int | None,
         spans: Spans,
         readers: Executor,
     ) -> None:
-        """freezes_steps: updates come while a step is under way, because requests are paused in place.
+        """freezes_steps: updates come while a step is under way, because requests are paused in place. uses_adapters:
+        requests are for the adapters that it has by the name ADAPTERS.
 
         vocab_size: the model's, as this side knows it; the server may say less, and nothing above. readers: threads in
         which long replies are read.
         """
         self.url, self.freezes_steps, self.vocab_size = url.rstrip("/"), freezes_steps, vocab_size
+        self.uses_adapters = uses_adapters
         self.calls: set[asyncio.Task[ReplyPart]] = set()
         """Generation requests of this client that are under way."""
         self.info: ServerInfo | None = None
@@ -442,6 +447,8 @@ class ServerClient:
     async def generate(self, asked: Asked, input_ids: list[int], sampling_params: dict[str, Any]) -> ReplyPart:
         """Generate once, however long it takes: the deadline of a reply is the caller's. BadReply for a wrong one."""
         body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        if self.uses_adapters:
+            body["lora_path"] = ADAPTERS
         at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
         try:
             pieces = await self._pieces("POST", "/generate", body, None, at_most)

@@ -113,6 +113,7 @@ class Fleet:
         freezes_steps = self.config.interruption == "in_place"
         options: dict[str, Any] = {"vocab_size": self._vocab_size, "spans": self._spans}
         options["readers"] = self._reply_readers
+        options["uses_adapters"] = self.config.publication == "adapters"
         return ServerClient(url, self._session, freezes_steps=freezes_steps, **options)
 
     async def connect(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
 
@@ -83,6 +83,8 @@ class ServerLauncher:
     context_length: int | None = None
     dummy_weights: bool = False
     """Skip the checkpoint, where the trainer publishes weights before the first request."""
+    lora: LoraConfig | None = None
+    """The adapters that the trainer publishes before the first request. Their targets are last parts of names."""
     threads_per_server: int = 1
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
@@ -143,6 +145,10 @@ class ServerLauncher:
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
         command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER]
+        if self.lora is not None:
+            command += ["--enable-lora", "--max-lora-rank", str(self.lora.rank), "--max-loras-per-batch", "2"]
+            command += ["--lora-target-modules", *self.lora.targets]
+            command += [] if has_cuda() else ["--lora-backend", "torch_native"]
         if not has_cuda():
             command += SGLANG_CPU_ARGS
         elif self.config.colocated:
@@ -150,7 +156,7 @@ class ServerLauncher:
         return command
 
     def _shared_arguments(self) -> list[str]:
-        arguments = ["--dtype", self.dtype, "--weight-version", NO_WEIGHTS if self.dummy_weights else "0"]
+        arguments = ["--dtype", self.dtype, "--weight-version", NO_WEIGHTS if self.dummy_weights or self.lora else "0"]
         if self.context_length is not None:
             arguments += ["--context-length", str(self.context_length)]
         if self.dummy_weights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER, ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.ports import address_towards
-from megatron_rl.servers.client import CommandRefused, ServerClient
+from megatron_rl.servers.client import ADAPTERS, CommandRefused, ServerClient
 from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
 
@@ -187,6 +188,20 @@ class ServerWeights(abc.ABC):
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update(folder=str(path))
         return self._ask(self._folder_command(path, version))
+
+    def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
+        self._fleet.begin_update()
+        timeout_s = self.config.start_timeout_s
+
+        async def load(server: ServerClient) -> None:
+            with contextlib.suppress(CommandRefused):  # it has none yet
+                await server.command("/unload_lora_adapter", {"lora_name": ADAPTERS}, timeout_s=timeout_s)
+            body = {"lora_name": ADAPTERS, "lora_path": str(path)}
+            await server.command("/load_lora_adapter", body, timeout_s=timeout_s)
+            named = {"new_version": str(version), "abort_all_requests": False}
+            await server.command("/update_weight_version", named, timeout_s=timeout_s)
+
+        return self._ask(load)
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
         servers = self._fleet.members.publishing

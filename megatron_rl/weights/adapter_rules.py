@@ -11,6 +11,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config import LoraConfig, ModelConfig
+from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import HFFolder
 from megatron_rl.weights.mapping import hf_shapes, layer_rules
@@ -184,6 +186,39 @@ class PeftFolder:
         return self.source.read(PEFT_PREFIX + name, dim, start, stop)
 
 
+class AdaptedMatrices:
+    """The matrices of a model's folder that have adapters in a folder in PEFT's format.
+
+    For example:
+
+        tensors = dict(AdaptedMatrices("models/qwen3-4b", "runs/math/final/adapter").merged(torch.bfloat16))
+    """
+
+    def __init__(self, model_folder: str | Path, adapter_folder: str | Path) -> None:
+        config = json.loads((Path(adapter_folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        self.scale = config["lora_alpha"] / config["r"]
+        self.shapes = hf_shapes(read_architecture(model_folder))
+        self.adapters, self.model = HFFolder(adapter_folder, {}), HFFolder(model_folder, self.shapes)
+        names = (name.removeprefix(PEFT_PREFIX) for name in self.adapters.file_of if ".lora_A." in name)
+        self.names = [name.replace(".lora_A.", ".") for name in names]
+        if unknown := [name for name in self.names if name not in self.shapes]:
+            raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
+
+    def plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrices as the model has them."""
+        return ((name, self.model.read(name, 0, 0, self.shapes[name][0])) for name in self.names)
+
+    def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield them with their adapters, as `Adapter.merged` makes them of a model in `dtype`."""
+        for name, weight in self.plain():
+            rows = self.shapes[name][0]
+            a, b = (_adapter_name(name, part) for part in ("lora_A", "lora_B"))
+            down = self.adapters.read(PEFT_PREFIX + a, 1, 0, weight.shape[1])
+            up = self.adapters.read(PEFT_PREFIX + b, 0, 0, rows)
+            delta = up.float() @ down.float()
+            yield name, torch.add(weight.to(dtype).float(), delta, alpha=self.scale).to(dtype)
+
+
 def is_peft_folder(path: str | Path) -> bool:
     return (Path(path) / "adapter_config.json").is_file()
 
@@ -193,12 +228,16 @@ def adapter_source(path: str | Path | None, arch: Architecture, lora: LoraConfig
     return FirstAdapters(arch, lora, seed) if path is None else PeftFolder(path, arch, lora)
 
 
+def last_parts(arch: Architecture, lora: LoraConfig) -> list[str]:
+    """Return the last parts of the names of the projections that have adapters, such as `q_proj`."""
+    return sorted({name.rpartition(".")[2] for name in projections(arch) if _is_target(name, lora)})
+
+
 def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    known = projections(arch)
+    known, ends = projections(arch), last_parts(arch, lora)
     chosen = [name for name in known if _is_target(name, lora)]
     # PEFT adapts every module whose name ends so; where that were too many, a pattern of the whole names.
-    ends = sorted({name.rpartition(".")[2] for name in chosen})
     targets: Any = ends
     if any(name.rpartition(".")[2] in ends and name not in chosen for name in known):
         whole = (re.escape(name).replace(r"experts\.", r"experts\.([0-9]+\.)?") for name in chosen)

@@ -37,7 +37,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
+from megatron_rl.config import LoraConfig
+from megatron_rl.weights.adapter_rules import write_peft_folder
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.senders import ANSWERED, Sender, StageHeads
 from megatron_rl.weights.sglang_loaders import pickled_round
@@ -593,7 +596,7 @@ class DiskPublisher(WeightPublisher):
         self._pause()
         try:
             began = time.monotonic()
-            self._collect(self.receiver.load_folder(target, version))
+            self._collect(self._load(target, version))
             self._note("publication", "load folder", began)
             self._confirm(checksums)
             self.receiver.finish_update(version)
@@ -604,7 +607,45 @@ class DiskPublisher(WeightPublisher):
             if other != target:
                 shutil.rmtree(other)
 
+    def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
+        return self.receiver.load_folder(target, version)
+
     def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
         target = self.folder / f"version-{version}"
         write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
+        return target
+
+
+class AdapterPublisher(DiskPublisher):
+    """Writes the adapters alone, in PEFT's format. Servers compute them beside the model's weights, which they keep.
+
+    No server has checksums of adapters: what it says is that it has loaded all tensors of the folder.
+    """
+
+    def __init__(
+        self,
+        receiver: WeightReceiver | None,
+        *,
+        folder: Path,
+        arch: Architecture,
+        lora: LoraConfig,
+        model_folder: str,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(receiver, folder=folder, model_folder=model_folder, timeout_s=timeout_s)
+        self.arch, self.lora = arch, lora
+
+    def _forms(self) -> list[ChecksumForm]:
+        return []
+
+    def _confirm(self, checksums: ExpectedChecksums) -> None:
+        """Nothing: the servers' checksums are of the weights that no publication changes."""
+
+    def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
+        return self.receiver.load_adapters(target, version)
+
+    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
+        target = self.folder / f"version-{version}"
+        named = {name: tensor.cpu() for name, tensor in tensors}  # one by one, so that the device has none of them
+        write_peft_folder(target, named, self.arch, self.lora, self.model_folder)
         return target

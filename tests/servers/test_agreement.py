@@ -3,10 +3,12 @@
 import json
 import os
 import urllib.request
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny import LAYOUTS, make_engine
 from training_runs import COUNT, ROOT, mean, steps_of
 
@@ -17,7 +19,10 @@ from megatron_rl.config import GenerationConfig, LoraConfig, RolloutConfig, load
 from megatron_rl.rollout.groups import join_groups, trained_versions
 from megatron_rl.rollout.journal import SUFFIX, read_file
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
+from megatron_rl.weights.adapter_rules import last_parts
+from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.update_group import checksum
 from megatron_rl.workflows import RLVRWorkflow
@@ -49,13 +54,20 @@ def load_folder(url, folder, version="0"):
         assert answer.status == 200
 
 
-def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None):
-    """Move the weights off the folder's, publish them, sample, and score the samples in the trainer."""
+def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None, adapter_folder=None):
+    """Move the weights off the folder's, publish them, sample, and score the samples in the trainer.
+
+    adapter_folder: publishes adapters alone, over this folder.
+    """
     engine = make_engine(model, LAYOUTS[layout][1], lr=1e-2, lora=lora)
     engine.config.bucket_bytes = bucket_bytes
+    options = {"token_file": TOKEN_FILE}
+    if adapter_folder is not None:
+        engine.config.publication, engine.config.publication_folder = "adapters", str(adapter_folder)
+        options |= {"publication": "adapters", "interruption": "abort"}
     groups, rollout = engine.groups, None
     if groups.is_main:
-        rollout = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE), seed=1)
+        rollout = RemoteSGLangEngine(RolloutConfig(**options), seed=1)
         rollout.initialize(urls)
     workflow = RLVRWorkflow(
         lambda **_: 0.0,
@@ -138,6 +150,40 @@ def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tin
     finally:
         load_folder(real_sglang, tiny_model)
     assert greedy(real_sglang) != published, "the folder's own weights answer otherwise"
+
+
+ADAPTERS = LoraConfig(rank=4, alpha=64.0)
+
+
+@pytest.fixture(params=["embedded", "sglang"])
+def with_adapters(request, tiny_model, tmp_path):
+    """A server that was started for adapters, and that no other test uses."""
+    arguments = []
+    if request.param == "sglang":
+        request.getfixturevalue("needs_sglang")
+        arguments = ["--max-total-tokens", "8192", "--random-seed", "1"]
+    config = RolloutConfig(backend=request.param, start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE)
+    (folder := tmp_path / "servers").mkdir()
+    lora = replace(ADAPTERS, targets=last_parts(read_architecture(tiny_model), ADAPTERS))
+    with Supervisor(config, tiny_model, folder, lora=lora) as supervisor:
+        yield supervisor.urls[0]
+
+
+def test_servers_compute_published_adapters_beside_weights_that_stay(tiny_model, with_adapters, tmp_path):
+    arguments = tiny_model, [with_adapters], "tp2_pp2", 40_000, ADAPTERS, tmp_path / "published"
+    batch, ours, weights = run_ranks(4, train_publish_and_sample, *arguments)[0]
+    assert_same_logprobs(batch, ours)
+    plain = load_file(tiny_model / "model.safetensors")
+    changed = [name for name, tensor in weights.items() if not torch.equal(tensor, plain[name])]
+    assert any("q_proj" in name for name in changed) and any("down_proj" in name for name in changed)
+    (published,) = (tmp_path / "published").iterdir()
+    assert {file.name for file in published.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert post(with_adapters, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
+    load_folder(with_adapters, tiny_model)
+    answers = [greedy(with_adapters)]
+    write_hf_folder(tmp_path / "merged", weights.items(), model_folder=tiny_model, dtype=torch.float32)
+    load_folder(with_adapters, tmp_path / "merged")
+    assert greedy(with_adapters) != answers[0], "these adapters change what is answered"
 
 
 def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
@@ -246,4 +292,22 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
         else:
             first, second = (reference_logprobs(folder, prompt, tokens) for folder in (old, new))
             expected = first[:before] + second[before:]
+        assert logprobs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_every_trained_token_is_of_the_adapters_that_it_names(tiny_model, with_adapters, tmp_path):
+    lora = ("lora.rank=4", "lora.alpha=64", "rollout.publication=adapters", "rollout.interruption=abort")
+    arguments = asynchronous(*lora, "algo.kl_coefficient=0.01", "run.save_every_steps=1", "batch.updates_per_step=1")
+    steps = grpo(
+        tiny_model, [with_adapters], tmp_path / "run", *arguments, "run.steps=6", "generation.max_new_tokens=200"
+    )
+    assert max(step.get("mismatch/mean_age_0", 0.0) for step in steps) < 1e-4
+    assert steps[0]["policy/reference_kl"] < 1e-6 < steps[-1]["policy/reference_kl"], "the reference has no adapters"
+    replies = trained_replies(tmp_path / "run", 6)
+    assert met_by_new_weights(replies)
+    models = [load_reference(folder) for folder in (tiny_model, *(tmp_path / f"run/step-{v}" for v in range(1, 6)))]
+    for prompt, tokens, logprobs, versions in replies[:: len(replies) // 16]:
+        by_version = {version: logprobs_of(models[version], prompt, tokens) for version in set(versions)}
+        expected = [by_version[version][place] for place, version in enumerate(versions)]
         assert logprobs == pytest.approx(expected, abs=1e-3)

@@ -4,8 +4,9 @@ Python imports a module of this name first thing in every process that has this 
 puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 
 The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
-fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, and taking checksums
-of weights waits for the device (up to 0.5.22). Each hook runs just before the module that needs it is imported.
+fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, taking checksums of
+weights waits for the device (up to 0.5.22), and adapters are kept in memory that is pinned for it. Each hook runs just
+before the module that needs it is imported.
 
 Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
 through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
@@ -67,6 +68,19 @@ def replace_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
+def leave_memory_unpinned() -> None:
+    if "--enable-lora" not in sys.argv:
+        return
+    import torch
+
+    def unpinned(make):
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+    for name in ("tensor", "empty", "zeros", "ones"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
 def fork_processes() -> None:
     set_start_method = multiprocessing.set_start_method
 
@@ -84,6 +98,7 @@ sys.meta_path.insert(
         {
             "torchvision": define_torchvision_operators,
             "sglang.srt.entrypoints.engine": fork_processes,
+            "sglang.srt.lora.lora_manager": leave_memory_unpinned,
             "sglang.srt.mem_cache.pool_host.common": replace_cudart,
             "sglang.srt.utils.weight_checker": replace_synchronize,
         }

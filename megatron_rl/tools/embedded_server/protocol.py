@@ -19,7 +19,6 @@ _UNSUPPORTED = {
     "image_data": (None, []),
     "audio_data": (None, []),
     "video_data": (None, []),
-    "lora_path": (None,),
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_hidden_states": (None, False),
@@ -107,8 +106,12 @@ def is_text(body: Any) -> bool:
     return isinstance(body, dict) and (body.get("text") is not None or body.get("messages") is not None)
 
 
-def parse_generate(body: Any, limits: Limits, text: Text | None) -> GenerateCall:
+def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | None = None) -> GenerateCall:
+    """adapter: the name of the one that is in the weights."""
     _check_object(body, _UNSUPPORTED)
+    if (named := body.get("lora_path")) != adapter:
+        has = "no adapter" if adapter is None else f"the adapter {adapter!r}, and answers with no other weights"
+        raise ValueError(f"lora_path = {shown(named)}: this server has {has}; load or name it first")
     prompts, batch = _prompts(body, limits, text)
     stream, return_logprob = flag(body, "stream"), flag(body, "return_logprob")
     params = _per_prompt(body.get("sampling_params"), len(prompts), batch, "sampling_params")

@@ -109,9 +109,10 @@ class RolloutServer:
     # Generation
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        call = await http.app[BODIES].json(
-            http, lambda body: protocol.parse_generate(body, self.limits, self.text), is_slow=protocol.is_text
-        )
+        def parse(body: Any) -> protocol.GenerateCall:
+            return protocol.parse_generate(body, self.limits, self.text, self.weights.adapter)
+
+        call = await http.app[BODIES].json(http, parse, is_slow=protocol.is_text)
         if call.stream:
             return await self._stream(http, call)
         await self._run(call.requests)

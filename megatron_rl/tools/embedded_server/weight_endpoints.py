@@ -28,6 +28,7 @@ from megatron_rl.tools.embedded_server.bodies import BODIES
 from megatron_rl.tools.embedded_server.direct_updates import changes, shared_tensors
 from megatron_rl.tools.embedded_server.fields import MOST_LETTERS, field, integer, shown
 from megatron_rl.tools.embedded_server.responses import Handler, json_response, read_object, wait
+from megatron_rl.weights.adapter_rules import AdaptedMatrices
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
@@ -53,6 +54,8 @@ class WeightEndpoints:
         self.batcher = batcher
         self.model_path = model_path
         """The folder that the weights were last read from."""
+        self.adapter: str | None = None
+        """The name of the adapter that is merged into the weights."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
         """Groups that a thread is trying to join."""
@@ -70,6 +73,8 @@ class WeightEndpoints:
             "/update_weights_from_tensor": self.update_from_tensor,
             "/update_weights_from_delta": self.update_from_delta,
             "/update_weights_from_disk": self.update_from_disk,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
             "/update_weight_version": self.update_version,
             "/weights_checker": self.check,
             "/get_weights_by_name": self.get_by_name,
@@ -244,6 +249,36 @@ class WeightEndpoints:
         return json_response(
             {"success": True, "message": message, "num_paused_requests": self.batcher.running_requests}
         )
+
+    async def load_adapter(self, http: web.Request) -> web.Response:
+        """Merge an adapter in PEFT's format into the weights. Unlike SGLang, this server has one at a time."""
+        body = await read_object(http)
+        name, folder = field(body, "lora_name", str), field(body, "lora_path", str)
+        if self.adapter is not None:
+            raise ValueError(f"lora_name = {shown(name)}: the adapter {shown(self.adapter)} is loaded; unload it first")
+        await self._write_matrices(folder, is_merged=True)
+        self.adapter, self._adapter_folder = name, folder
+        return success(f"Loaded adapter {name}.")
+
+    async def unload_adapter(self, http: web.Request) -> web.Response:
+        name = field(await read_object(http), "lora_name", str)
+        if name != self.adapter:
+            raise ValueError(f"lora_name = {shown(name)}: no such adapter is loaded")
+        await self._write_matrices(self._adapter_folder, is_merged=False)
+        self.adapter = None
+        return success(f"Unloaded adapter {name}.")
+
+    async def _write_matrices(self, folder: str, *, is_merged: bool) -> None:
+        """Write the matrices of an adapter's folder, with it or as the model's folder has them."""
+
+        def write() -> None:
+            matrices = AdaptedMatrices(self.model_path, folder)
+            self._write(matrices.merged(self.batcher.model.dtype) if is_merged else matrices.plain())
+
+        try:
+            await wait(self._update(write, {"flush_cache": False}))
+        except OSError as error:
+            raise ValueError(f"lora_path = {shown(folder)}: {error}") from error
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
         """Return whether the update flushes the cache; ValueError where paused requests hold it."""

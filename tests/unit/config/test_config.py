@@ -369,7 +369,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("rollout.recipe=[{reward: exact}]", r"rollout.recipe\[0\] = .*must be .reward: package.module:name"),
         ("rollout.reward_workers=0", "rollout.reward_workers = 0: must be at least 1"),
         ("rollout.server_count=0", "rollout.server_count = 0: must be at least 1"),
-        ("rollout.publication=rdma", "rollout.publication = 'rdma': must be group, ipc, delta or disk"),
+        ("rollout.publication=rdma", "rollout.publication = 'rdma': must be group, ipc, delta, disk or adapters"),
         ("rollout.max_concurrent_episodes=0", "rollout.max_concurrent_episodes = 0: must be at least 1"),
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline = 2: needs parallel.pipeline > 1"),
         ("rollout.max_staleness=-1", "rollout.max_staleness = -1: must be at least 0; 0 is synchronous"),
@@ -418,6 +418,18 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.servers=[http://a]", "rollout.registry=b"],
             "rollout.registry = 'b': must be empty where rollout.ser",
+        ),
+        (
+            ["rollout.publication=adapters", "rollout.interruption=abort"],
+            "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank",
+        ),
+        (
+            ["rollout.publication=adapters", "lora.rank=4"],
+            "rollout.interruption = 'retract': must be abort with rollout.publication = adapters",
+        ),
+        (
+            ["lora.rank=4", "warm_start.updates=3"],
+            "warm_start.updates = 3: trains the weights that lora.rank = 4 freezes",
         ),
         (
             ["rollout.max_staleness=1", "rollout.oversample=1.5"],
