@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import PIPELINE_CUTS, ParallelConfig
+from megatron_rl.config import PIPELINE_CUTS, LoraConfig, ParallelConfig
 from megatron_rl.parallel import Cut, cut_by_upstream
+from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import edges, layer_rules, sizes
 from megatron_rl.weights.tensor_rules import ROUTER_BIAS, Rule
@@ -143,6 +144,36 @@ def parameters_of_stage(
             rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer
             alike[kind] = _shares(rules, arch, parallel)
         shares += alike[kind]
+    return shares
+
+
+def adapters_of_stage(
+    arch: Architecture,
+    lora: LoraConfig,
+    parallel: ParallelConfig,
+    stage: int,
+    megatron: dict[str, Any] | None = None,
+) -> Shares:
+    """Return the number of adapters' parameters on each rank of a pipeline stage."""
+    numbers = itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage])
+    return sum((_adapter_shares(layer_rules(arch, number), arch, lora, parallel) for number in numbers), Shares())
+
+
+def _adapter_shares(rules: list[Rule], arch: Architecture, lora: LoraConfig, parallel: ParallelConfig) -> Shares:
+    words, shares = sizes(arch), Shares()
+    for rule in rules:
+        parts, is_expert = adapted(rule, lora), "{}" in rule.megatron
+        dims = [tuple(words[word] for word in dims.split()) for dims in rule.hf.values()]
+        cuts = {"lora_A": len(parts) * dims[0][-1], "lora_B": sum(rows for rows, *_ in dims)}
+        ranks = parallel.expert_tensor if is_expert else parallel.tensor
+        for part, width in cuts.items() if parts else ():
+            is_cut = adapter_rule(rule, part, lora).layout.split_dim is not None
+            count = lora.rank * width // (ranks if is_cut else 1)
+            if is_expert:
+                assert arch.mixture is not None
+                shares += Shares(expert=count * arch.mixture.experts // parallel.expert)
+            else:
+                shares += Shares(dense=count)
     return shares
 
 

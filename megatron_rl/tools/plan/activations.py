@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config import EngineConfig
+from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import layers_of_stages
+from megatron_rl.weights.mapping import layer_rules
 
 DELTA_CHUNK = 64
 """Rows of a chunk of delta nets, as engine/delta_rule.py has them. Sequences are taken to fill theirs."""
@@ -127,7 +129,19 @@ class Activations:
         after = 2 * self.norm(self.arch.hidden) if self.arch.has_norms_behind and self.arch.has_norms_before else 0.0
         # Twice: a norm, and its result as the input of the matrix behind it, before attention and before feed-forward.
         inputs = 2 * (self.norm(self.arch.hidden) + self.itemsize * self.own * self.arch.hidden)
-        return inputs + attention + feed_forward + after
+        return inputs + attention + feed_forward + after + self._adapters(number)
+
+    def _adapters(self, number: int) -> float:
+        """The rows between an adapter's two matrices, of all ranks where the second one is cut by its rows."""
+        lora, kept = self.config.lora, 0.0
+        for rule in layer_rules(self.arch, number) if lora.rank > 0 else ():
+            is_gathered = adapter_rule(rule, "lora_B", lora).layout.split_dim is not None
+            rows = 1.0 if is_gathered else self.own
+            if "{}" in rule.megatron:
+                assert self.arch.mixture is not None
+                rows = self.arch.mixture.per_token * self.own * self.config.parallel.expert_tensor
+            kept += rows * len(adapted(rule, lora)) * lora.rank * self.itemsize
+        return kept
 
     def norm(self, width: int, *, count: float = 1.0, share: float | None = None, keeps_input: bool = True) -> float:
         """A norm of `count` parts of `width`: its input in float32, its result before the weight, and its scale.

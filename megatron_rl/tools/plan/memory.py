@@ -11,13 +11,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config import EngineConfig, TrainConfig
+from megatron_rl.config import EngineConfig, ParallelConfig, TrainConfig
 from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.layout import Shares, attention_parameters, largest_tensor, parameters, parameters_of_stage
+from megatron_rl.weights.layout import (
+    Shares,
+    adapters_of_stage,
+    attention_parameters,
+    largest_tensor,
+    parameters,
+    parameters_of_stage,
+)
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
@@ -42,7 +49,8 @@ class Model:
     @property
     def has_fused_layers(self) -> bool:
         """True where a cluster with Transformer Engine builds its layers."""
-        return self.engine.model.transformer_impl != "local" and self.arch.fits_transformer_engine
+        wants_them = self.engine.model.transformer_impl != "local" and self.engine.lora.rank == 0
+        return wants_them and self.arch.fits_transformer_engine
 
     @property
     def itemsize(self) -> int:
@@ -58,13 +66,30 @@ class Model:
     def parameters(self) -> int:
         return parameters(self.arch)
 
+    @property
+    def published_bytes(self) -> float:
+        """Of the whole model, or of adapters where servers are sent these alone."""
+        if self.engine.publication != "adapters":
+            return float(self.itemsize * self.parameters)
+        return float(self.itemsize * adapters_of_stage(self.arch, self.engine.lora, ParallelConfig(), 0).total)
+
+    def trained_of_stage(self, stage: int, parallel: ParallelConfig | None = None) -> Shares:
+        """Return the parameters that each rank of a stage has gradients of: all, or those of adapters.
+
+        parallel: another layout than the model's own.
+        """
+        layout = (parallel or self.engine.parallel, stage, self.megatron)
+        if self.engine.lora.rank > 0:
+            return adapters_of_stage(self.arch, self.engine.lora, *layout)
+        return parameters_of_stage(self.arch, *layout)
+
 
 def models_of(config: TrainConfig) -> list[Model]:
     """The policy, and where the config has them its reference, teachers, critic and reward model. Reads their
     config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
-    if config.algo.kl_coefficient > 0:
+    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:  # which is the policy without its adapters
         found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
     for path in config.teacher.engine_paths:
         teacher = read_architecture(path).with_head("policy")
@@ -110,6 +135,9 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
         return weights
+    if model.engine.lora.rank > 0:
+        shares = model.trained_of_stage(stage)
+        weights["weights"] += shares.total * model.itemsize
     optimizer = (1 - model.share_on_cpu) * _optimizer_bytes(model, shares, world_size)
     gradient = 4.0 if model.engine.optimizer.megatron.get("grad_reduce_in_fp32", True) else float(model.itemsize)
     return weights | {"gradients": gradient * shares.total, "optimizer": optimizer}
@@ -160,7 +188,8 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
     if b == 2:  # the gradient of a chunk has 16 bits, the logits of one part of it 32
         chunk = rows_of_gradient(columns)
         logits = (2.0 * min(chunk, rows) + 4.0 * min(chunk // PARTS, rows)) * columns
-    placeholder = 0 if arch.tied else columns * arch.hidden * b  # of the weight's gradient, once the logits are gone
+    # Of the weight's gradient, once the logits are gone.
+    placeholder = 0 if arch.tied or model.engine.lora.rank > 0 else columns * arch.hidden * b
     gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
     return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
 
@@ -224,7 +253,7 @@ def memory_of_stage(
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
     moments = {"backward pass": again + between + activations.working(stage, rows)}
-    shares = parameters_of_stage(model.arch, parallel, stage, model.megatron)
+    shares = model.trained_of_stage(stage)
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     moments["optimizer step"] = 4 * float32_copies(model) * updated
     if model.name == "policy" and (stage == 0 or config.rollout.colocated or model.engine.publication == "group"):
@@ -245,9 +274,16 @@ def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
 
 
 def publication_bytes(model: Model) -> float:
-    """Two buckets on a rank that sends, one being filled and one on its way, and two tensors for them."""
+    """Two buckets on a rank that sends, one being filled and one on its way, and two tensors for them.
+
+    A matrix that an adapter is merged into is formed in float32 first, as its parts are. Adapters alone leave one by
+    one.
+    """
+    if model.engine.publication == "adapters":
+        return 0.0
     bucket = min(model.engine.bucket_bytes, model.itemsize * model.parameters)
-    return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch))
+    merged = 3 * 4 * largest_tensor(model.arch) if model.engine.lora.rank > 0 else 0
+    return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch)) + merged
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def publish_s(self) -> float:
-        return self.models[0].itemsize * self.models[0].parameters / devices.PUBLICATION_BANDWIDTH
+        return self.models[0].published_bytes / devices.PUBLICATION_BANDWIDTH
 
     @property
     def turns_s(self) -> float:

@@ -54,14 +54,19 @@ def passes(model: Model, config: TrainConfig) -> float:
 
 
 def training_passes(model: Model) -> float:
-    """Count the passes of an update: recomputation forms every activation once more beside forward and backward."""
-    return 4.0 if model.megatron.get("recompute_granularity") == "full" else 3.0
+    """Count the passes of an update: recomputation forms every activation once more beside forward and backward.
+
+    Of a backward pass a half is for the weights' gradients, which frozen weights have not.
+    """
+    passes = 4.0 if model.megatron.get("recompute_granularity") == "full" else 3.0
+    return passes - 1 if model.engine.lora.rank > 0 else passes
 
 
 def first_passes(config: TrainConfig) -> float:
     """Count the policy's forward passes over the step's tokens before its updates."""
     algo = config.algo
     passes = 1.0 if algo.high_entropy_share < 1 else 0.0
+    passes += config.lora.rank > 0 and algo.kl_coefficient > 0  # the reference's, with adapters off
     teachers = config.teacher.teachers.values()
     passes += sum(teacher.path == POLICY for teacher in teachers) / max(len(teachers), 1)
     if algo.penalizes_reward or algo.loss in SELECTING:

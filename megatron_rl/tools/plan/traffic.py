@@ -14,7 +14,9 @@ from typing import Any
 from megatron_rl.config import ParallelConfig
 from megatron_rl.tools.plan.devices import LINKS
 from megatron_rl.tools.plan.memory import Model
+from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_stage
+from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
 """Of a label: what tensor ranks tell each other of their columns' logits (`logprob_partials`)."""
@@ -96,13 +98,15 @@ class RankTraffic:
             sent += self._over_replicas(b)
         is_by_stage, ranks_of_stage = self.model.engine.publication == "group", self.world_size // parallel.pipeline
         if self.rank % ranks_of_stage == 0 if is_by_stage else self.rank == 0:
-            own = parameters_of_stage(arch, parallel, self.stage, self.model.megatron)
+            own = self._published(self.stage, parallel)
             sent["tensor"] = b * (parallel.tensor - 1) * own.dense  # also of what each of them has whole
             sent["expert tensor"] = b * (parallel.expert_tensor - 1) * own.expert
             sent["expert"] = b * (parallel.expert - 1) * parallel.expert_tensor * own.expert
             if not is_by_stage:
-                sent["pipeline"] = b * sum(self._whole(stage).total for stage in range(1, parallel.pipeline))
-                sent["pipeline"] -= b * arch.vocab * arch.hidden if arch.tied and parallel.pipeline > 1 else 0
+                alone = self._alone
+                sent["pipeline"] = b * sum(self._published(n, alone).total for n in range(1, parallel.pipeline))
+                has_copy = arch.tied and parallel.pipeline > 1 and not self._publishes_adapters
+                sent["pipeline"] -= b * arch.vocab * arch.hidden if has_copy else 0
         return self._by_link(sent)
 
     def _by_link(self, sent: Counter[str]) -> list[Traffic]:
@@ -118,10 +122,19 @@ class RankTraffic:
         size = len(ranks_along(axis, self.model.engine.parallel, self.rank, self.world_size))
         return (size - 1) / size
 
-    def _whole(self, stage: int) -> Shares:
-        """The parameters of a stage on all of its ranks together."""
-        alone = replace(self.model.engine.parallel, tensor=1, expert=1, expert_tensor=1, sequence=None)
-        return parameters_of_stage(self.model.arch, alone, stage, self.model.megatron)
+    @property
+    def _alone(self) -> ParallelConfig:
+        """The layout in which a rank has all of its stage."""
+        return replace(self.model.engine.parallel, tensor=1, expert=1, expert_tensor=1, sequence=None)
+
+    @property
+    def _publishes_adapters(self) -> bool:
+        return self.model.engine.publication == "adapters"
+
+    def _published(self, stage: int, parallel: ParallelConfig) -> Shares:
+        if self._publishes_adapters:
+            return self.model.trained_of_stage(stage, parallel)
+        return parameters_of_stage(self.model.arch, parallel, stage, self.model.megatron)
 
     # -- activations --------------------------------------------------------------------------------------------------
 
@@ -130,13 +143,17 @@ class RankTraffic:
         rows, labels = rows / parallel.context, labels / parallel.context  # of this context rank
         is_full, count = megatron.get("recompute_granularity") == "full", megatron.get("recompute_num_layers") or 1
         kinds: Counter[tuple[tuple[bool, bool], bool]] = Counter()
+        firsts: dict[tuple[bool, bool], int] = {}
         for chunk in layers_of_stages(arch, parallel, megatron)[self.stage]:
             for place, number in enumerate(chunk):
                 is_whole = is_full and (megatron.get("recompute_method") != "block" or place < count)
                 kinds[arch.kind(number), is_whole and is_training] += 1
+                firsts.setdefault(arch.kind(number), number)
         sent = self._edges(rows, labels, is_training=is_training)
         for (kind, is_whole), layers in kinds.items():
-            for axis, nbytes in self._layer(rows, kind, is_whole, is_training).items():
+            of_layer = self._layer(rows, kind, is_whole, is_training)
+            of_layer += self._adapters(rows, firsts[kind], 1 + is_whole, int(is_training))
+            for axis, nbytes in of_layer.items():
                 sent[axis] += layers * nbytes
         return sent
 
@@ -178,6 +195,19 @@ class RankTraffic:
         sent["context"] += self._share("context") * passes * all_rows * width * self.model.itemsize
         return sent
 
+    def _adapters(self, rows: float, number: int, forwards: int, backwards: int) -> Counter[str]:
+        """Of the rows between an adapter's two matrices, in a layer that is recomputed as a whole or not at all."""
+        lora, is_split, widths = self.model.engine.lora, self.model.engine.parallel.sequence_parallel, 0
+        for rule in layer_rules(self.model.arch, number) if lora.rank > 0 else ():
+            width, (down, up) = (
+                lora.rank * len(adapted(rule, lora)),
+                (adapter_rule(rule, part, lora).layout.split_dim is not None for part in ("lora_A", "lora_B")),
+            )
+            if "{}" not in rule.megatron and (down or up):
+                passes = forwards + backwards if is_split else 2 * (forwards if down else backwards)
+                widths += width * passes
+        return Counter({"tensor": self._share("tensor") * rows * self.model.itemsize * widths})
+
     def _matrices(
         self, rows: float, inputs: int, output: int, forwards: int, backwards: int, *, once: int = 0
     ) -> Counter[str]:
@@ -187,8 +217,9 @@ class RankTraffic:
         beside them, and its gradient summed up in parts.
         """
         if self.model.engine.parallel.sequence_parallel:
-            # The backward pass gathers inputs again, for the weights' gradients.
-            widths = forwards * (inputs + output + once) + backwards * (2 * inputs + output + once)
+            # The backward pass gathers inputs again, for the weights' gradients, where these are trained.
+            again = inputs if self.model.engine.lora.rank == 0 else 0
+            widths = forwards * (inputs + output + once) + backwards * (again + inputs + output + once)
         else:
             widths = forwards * (2 * output + once) + backwards * (2 * inputs + once)
         return Counter({"tensor": self._share("tensor") * rows * self.model.itemsize * widths})
@@ -212,7 +243,7 @@ class RankTraffic:
         is_first, is_last = self.stage == 0, self.stage == parallel.pipeline - 1
         forwards, backwards, labelled = 0, 0, 0.0
         if is_first:  # its rows are summed up in parts, whose gradients are gathered, or they are summed for all
-            forwards, backwards = (1, 1) if is_split else (2, 0)
+            forwards, backwards = (1, int(self.model.engine.lora.rank == 0)) if is_split else (2, 0)
         if is_last:
             forwards += is_split
         if is_last and arch.head == "policy":  # of a value head each tensor rank has the whole gradient
@@ -241,14 +272,15 @@ class RankTraffic:
         is_distributed = self.model.engine.optimizer.distributed
         sent = self._over_replicas(gradient + self.model.itemsize if is_distributed else 2 * gradient)
         if parallel.sequence_parallel:  # each tensor rank has some rows' gradient of what all of them have whole
-            own = parameters_of_stage(arch, parallel, self.stage, self.model.megatron).dense
-            copied = (parallel.tensor * own - self._whole(self.stage).dense) / (parallel.tensor - 1)
+            own, whole = (self.model.trained_of_stage(self.stage, each).dense for each in (parallel, self._alone))
+            copied = (parallel.tensor * own - whole) / (parallel.tensor - 1)
             sent["tensor"] = self._share("tensor") * 2 * gradient * copied
-        if arch.tied and parallel.pipeline > 1 and self.stage in (0, parallel.pipeline - 1):
+        is_trained = self.model.engine.lora.rank == 0
+        if is_trained and arch.tied and parallel.pipeline > 1 and self.stage in (0, parallel.pipeline - 1):
             sent["embedding"] = self._share("embedding") * 2 * gradient * arch.vocab / parallel.tensor * arch.hidden
         return sent
 
     def _over_replicas(self, bytes_each: float) -> Counter[str]:
-        own = parameters_of_stage(self.model.arch, self.model.engine.parallel, self.stage, self.model.megatron)
+        own = self.model.trained_of_stage(self.stage)
         dense, expert = self._share("data") * own.dense, self._share("expert data") * own.expert
         return Counter({"data": bytes_each * dense, "expert data": bytes_each * expert})

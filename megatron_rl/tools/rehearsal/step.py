@@ -47,7 +47,8 @@ class RehearsedRun(RLRun):
     @property
     def engines(self) -> list[MegatronEngine]:
         """All models of this rank."""
-        others = [engine for engine in (self.reference, self.reward_model) if engine is not None]
+        # A reference below adapters is the policy's own model.
+        others = [engine for engine in (self.reference, self.reward_model) if isinstance(engine, MegatronEngine)]
         others += self.teachers.own_engines.values()
         return [*self.trained.values(), *others]
 
@@ -98,6 +99,8 @@ def rehearse_step(
             by_stage = config.rollout.publication == "group" and groups.pipeline.size > 1
             is_sender = groups.tensor.rank == groups.data_context.rank == 0 if by_stage else groups.is_main
             specs = export.stages[groups.pipeline.rank] if by_stage else export.specs
+            if config.rollout.publication == "adapters":
+                specs = run.engine.adapter_specs()
             publisher = BucketsAlone(NoServers() if is_sender else None, ledger, run.engine.config.bucket_bytes, specs)
             publisher.is_by_stage = by_stage
             run.engine.publisher = publisher

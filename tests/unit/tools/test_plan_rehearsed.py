@@ -49,6 +49,7 @@ MODELS = {
 """Published shapes made small, so that weights, gradients, optimizer, activations and head are all of one order."""
 LOCAL = "model.transformer_impl=local"
 RECOMPUTE = "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+ADAPTERS = "lora.rank=32"
 LAYOUTS = {
     "dense": ("qwen3-4b", "parallel.tensor=1"),
     "dense, tensor": ("qwen3-4b", "parallel.tensor=2"),
@@ -62,6 +63,10 @@ LAYOUTS = {
     "dense, local layers": ("qwen3-4b", f"parallel.tensor=2 parallel.pipeline=2 {LOCAL}"),
     "mixture, local layers": ("qwen3-30b-a3b", f"parallel.tensor=1 parallel.expert=4 {LOCAL}"),
     "latent attention, local layers": ("deepseek-v3", f"parallel.tensor=1 parallel.expert=2 {LOCAL}"),
+    "dense, adapters": ("qwen3-4b", f"parallel.tensor=2 parallel.pipeline=2 {ADAPTERS}"),
+    "dense, adapters, recompute": ("qwen3-4b", f"parallel.tensor=1 {ADAPTERS} {RECOMPUTE}"),
+    "mixture, adapters": ("qwen3-30b-a3b", f"parallel.tensor=2 parallel.expert=2 {ADAPTERS}"),
+    "latent attention, adapters": ("deepseek-v3", f"parallel.tensor=1 parallel.expert=2 {ADAPTERS}"),
 }
 """Of Transformer Engine's layers, as clusters have them, and of upstream's local ones."""
 
