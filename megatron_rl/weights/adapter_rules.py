@@ -30,7 +30,7 @@ from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, W
 MODULE = "_lora"
 """Behind a matrix' name in Megatron: the module of its adapter, beside it in the same layer."""
 PEFT_PREFIX = "base_model.model."
-_MATRIX = re.compile(r".*\.linear_[a-z0-9_]+\.weight")
+_MATRIX = re.compile(r".*\.(linear_[a-z0-9_]+|in_proj|out_proj)\.weight")
 _PARAMETER = re.compile(rf"(.+){MODULE}\.(lora_[AB])")
 _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
 

@@ -23,7 +23,7 @@ from megatron_rl.weights.layout import adapters_of_stage
 PeftModel = pytest.importorskip("peft", reason="needs the package peft; make installs it").PeftModel
 SFT = LogprobLoss(supervised)
 LORA = dict(rank=3, alpha=8.0)
-TOLERANCE = 5e-5
+TOLERANCE = 1e-4
 """A product of two small matrices has more rounding than one matrix."""
 LR, EPS = 2e-3, 1e-3
 """Of Adam: rounding in small gradients is not to become whole steps."""
@@ -99,10 +99,10 @@ def assert_trained_alike(found, expected):
         before = found["adapters"][name].double()
         assert relative_error(found["trained"][name] - before, tensor - before) < TOLERANCE, name
     for name, tensor in found["merged"].items():
-        torch.testing.assert_close(tensor, expected["merged"][name].float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, expected["merged"][name].float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "gemma3", "olmo", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "gemma3", "olmo", "phi3", "qwen3_5"])
 def test_losses_and_updates_are_those_of_peft(tmp_path, family):
     model = make_model(family, tmp_path)
     write_adapters(tmp_path)
@@ -132,6 +132,7 @@ GRID = {
     "tp2_etp2": ("tp2_etp2", MIXTURE, {}),
     "tp2_pp2_ep2": ("tp2_pp2_ep2", MIXTURE, {}),
     "tp2_latent": ("tp2_sp", LATENT, {}),
+    "tp2_ep2_delta_net": ("tp2_ep2", "qwen3_next", {}),
     "recomputed": ("1", DENSE, {"megatron": RECOMPUTED}),
     "small_microbatches": ("1", DENSE, {"tokens_per_microbatch": 16}),
 }
