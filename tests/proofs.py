@@ -24,6 +24,7 @@ FAMILIES = {
     "deepseek_v3": "DeepSeek-V3",
     "gemma3": "Gemma 3",
     "glm4_moe": "GLM-4.5",
+    "gpt_oss": "GPT-OSS",
     "llama": "Llama",
     "minimax_m2": "MiniMax-M2",
     "mistral": "Mistral",

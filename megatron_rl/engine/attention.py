@@ -122,10 +122,14 @@ class PackedAttention(nn.Module):
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=is_square, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        return self._dense(q, k, v, mask, is_square).transpose(1, 2).flatten(0, 1)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """`[pieces, heads, n, D]`, `[pieces, kv_heads, m, D]`; mask `[n, m]`: True where a query sees a key."""
+        is_grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
         )
-        return out.transpose(1, 2).flatten(0, 1)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from megatron_rl.weights.decoder import DeltaNet
 class GatedDeltaNet(ShardedModule, MegatronModule):
     """A layer's delta net in the slot of its attention; each tensor rank has its key heads and their value heads.
 
-    The rows of `in_proj` are, for each key head: query, key, the values, their gates, their betas, their decays.
+    The rows of `linear_in` are, for each key head: query, key, the values, their gates, their betas, their decays.
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
@@ -43,10 +43,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         self.key_heads = sizes.key_heads // self.tp_group.size()
         values = sizes.value_heads // self.tp_group.size()
         options: dict[str, Any] = dict(config=config, init_method=config.init_method, bias=False)
-        self.in_proj = ColumnParallelLinear(
+        self.linear_in = ColumnParallelLinear(
             config.hidden_size, sizes.in_rows, gather_output=False, tp_group=self.tp_group, **options
         )
-        self.out_proj = RowParallelLinear(
+        self.linear_out = RowParallelLinear(
             sizes.value_heads * sizes.value_dim,
             config.hidden_size,
             input_is_parallel=True,
@@ -63,15 +63,15 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
         """`[R / tensor, 1, H]` -> the same, and no bias."""
-        projected, _ = self.in_proj(hidden_states)
+        projected, _ = self.linear_in(hidden_states)
         # Between its two matrices a row takes many times the bytes of its hidden state: the backward pass forms them
         # again.
         chunks = packed_seq_params.chunks(hidden_states.device)
         mixed = checkpoint(self._mix, projected, chunks, use_reentrant=False, preserve_rng_state=False)
-        return self.out_proj(mixed)
+        return self.linear_out(mixed)
 
     def _mix(self, projected: Tensor, chunks: Chunks) -> Tensor:
-        """`[R, 1, rows of in_proj]` -> `[R, 1, value heads * D_v]` of this rank."""
+        """`[R, 1, rows of linear_in]` -> `[R, 1, value heads * D_v]` of this rank."""
         sizes = self.sizes
         grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
         per_key = sizes.value_heads // sizes.key_heads

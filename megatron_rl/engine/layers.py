@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.attention_sinks import SinkAttention
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.packed_rows import PackedRows
@@ -102,6 +104,15 @@ class OffsetNormedRowParallelLinear(NormedRowParallelLinear):
     """Gemma's."""
 
     norm_class = OffsetNorm
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """The matrix that ends an expert, with a bias, which upstream adds in place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        # Without expert parallelism a function of upstream's passes it on as it is, and autograd forbids to change it.
+        return output if self.explicit_expert_comm else output.clone(), bias
 
 
 class WholeLinear(nn.Module):
@@ -200,6 +211,10 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.activation == "gelu_tanh":
         options["activation_func"] = functools.partial(F.gelu, approximate="tanh")
+    if arch.activation == "clamped_swiglu":
+        options |= dict(activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=7.0)
+    if arch.has_biases:
+        options["add_bias_linear"] = True
     if arch.delta_net is not None:
         # The delta nets are ours; this has upstream write layers of different kinds under names of their own.
         options["linear_attention_freq"] = [int(has_delta_net) for has_delta_net in arch.delta_net.layers]
@@ -284,7 +299,8 @@ def layer_spec(
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
-    attention.core_attention = PackedAttention  # no other knows of shared prompts and of a context rank's rows
+    # No other knows of shared prompts and of a context rank's rows.
+    attention.core_attention = SinkAttention if arch.has_sinks else PackedAttention
     if use_transformer_engine:
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch) if arch.has_norms_before else IdentityOp
@@ -296,6 +312,9 @@ def layer_spec(
         attention.linear_proj = mlp.linear_fc2 = (
             OffsetNormedRowParallelLinear if arch.norm_offset else NormedRowParallelLinear
         )
+    if is_mixture and arch.has_biases:
+        experts = layer.mlp.submodules.experts
+        experts.submodules.linear_fc2 = BiasedRowParallelLinear
     if has_delta_net:
         layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": arch.delta_net})
     return spec

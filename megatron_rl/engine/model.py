@@ -210,4 +210,8 @@ def _build(
             # Upstream does this only under expert parallelism; but wherever the expert-tensor axis is not the tensor
             # axis, an expert has other replicas than the rest of the layer, over which its gradient is to be summed.
             parameter.allreduce = False
+            if rule.layout.split_dim is None:
+                # A bias. Upstream would sum its gradient over the tensor axis once more, and leave the experts of all
+                # but one tensor rank out of its gradient norm.
+                parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
     return model

@@ -86,7 +86,7 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
-            whole = rule.layout.load(weights, rule.names(), tuple(parameter.shape), 0, 1, arch)
+            whole = rule.load(weights, tuple(parameter.shape), 0, 1, arch)
             # A router's bias, which is no parameter, upstream holds in float32 whatever the model is in.
             dtype = whole.dtype if isinstance(parameter, torch.nn.Parameter) else torch.float32
             parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)

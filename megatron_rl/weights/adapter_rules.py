@@ -64,7 +64,8 @@ def matrix_of(name: str) -> tuple[str, str]:
 def projections(arch: Architecture) -> list[str]:
     """Return what can be adapted, as dotted names within a layer without numbers: `self_attn.q_proj`."""
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
-    names = (_general(name) for rule in rules if _MATRIX.fullmatch(f".{rule.megatron}") for name in rule.hf)
+    everything = LoraConfig(rank=1)
+    names = (_general(name) for rule in rules for name in adapted(rule, everything))
     return list(dict.fromkeys(names))
 
 
@@ -73,8 +74,8 @@ def _general(name: str) -> str:
 
 
 def adapted(rule: Rule, lora: LoraConfig) -> list[str]:
-    """Return the HF matrices of a rule that have an adapter."""
-    if not _MATRIX.fullmatch(f".{rule.megatron}"):
+    """Return the HF matrices of a rule that have an adapter. Experts that are one tensor have none, as for PEFT."""
+    if rule.is_stacked or not _MATRIX.fullmatch(f".{rule.megatron}"):
         return []
     return [name for name in rule.hf if _is_target(_general(name), lora)]
 

@@ -98,7 +98,11 @@ class Architecture:
     window_rope_theta: float | None = None
     """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
     qkv_bias: bool = False
-    """The projections of queries, keys and values have one; that of the output never has."""
+    """The projections of queries, keys and values have one."""
+    has_biases: bool = False
+    """So have all other matrices of the layers, routers and experts included."""
+    has_sinks: bool = False
+    """Each head has a number that takes part in the softmax over its scores, as if it were one more."""
     qk_norm: bool = False
     """Queries and keys go through a norm over each head's width."""
     wide_qk_norm: bool = False
@@ -108,7 +112,8 @@ class Architecture:
     softmax_scale: float | None = None
     """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
     activation: str = "silu"
-    """The function on the gate of a feed-forward: `silu` or `gelu_tanh`."""
+    """The function on the gate of a feed-forward: `silu`, `gelu_tanh`, or `clamped_swiglu`, x * sigmoid(1.702 x) of a
+    gate of at most 7, which multiplies 1 + up with up from -7 to 7."""
     embedding_scale: float | None = None
     """Factor on the rows of the embedding, rounded to the model's precision."""
     norm_offset: float = 0.0
@@ -133,7 +138,8 @@ class Architecture:
     @property
     def beyond_transformer_engine(self) -> str | None:
         """What Transformer Engine's modules lack to build the layers of; None: they can be."""
-        return "norms behind matrices" if self.has_norms_behind else "delta nets" if self.delta_net else None
+        parts = {"norms behind matrices": self.has_norms_behind, "delta nets": self.delta_net, "sinks": self.has_sinks}
+        return next((part for part, has in parts.items() if has), None)
 
     @property
     def fits_transformer_engine(self) -> bool:

@@ -33,6 +33,12 @@ COPIED_WITH_WEIGHTS = (
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By the names of safetensors."""
 
+MXFP4_BLOCK = 32
+"""Four-bit numbers that share a power of two (OCP Microscaling Formats); read as bfloat16, never written."""
+# One bit of sign, two of exponent, one of mantissa.
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
+
 
 class HFFolder:
     """The safetensors of a folder. Opening checks every expected tensor's presence and shape against the headers.
@@ -48,25 +54,36 @@ class HFFolder:
         self.file_of = _file_of_each_tensor(self.folder)
         self._open = {}
         for name, shape in expected.items():
-            if name not in self.file_of:
-                raise ValueError(
-                    f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); "
-                    f"config.json promises a tensor of shape {shape}; copy the model folder again or correct "
-                    f"config.json."
-                )
-            found = tuple(self._handle(name).get_slice(name).get_shape())
-            if found != shape:
-                raise ValueError(
-                    f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it "
-                    f"{shape}; copy the model folder again or correct config.json."
-                )
+            for part, wanted in (packed_shapes(name, shape) if self._is_packed(name) else {name: shape}).items():
+                self._check(part, wanted)
             self.dtype(name)  # quantised weights have the shape that config.json promises, but need their scales
 
+    def _check(self, name: str, shape: Shape) -> None:
+        if name not in self.file_of:
+            raise ValueError(
+                f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); config.json "
+                f"promises a tensor of shape {shape}; copy the model folder again or correct config.json."
+            )
+        found = tuple(self._handle(name).get_slice(name).get_shape())
+        if found != shape:
+            raise ValueError(
+                f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it {shape}; "
+                f"copy the model folder again or correct config.json."
+            )
+
+    def _is_packed(self, name: str) -> bool:
+        return name not in self.file_of and f"{name}_blocks" in self.file_of
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if self._is_packed(name):
+            assert dim == 0, f"{name}: experts are read one by one"
+            return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))
         part = self._handle(name).get_slice(name)  # no bytes yet: only those of the slice are read
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def dtype(self, name: str) -> torch.dtype:
+        if self._is_packed(name):
+            return torch.bfloat16
         found = self._handle(name).get_slice(name).get_dtype()
         if found not in _DTYPES:
             raise ValueError(
@@ -86,6 +103,23 @@ class HFFolder:
                     f"{path}: unreadable safetensors file ({error}); copy the model folder again."
                 ) from error
         return self._open[path]
+
+
+def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
+    """Return the two tensors of a stack of matrices `[experts, inputs, outputs]`, which has outputs first in them."""
+    blocks = (shape[0], shape[2], shape[1] // MXFP4_BLOCK) if shape else ()
+    return {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return `[experts, G * 32, outputs]` bfloat16, exactly what the numbers are.
+
+    blocks: `[experts, outputs, G, 16]` uint8, two numbers to a byte, the first in its lower half. scales: `[experts,
+    outputs, G]` uint8, exponents of two plus 127.
+    """
+    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [experts, outputs, G, 32]
+    values = torch.ldexp(MXFP4_VALUES[halves.int()], (scales.int() - 127)[..., None])
+    return values.to(torch.bfloat16).flatten(-2).transpose(1, 2)
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
@@ -240,9 +274,13 @@ def copy_model_files(source: str | Path, target: str | Path, *, head: str = "pol
     for name in COPIED_WITH_WEIGHTS:
         if (Path(source) / name).is_file():
             shutil.copy(Path(source) / name, Path(target) / name)
+    path = Path(target) / "config.json"
+    config = json.loads(path.read_text())
+    is_quantised = config.pop("quantization_config", None) is not None  # what is written is not
     if head == "value":
-        path = Path(target) / "config.json"
-        path.write_text(json.dumps(with_value_head(json.loads(path.read_text())), indent=2))
+        config = with_value_head(config)
+    if head == "value" or is_quantised:
+        path.write_text(json.dumps(config, indent=2))
 
 
 def replace_folder(aside: Path, folder: Path) -> None:

@@ -47,6 +47,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
             f"parallel.tensor = {tensor}: {arch.family} has gated attention, of which each rank needs key-value heads "
             f"of its own, and {arch.kv_heads} such heads; set it to {arch.kv_heads} or a divisor."
         )
+    if arch.has_biases and parallel.expert_tensor > 1:
+        raise ValueError(
+            f"parallel.expert_tensor = {parallel.expert_tensor}: {arch.family}'s experts have biases, which "
+            f"megatron.core does not divide; set it to 1."
+        )
     if arch.delta_net is not None:
         if parallel.context > 1:
             raise ValueError(

@@ -34,6 +34,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
     words = {
         "vocab": arch.vocab,
         "label": 1,
+        "heads": arch.heads,
         "hidden": arch.hidden,
         "ffn": arch.ffn,
         "query": arch.heads * arch.head_dim,
@@ -48,7 +49,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
     if arch.qk_norm:
         words["head_norm"] = arch.head_dim
     if arch.mixture is not None:
-        words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn}
+        words |= {"experts": arch.mixture.experts, "expert": arch.mixture.ffn, "expert_gate_up": 2 * arch.mixture.ffn}
         if arch.mixture.shared_ffn is not None:
             words["shared"] = arch.mixture.shared_ffn
         if arch.mixture.shared_gate:

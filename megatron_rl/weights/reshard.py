@@ -89,9 +89,9 @@ def load_shards(
                     parameter.data = parameter.float()
                 if reader == replica.rank:
                     axis = _split_axis(rule, groups)
-                    names = rule.names(_first_expert(groups.expert.rank, arch, groups))
+                    first_expert = _first_expert(groups.expert.rank, arch, groups)
                     shape = tuple(parameter.shape)
-                    parameter.copy_(rule.layout.load(source, names, shape, axis.rank, axis.size, arch))
+                    parameter.copy_(rule.load(source, shape, axis.rank, axis.size, arch, first_expert))
             for reader, (parameter, _) in enumerate(turn if replica.size > 1 else ()):
                 dist.broadcast(parameter.data, group_src=reader, group=replica.group)
 
@@ -128,7 +128,12 @@ class HFExport:
             if not (arch.tied and rule.megatron == "output_layer.weight")
         ]
         dtype = plan[0][0].dtype
-        self._plan = list(_batches(sorted(plan, key=lambda entry: (entry[0].dtype != dtype, -entry[0].numel()))))
+
+        def order(entry: Entry) -> tuple[bool, int, str]:
+            parameter, rule = entry
+            return parameter.dtype != dtype, -parameter.numel(), next(iter(rule.hf)) if rule.is_stacked else ""
+
+        self._plan = list(_batches(sorted(plan, key=order)))
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
         self.stages: list[list[TensorSpec]] = stages
@@ -139,8 +144,9 @@ class HFExport:
     def _own_specs(self) -> Iterator[TensorSpec]:
         # In the order of `_joined` and `_experts_of_all_ranks`: a receiver knows a tensor by its place in the stream.
         for batch in self._plan:
-            for rank in range(1 if batch[0][1].expert is None else self.groups.expert.size):
-                for parameter, rule in batch:
+            once = batch[0][1].expert is None or batch[0][1].is_stacked
+            for rank in range(1 if once else self.groups.expert.size):
+                for parameter, rule in batch[:1] if once else batch:
                     for name in rule.names(_first_expert(rank, self.arch, self.groups)):
                         yield TensorSpec(name, parameter.dtype, self.shapes[name])
 
@@ -188,7 +194,8 @@ class HFExport:
             # kind of parameter and not for the other, and skips each by itself.
             parameter, rule = batch[0]
             if rule.expert is not None:
-                yield from self._experts_of_all_ranks(batch)
+                experts = self._experts_of_all_ranks(batch)
+                yield from _stack(experts) if rule.is_stacked else experts
                 continue
             tensors: list[Tensor | None] = [None] * len(rule.hf)
             if groups.data_context.rank == 0 and (shards := _gather_shards(self.shard_of(parameter), groups.tensor)):
@@ -240,15 +247,23 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
 
 
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
-    """Cut the plan into what is gathered at a time: a layer's experts of one kind together, the rest one by one."""
+    """Cut the plan into what is gathered at a time: a layer's experts of one kind together, the rest one by one.
+
+    Of experts that are one tensor all, otherwise as many as EXPERTS_BYTES has room for.
+    """
     batch: list[Entry] = []
     for parameter, rule in plan:
         is_more = bool(batch) and rule.expert is not None and rule.hf == batch[0][1].hf
-        if batch and not (is_more and parameter.nbytes * (len(batch) + 1) <= EXPERTS_BYTES):
+        if batch and not (is_more and (rule.is_stacked or parameter.nbytes * (len(batch) + 1) <= EXPERTS_BYTES)):
             yield batch
             batch = []
         batch.append((parameter, rule))
     yield batch
+
+
+def _stack(experts: Iterator[Tensor | None]) -> Iterator[Tensor | None]:
+    found = [expert for expert in experts if expert is not None]
+    yield torch.stack(found) if found else None
 
 
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:

@@ -116,6 +116,27 @@ class OneGateUp(GateUp):
         return [torch.cat(super().export(shards, arch))]
 
 
+class InterleavedGateUp(GateUp):
+    """The same of files that have gate, up, gate, up, ... in one tensor, and a matrix's inputs before its outputs."""
+
+    def load(self, source, names, shape, rank, size, arch):
+        both = source.read(names[0], len(shape) - 1, rank * shape[0], (rank + 1) * shape[0]).movedim(-1, 0)
+        return torch.cat([both[0::2], both[1::2]])
+
+    def export(self, shards, arch):
+        return [torch.stack(super().export(shards, arch), dim=1).flatten(0, 1).movedim(0, -1)]
+
+
+class TransposedColumns(Columns):
+    """Columns of files that have a matrix's inputs before its outputs."""
+
+    def load(self, source, names, shape, rank, size, arch):
+        return source.read(names[0], 0, rank * shape[1], (rank + 1) * shape[1]).T
+
+    def export(self, shards, arch):
+        return [_joined(shards, dim=1).T]
+
+
 class FusedQKV:
     """Query heads, key and value of each KV group side by side; ranks take equal runs of those rows."""
 
@@ -200,15 +221,27 @@ class HeadGroups:
 
 
 @dataclass(frozen=True)
+class ExpertOfStack:
+    """One expert's part of tensors that begin with a dimension for the experts of a layer."""
+
+    stack: WeightSource
+    number: int
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.stack.read(name, 0, self.number, self.number + 1)[0].narrow(dim, start, stop - start)
+
+
+@dataclass(frozen=True)
 class Rule:
     """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
 
         rule = rule_for("mlp.linear_fc1.weight", 3, arch)
         rule.names()  # ["model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"]
-        shard = rule.layout.load(source, rule.names(), shape, rank=0, size=2, arch=arch)
+        shard = rule.load(source, shape, rank=0, size=2, arch=arch)
 
     A rule with a word that the architecture has no size for is not the model's. Of an expert's rule `{}` in both names
-    is its number, on this rank in Megatron's and in the whole model in HF's.
+    is its number, on this rank in Megatron's and in the whole model in HF's. Files with one tensor for all experts of a
+    layer have none in HF's.
     """
 
     megatron: str
@@ -220,6 +253,20 @@ class Rule:
     def names(self, first_expert: int = 0) -> list[str]:
         """The HF names; `first_expert` is the number of the rank's first expert in the whole model."""
         return list(self.hf) if self.expert is None else [name.format(first_expert + self.expert) for name in self.hf]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Do the HF tensors have all experts of the layer?"""
+        return "{}" in self.megatron and not any("{}" in name for name in self.hf)
+
+    def load(
+        self, source: WeightSource, shape: Shape, rank: int, size: int, arch: Architecture, first_expert: int = 0
+    ) -> Tensor:
+        """Read the parameter's part on one of `size` ranks, of `shape`."""
+        if self.is_stacked:
+            assert self.expert is not None
+            source = ExpertOfStack(source, first_expert + self.expert)
+        return self.layout.load(source, self.names(first_expert), shape, rank, size, arch)
 
 
 # Parts of a layer: left to right to publish, right to left to load.

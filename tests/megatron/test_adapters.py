@@ -121,6 +121,8 @@ GRID = {
     "tp2_sp_qkv_bias": ("tp2_sp", "qwen2", {}),
     "tp2_sp_norms_behind": ("tp2_sp", NORMED, {}),
     "tp2_sp_one_tensor_each": ("tp2_sp", "phi3", {}),
+    "tp2_sp_delta_nets": ("tp2_sp", "qwen3_5", {}),
+    "tp2_sp_stacked_experts": ("tp2_sp", "gpt_oss", {}),
     "pp2_tied": ("pp2", DENSE, {}),
     "pp2_vpp2": ("pp2_vpp2", DENSE, {}),
     "dp2_overlap": ("dp2", DENSE, OVERLAP),

@@ -49,7 +49,7 @@ def test_heads_are_divided_without_sequence_parallelism_too(folders, separate_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo"])
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo", "gpt_oss"])
 def test_parameters_that_ranks_have_a_part_of_continue_in_any_layout(family, tmp_path):
     follow(family, ["tp2_sp", "1", "tp2_pp2"], tmp_path)
 

@@ -82,6 +82,8 @@ FEW = ("1", "tp2_sp")
 
 
 def layouts_of(family):
+    if family == "gpt_oss":  # biases of experts are not divided
+        return [layout for layout in SPARSE if LAYOUTS[layout][1].expert_tensor == 1]
     return FEW if family in VARIANTS else SPARSE if family in MIXTURES else DENSE
 
 
@@ -290,6 +292,12 @@ def test_heads_that_are_normed_together_are_not_shared_by_ranks(tmp_path):
     make_model("olmo", tmp_path)
     with pytest.raises(ValueError, match="parallel.tensor = 4: olmo norms its 2 key-value heads together"):
         check_layout(read_architecture(tmp_path), ParallelConfig(tensor=4), {})
+
+
+def test_biases_of_experts_are_not_divided(tmp_path):
+    make_model("gpt_oss", tmp_path)
+    with pytest.raises(ValueError, match="parallel.expert_tensor = 2: gpt_oss's experts have biases"):
+        check_layout(read_architecture(tmp_path), ParallelConfig(expert_tensor=2), {})
 
 
 def test_a_scaled_rotation_beside_windows_is_refused(tmp_path):

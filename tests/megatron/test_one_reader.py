@@ -40,9 +40,9 @@ def loaded(folder, layout):
     groups, arch, wrong = engine.groups, engine.arch, []
     source = weight_source(folder, arch)
     for parameter, rule in (entry for chunk in engine.chunks for entry in rules_of(chunk, arch)):
-        axis, names = _split_axis(rule, groups), rule.names(_first_expert(groups.expert.rank, arch, groups))
-        own = rule.layout.load(source, names, tuple(parameter.shape), axis.rank, axis.size, arch)
-        wrong += [] if torch.equal(parameter.detach(), own.to(parameter.dtype)) else names
+        axis, first_expert = _split_axis(rule, groups), _first_expert(groups.expert.rank, arch, groups)
+        own = rule.load(source, tuple(parameter.shape), axis.rank, axis.size, arch, first_expert)
+        wrong += [] if torch.equal(parameter.detach(), own.to(parameter.dtype)) else rule.names(first_expert)
     dense = groups.tensor.rank, groups.pipeline.rank
     return reads, dense, (groups.expert_tensor.rank, groups.pipeline.rank, groups.expert.rank), wrong
 

@@ -192,6 +192,9 @@ ACTIVATIONS = [
     ("deepseek_v3", {"v_head_dim": 24}, "1", "float32", {"recompute_granularity": "selective"}, 0.03),
     *(("qwen3_5", {}, layout, dtype, {}, 0.02) for layout in ("1", "tp2_sp") for dtype in ("float32", "bfloat16")),
     ("qwen3_next", {}, "1", "float32", {}, 0.03),
+    # Without what torch's attention for CPUs keeps of sinks.
+    ("gpt_oss", {}, "1", "float32", {"recompute_granularity": "selective"}, 0.03),
+    ("gpt_oss", {}, "tp2_sp", "bfloat16", {"recompute_granularity": "selective"}, 0.03),
 ]
 LENGTHS = (100,) * 4
 
@@ -229,7 +232,9 @@ def inside_delta_net(folder, dtype, rows):
     """Bytes that a delta net of the first layer keeps between its matrices, were they not formed again."""
     config = EngineConfig(model=ModelConfig(path=str(folder), dtype=dtype))
     net, live = started(config).chunks[0].decoder.layers[0].self_attention, Live()
-    projected = torch.randn(rows, 1, net.in_proj.weight.shape[0], dtype=net.in_proj.weight.dtype, requires_grad=True)
+    projected = torch.randn(
+        rows, 1, net.linear_in.weight.shape[0], dtype=net.linear_in.weight.dtype, requires_grad=True
+    )
     chunks = Chunks.of(torch.tensor([[0, rows, 0, 0]]))
     own = {x.untyped_storage().data_ptr() for x in (*net.parameters(), projected)}
     with torch.autograd.graph.saved_tensors_hooks(

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -129,6 +130,8 @@ DEEPSEEK = dict(
     rms_norm_eps=1e-5,
 )
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7}
+OPEN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+OPEN_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 GLM = dict(
     n_routed_experts=4,
     num_experts_per_tok=2,
@@ -161,6 +164,10 @@ MIXTURES = {
     ),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(
         **SPARSE, **EXPERTS, **DELTA, **NO_TOKENS, shared_expert_intermediate_size=48, rope_parameters=HALF_ROTATED
+    ),
+    # Layers 0 and 2 have a window.
+    "gpt_oss": GptOssConfig(
+        **SPARSE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=4, rope_parameters=OPEN_YARN
     ),
     # As GLM-4.5 is, and as its small sibling is: without norms of queries and keys.
     "glm4_moe": Glm4MoeConfig(**SPARSE | GLM, head_dim=24, attention_bias=True, use_qk_norm=True),
@@ -207,6 +214,10 @@ def make_model(family: str, folder: Path, **changes):
         for name, parameter in model.named_parameters():
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("gate_up_proj_bias"):  # some of them beyond the bounds that GPT-OSS has for gate and up
+                parameter.copy_(torch.randn_like(parameter) * 4)
+            elif name.endswith("down_proj_bias") or name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
             if name.endswith("A_log"):  # states that last for some tokens: transformers' random ones are gone after one
                 parameter.copy_(torch.rand_like(parameter) - 2.0)
         for name, buffer in model.named_buffers():

@@ -250,8 +250,9 @@ class Activations:
         mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
         assert mixture is not None
         routed = mixture.per_token * self.own * parallel.expert_tensor
-        # Six widths: the five of a dense part, and the product once more, with the router's weight.
-        widths = 3 if self.has_fused_layers else 6
+        # Six widths: the five of a dense part, and the product once more, with the router's weight. Eight with bounds:
+        # gate and up within them, too.
+        widths = 3 if self.has_fused_layers else 8 if self.arch.activation == "clamped_swiglu" else 6
         experts = routed * (b * self.arch.hidden + widths * b * mixture.ffn / parallel.expert_tensor + 4)
         scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
         return experts + scores + self._dense(mixture.shared_ffn or 0)

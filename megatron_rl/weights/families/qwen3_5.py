@@ -26,7 +26,7 @@ def _projections(arch: Architecture) -> tuple[int, list[Part]]:
 
 
 PROJECTIONS = Rule(
-    "self_attention.in_proj.weight",
+    "self_attention.linear_in.weight",
     {
         "linear_attn.in_proj_qkv.weight": "delta_mixed hidden",
         "linear_attn.in_proj_z.weight": "delta_value hidden",

@@ -69,10 +69,10 @@ DELTA_NET = (  # but for its projections
     Rule("self_attention.decay_rate", {"linear_attn.A_log": "delta_heads"}, Rows()),
     Rule("self_attention.decay_bias", {"linear_attn.dt_bias": "delta_heads"}, Rows()),
     Rule("self_attention.norm_weight", {"linear_attn.norm.weight": "delta_width"}, Replicated()),
-    Rule("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden delta_value"}, Columns()),
+    Rule("self_attention.linear_out.weight", {"linear_attn.out_proj.weight": "hidden delta_value"}, Columns()),
 )
 PROJECTIONS = Rule(
-    "self_attention.in_proj.weight",
+    "self_attention.linear_in.weight",
     {
         "linear_attn.in_proj_qkvz.weight": "delta_mixed_gate hidden",
         "linear_attn.in_proj_ba.weight": "delta_two_heads hidden",
