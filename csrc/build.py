@@ -206,7 +206,11 @@ def build_rehearsal() -> bool:
     command = [cxx(), "-std=c++20", "-O1", "-shared", "-fPIC", f"-isystem{folder / 'include'}"]
     command += [str(SOURCES / "rehearsal" / "shim.cpp"), f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
     built_for: dict[str, object] = {"compiler": cxx(), "torch": torch_versions()[0], "torch's folder": str(folder)}
-    return write_if_stale(library, built_for, lambda: run([*command, "-lc10", "-ltorch_cpu"], library) and None)
+    # A torch with CUDA has registered its own device when the shim, which names it as needed, registers another.
+    libraries = ["-lc10", "-ltorch_cpu", *(["-ltorch_cuda"] if torch_versions()[1] else [])]
+    return write_if_stale(
+        library, built_for, lambda: run([*command, "-Wl,--no-as-needed", *libraries], library) and None
+    )
 
 
 def build_cuda(architectures: tuple[str, ...]) -> bool:
@@ -231,8 +235,7 @@ def architectures_built() -> tuple[str, ...]:
 def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> list[str]:
     """Build what is not current; return the libraries' names."""
     built = ["_C_cpu.so"] if build_cpu() else []
-    if torch_versions()[1] is None:  # where torch has CUDA it has the hooks that the shim stands in for
-        built += ["_C_rehearsal.so"] if build_rehearsal() else []
+    built += ["_C_rehearsal.so"] if build_rehearsal() else []
     if cuda == "yes" or (cuda == "auto" and nvcc() and torch_versions()[1]):
         built += ["_C_cuda.so"] if build_cuda(architectures or architectures_built()) else []
     return built

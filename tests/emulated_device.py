@@ -5,14 +5,19 @@ python -m pytest -p tests.emulated_device tests/gpu/test_operators_cuda.py
 
 import ctypes
 
+from csrc.build import torch_folder, torch_versions
 from csrc.emulation import emulated
 
-# Before torch, whose autograd asks once, at import, which devices there are.
+# Before torch, whose autograd asks once, at import, which devices there are. And behind torch's own kernels, if it has
+# some: they find CUDA's runtime, and what they register is replaced.
+if torch_versions()[1]:
+    ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_cuda.so"))
 ctypes.CDLL(str(emulated.build()), mode=ctypes.RTLD_GLOBAL)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+torch.version.cuda = None  # so that the operators compiled for a real device stay away: these are linked already
 torch.cuda.is_available = lambda: True
 torch.cuda._lazy_init = lambda: None
 torch.cuda.is_initialized = lambda: True

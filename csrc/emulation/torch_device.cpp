@@ -1,4 +1,4 @@
-// A CUDA device for a torch that has none: its memory is the host's, its allocations are what the machine lets kernels touch,
+// A CUDA device for a machine that has none: its memory is the host's, its allocations are what the machine lets kernels touch,
 // and what torch itself computes on its tensors is computed by torch's CPU operators in place. So tests/gpu run unchanged.
 // Loaded before torch, whose autograd asks once, at import, which devices there are.
 #include <ATen/EmptyTensor.h>
@@ -14,6 +14,9 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 #include <torch/library.h>
+
+#include <set>
+#include <string>
 
 extern "C" {
 void emulation_add_memory(void* begin, size_t bytes, bool written);
@@ -38,7 +41,8 @@ struct CUDAHooks : at::CUDAHooksInterface {
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// Preferred to those of a torch with CUDA, whose guard, allocator and operators are replaced too: it is there first.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks)
 
 // ---- memory
 
@@ -201,6 +205,21 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("addmm.dtype_out", &addmm_out);
 }
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_host>()); }
+
+// A fallback is asked where no kernel is: those of a torch with CUDA are replaced one by one, but for the above.
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  const std::set<std::string> own{"empty.memory_format", "empty_strided", "copy_", "as_strided", "view",
+      "_reshape_alias", "mm.dtype", "mm.dtype_out", "addmm.dtype", "addmm.dtype_out"};
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto operation = dispatcher.findOp(name);
+    const std::string full = toString(name).substr(sizeof("aten::") - 1);
+    if (name.getNamespace() == "aten" && !own.count(full) &&
+        operation->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_the_host>());
+    }
+  }
+}
 
 // The one stream of the device, for csrc/cuda/stream.h.
 extern "C" int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {

@@ -1,4 +1,4 @@
-// Tells a torch without CUDA that a CUDA device is there, for `megatron-rl rehearse`, which runs the engine's CUDA path
+// Tells torch that a CUDA device is there, for `megatron-rl rehearse`, which runs the engine's CUDA path
 // on fake tensors. Loaded before torch, whose autograd asks once, at import. Nothing here computes or holds memory:
 // fake tensors never reach a kernel, and an operator that is called on a real CUDA tensor has none and raises.
 
@@ -27,6 +27,7 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// Preferred to those of a torch with CUDA, and its guard replaced: it is linked to libtorch_cuda, which is there first.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace
