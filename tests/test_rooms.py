@@ -52,7 +52,6 @@ ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
     "transformer_engine": {"engine", "parallel", "platform"},
     "aiohttp": {"rewards", "rollout", "servers", "tools", "workflows"},
-    "httpx": {"data"},
     "requests": set(),
     "sglang": {"servers"},
 }

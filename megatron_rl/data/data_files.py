@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import http.client
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +124,14 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
 
 def find_hub(name: str) -> None:
     """Raise ConnectionError where the hub does not answer; `datasets` says whether it has the data set."""
-    import httpx
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants
 
     try:
-        HfApi().dataset_info(name, timeout=ANSWER_S)
-    except HfHubHTTPError:
+        # Not by huggingface_hub itself: its errors are those of httpx, or from 2.0 on of httpx2.
+        urllib.request.urlopen(f"{constants.ENDPOINT}/api/datasets/{name}", timeout=ANSWER_S).close()
+    except (urllib.error.HTTPError, http.client.HTTPException):
         pass  # which is an answer
-    except httpx.TransportError as error:
+    except OSError as error:
         raise ConnectionError(
             f"the hub at {constants.ENDPOINT} does not answer, HF_HUB_OFFLINE=1 takes what it once gave"
         ) from error
