@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import warnings
+from importlib import metadata
 
 import torch
 import torch.nn.attention
@@ -31,9 +32,10 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
     if not has_cuda():  # a toolkit without a GPU is no reason to warn
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    fixes = upstream.fixes_of(metadata.version("megatron-core"))
     if has_cuda():
-        imports.install(after_import=upstream.FIXES)
-    elif imports.install(after_import=upstream.FIXES, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
+        imports.install(after_import=fixes)
+    elif imports.install(after_import=fixes, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_triton):
         cpu.stand_in_for_cuda()
         cpu.keep_freed_memory()
         if cpu.has_slow_matrix_products():

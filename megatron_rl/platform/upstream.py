@@ -1,7 +1,7 @@
 """Bugs of megatron.core that we meet, mended after import. Each has a test in tests/megatron that fails without it.
 
-The versions named are those that have the bug. They exist on GPUs too, where neither Transformer Engine nor apex is
-installed.
+FIXES says from which version a fix is unneeded: it is not applied there. The bugs exist on GPUs too, where neither
+Transformer Engine nor apex is installed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import os
 import pickle
 import queue
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_rl.platform.plain_checkpoints import read_as_data
@@ -32,18 +35,18 @@ def no_jit_fuser(module: ModuleType) -> None:
 
 
 def router_without_transformer_engine(module: ModuleType) -> None:
-    """0.16.1: the MoE router reads `te_general_gemm`, which is undefined without Transformer Engine (NameError)."""
+    """The MoE router reads `te_general_gemm`, which is undefined without Transformer Engine (NameError)."""
     vars(module).setdefault("te_general_gemm", None)
 
 
 def latent_attention_without_transformer_engine(module: ModuleType) -> None:
-    """0.16.1: takes stand-ins for Transformer Engine's classes for the real ones; isinstance() is then a TypeError."""
+    """It takes stand-ins for Transformer Engine's classes for the real ones; isinstance() is then a TypeError."""
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
 
 
 def distributed_adam_resume(module: ModuleType) -> None:
-    """0.16.1 to 0.19.2: loading the distributed optimizer's state with torch's Adam is wrong in two ways.
+    """Loading the distributed optimizer's state with torch's Adam is wrong in two ways.
 
     `fully_reshardable` looks for a per-parameter `step` that is kept elsewhere (KeyError), and after a load all
     parameters share one `step` tensor, so that one update advances Adam's bias correction by the number of parameters.
@@ -97,7 +100,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 def embedding_without_a_mask_as_index(module: ModuleType) -> None:
-    """0.16.1 to 0.19.2: cut over the tensor axis, the embedding indexes by a mask.
+    """Cut over the tensor axis, the embedding indexes by a mask.
 
     The host then waits for a GPU in each microbatch: twice in the forward pass, once in the backward.
     """
@@ -141,7 +144,7 @@ class _ResultsFile:
 
 
 def checkpoint_results_without_a_server(module: ModuleType) -> None:
-    """0.16.1 to 0.19.2: each save hands its results over in a queue that a spawned process serves.
+    """Each save hands its results over in a queue that a spawned process serves.
 
     That process runs the main script once more (seconds, and for ever where it has no `__main__` guard) and outlives
     the save.
@@ -149,13 +152,31 @@ def checkpoint_results_without_a_server(module: ModuleType) -> None:
     module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
 
 
+@dataclass(frozen=True)
+class Fix:
+    """A function that mends a module after its import, and the version of megatron.core that does without it."""
+
+    mend: Callable[[ModuleType], None]
+    unneeded_from: str | None = None
+    """None where 0.19.2 still needs it."""
+
+
 FIXES = {
-    "megatron.core.transformer.multi_latent_attention": latent_attention_without_transformer_engine,
-    "megatron.core.jit": no_jit_fuser,
-    "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
-    "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
-    "megatron.core.tensor_parallel.layers": embedding_without_a_mask_as_index,
-    "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
-    "megatron.core.dist_checkpointing.strategies.torch": read_as_data,
+    "megatron.core.transformer.multi_latent_attention": Fix(latent_attention_without_transformer_engine, "0.17.0"),
+    "megatron.core.jit": Fix(no_jit_fuser),
+    "megatron.core.transformer.moe.moe_utils": Fix(router_without_transformer_engine, "0.17.0"),
+    "megatron.core.optimizer.distrib_optimizer": Fix(distributed_adam_resume),
+    "megatron.core.tensor_parallel.layers": Fix(embedding_without_a_mask_as_index),
+    "megatron.core.tensor_parallel.mappings": Fix(uneven_parts_over_gloo),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": Fix(checkpoint_results_without_a_server),
+    "megatron.core.dist_checkpointing.strategies.torch": Fix(read_as_data),
 }
+
+
+def fixes_of(version: str) -> dict[str, Callable[[ModuleType], None]]:
+    """Return what a version of megatron.core needs, by module."""
+    return {
+        module: fix.mend
+        for module, fix in FIXES.items()
+        if fix.unneeded_from is None or Version(version) < Version(fix.unneeded_from)
+    }

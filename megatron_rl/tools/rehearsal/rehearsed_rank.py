@@ -61,7 +61,7 @@ def prepare(memory_bytes: int) -> Ledger:
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
     install()
     # In front of megatron.core's first import: its modules take the name over.
-    upstream.FIXES["megatron.core.jit"] = lambda module: setattr(module, "jit_fuser", ledger.compiled)
+    upstream.FIXES["megatron.core.jit"] = upstream.Fix(lambda module: setattr(module, "jit_fuser", ledger.compiled))
     platform.prepare()  # which asks whether CUDA is there
     import megatron_rl.tools.rehearsal.layer_kernels
     import megatron_rl.tools.rehearsal.step  # noqa: F401
