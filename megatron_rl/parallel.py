@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
         )
     ranks, backend = range(0, groups.world_size, here), "cpu:gloo,cuda:nccl" if platform.has_cuda() else "gloo"
     group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
-    return _axis(group) if groups.rank in ranks else None
+    return _axis(cast(dist.ProcessGroup, group)) if groups.rank in ranks else None
 
 
 def stage_heads(groups: ParallelGroups) -> Axis | None:
@@ -199,7 +199,7 @@ def stage_heads(groups: ParallelGroups) -> Axis | None:
     ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]  # of the main rank: the heads
     dist.broadcast_object_list(ranks, src=0, group=groups.control)
     group = dist.new_group(ranks[0], backend="gloo")
-    return _axis(group) if groups.rank in ranks[0] else None
+    return _axis(cast(dist.ProcessGroup, group)) if groups.rank in ranks[0] else None
 
 
 Cut = tuple[tuple[range, ...], ...]
@@ -290,8 +290,7 @@ def _control_group(timeout: timedelta) -> dist.ProcessGroup:
     if is_lazy:
         os.environ[GLOO_LAZY] = "1"
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        return group
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     finally:
         if is_lazy:
             del os.environ[GLOO_LAZY]  # it is for this group, and not for the servers that this process may start

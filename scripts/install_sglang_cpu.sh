@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install real SGLang beside a virtual environment on a machine without CUDA, for the tests in tests/servers.
-# Usage: scripts/install_sglang_cpu.sh PYTHON        e.g. .venv/bin/python; needs torch 2.13.0 and transformers there
+# Usage: scripts/install_sglang_cpu.sh PYTHON        e.g. .venv/bin/python; needs torch and transformers of constraints.txt
 # About a minute the first time, a second when everything is there. An older version comes along, for the protocol
 # without weight sessions: only the package itself, which runs on the other one's dependencies. And so does its router.
 set -euo pipefail
@@ -13,20 +13,22 @@ target=$("$python" -c 'import sys; print(sys.prefix)')/share/sglang-cpu
 older=$target-0.5.19
 router=${target%-cpu}-router
 
-is_installed() {
+# Print what of some files of requirements is not there, where Python also looks into a folder.
+missing() {
   PYTHONPATH=$1 "$python" - "${@:2}" <<'EOF'
 import importlib.metadata as metadata, sys
-for path in sys.argv[1:]:
-    for line in open(path):
-        name, _, wanted = line.split("#")[0].strip().partition("==")
-        if name and metadata.version(name) != (wanted or metadata.version(name)):
-            sys.exit(f"{name} is not {wanted}")
+from packaging.requirements import Requirement
+lines = [line.partition("#")[0].strip() for path in sys.argv[1:] for line in open(path)]
+for wanted in [Requirement(line) for line in lines if line]:
+    found = [it.version for it in metadata.distributions(name=wanted.name)][:1]
+    if (wanted.marker is None or wanted.marker.evaluate()) and not (found and wanted.specifier.contains(found[0])):
+        print(wanted)
 EOF
 }
 
-if is_installed "$target" "$requirements"/sglang-cpu*.txt 2>/dev/null \
-  && is_installed "$older" "$requirements/sglang-older.txt" 2>/dev/null \
-  && is_installed "$router" "$requirements/sglang-router.txt" 2>/dev/null; then
+lacking=$(missing "$target" "$requirements"/sglang-cpu*.txt && missing "$older" "$requirements/sglang-older.txt" \
+  && missing "$router" "$requirements/sglang-router.txt")
+if [ -z "$lacking" ]; then
   echo "sglang is installed in $target"
   exit 0
 fi
@@ -39,6 +41,8 @@ trap 'rm -f "$constraints"' EXIT
 set -x
 "$python" -m pip install --quiet --quiet --no-compile -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
 rm -rf "$target" "$older" "$router"
-"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$target" -r "$requirements/sglang-cpu.txt"
+# A torch for CUDA has brought its triton.
+"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$target" \
+  -r <(missing "" "$requirements/sglang-cpu.txt")
 "$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$older" -r "$requirements/sglang-older.txt"
 "$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$router" -r "$requirements/sglang-router.txt"

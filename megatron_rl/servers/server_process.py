@@ -176,6 +176,8 @@ class ServerLauncher:
         if self.backend == "sglang" and not has_cuda():
             first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+            # Where torch is a build for CUDA, SGLang finds its NCCL and takes it; without a library it takes gloo.
+            environment["SGLANG_NCCL_SO_PATH"] = os.devnull
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # its many modules would be compiled at every start
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
         if self.devices is not None:

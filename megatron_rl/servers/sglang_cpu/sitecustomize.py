@@ -5,8 +5,8 @@ puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 
 The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
 fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, taking checksums of
-weights waits for the device (up to 0.5.22), and adapters are kept in memory that is pinned for it. Each hook runs just
-before the module that needs it is imported.
+weights waits for the device (up to 0.5.22), and adapters are kept in memory that is pinned for it. Versions before
+0.5.23 register configs that transformers 5.19 has too. Each hook runs just before the module that needs it is imported.
 
 Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
 through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
@@ -36,6 +36,8 @@ class BeforeImport(importlib.abc.MetaPathFinder):
 def define_torchvision_operators() -> None:
     import torch
 
+    if torch.version.cuda:  # torchvision's own load then, with a device or without
+        return
     # The library must outlive this function, or its operators vanish.
     define_torchvision_operators.library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
@@ -81,6 +83,13 @@ def leave_memory_unpinned() -> None:
         setattr(torch, name, unpinned(getattr(torch, name)))
 
 
+def let_configs_be_registered_twice() -> None:
+    from transformers import AutoConfig
+
+    register = AutoConfig.register
+    AutoConfig.register = lambda model_type, config, exist_ok=False: register(model_type, config, exist_ok=True)
+
+
 def fork_processes() -> None:
     set_start_method = multiprocessing.set_start_method
 
@@ -97,6 +106,7 @@ sys.meta_path.insert(
     BeforeImport(
         {
             "torchvision": define_torchvision_operators,
+            "sglang.srt.configs": let_configs_be_registered_twice,
             "sglang.srt.entrypoints.engine": fork_processes,
             "sglang.srt.lora.lora_manager": leave_memory_unpinned,
             "sglang.srt.mem_cache.pool_host.common": replace_cudart,

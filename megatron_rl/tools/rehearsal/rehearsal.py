@@ -124,7 +124,7 @@ def rehearse(
     or run out of memory.
     """
     if not SHIM.exists():
-        raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py` with a torch for CPUs, as `make` does.")
+        raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py`, as `make` does.")
     config = load_config(path, overrides)
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")

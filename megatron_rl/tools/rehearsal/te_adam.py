@@ -27,6 +27,7 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -36,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options | {"bias_correction": bias_correction})
-        assert adam_w_mode and bias_correction and not store_param_remainders
+        assert adam_w_mode and bias_correction and not (store_param_remainders or capturable)
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         self._scales: dict[Tensor, dict[str, Tensor]] = {}

@@ -120,7 +120,11 @@ _MODULES: dict[str, dict[str, Any]] = {
         "activation_recompute_forward": contextlib.nullcontext,
     },
     f"{_PYTORCH}.float8_tensor": {"Float8Tensor": type("Float8Tensor", (Tensor,), {})},
-    f"{_PYTORCH}.fp8": {"FP8GlobalStateManager": _SilentState, "fp8_autocast": autocast},
+    f"{_PYTORCH}.fp8": {
+        "FP8GlobalStateManager": _SilentState,
+        "fp8_autocast": autocast,
+        "fp8_model_init": _not_here("fp8_model_init"),
+    },
     f"{_PYTORCH}.module": {},
     f"{_PYTORCH}.module.base": {
         "TransformerEngineBaseModule": modules.TransformerEngineBaseModule,

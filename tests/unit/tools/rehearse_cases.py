@@ -15,16 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_rl"
 MOST_RESIDENT_KB = 2_500_000
 SHIM = PACKAGE / "_C_rehearsal.so"
-NEEDS_SHIM = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not SHIM.exists(), reason="a torch with CUDA has no place for the shim"),
-]
 
 
 def order_of(config, ranks, overrides, **more):

@@ -7,13 +7,13 @@ import pytest
 from megatron_rl.tools.plan.devices import LINKS
 from megatron_rl.tools.rehearsal.budget import TARGETS, budget, budget_lines
 from megatron_rl.tools.rehearsal.rehearsal import World
-from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
+from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
 
 SHAPES = {"qwen3-4b": ("configs/math_qwen3_4b.yaml", 8), "qwen3-30b-a3b": ("configs/math_qwen3_30b_a3b_4nodes.yaml", 8)}
 WORLD = World(nodes=1, gpus_per_node=8, ranks=8, stages=1)
 ROWS = ("batch.tokens_per_microbatch=32768", "rollout.servers=[http://127.0.0.1:1]")
 
-pytestmark = NEEDS_SHIM
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

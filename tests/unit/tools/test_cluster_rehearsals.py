@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
 from megatron_rl.tools.rehearsal.rehearsal_text import as_text
 from megatron_rl.weights.architecture import read_architecture
-from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
+from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek", path.name)]
@@ -28,7 +29,7 @@ COMPARED = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several: these have all their layers."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
-pytestmark = [*NEEDS_SHIM, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +117,26 @@ def test_a_rank_has_no_more_to_write_of_a_checkpoint_than_planned_and_gathers_no
 
 
 @pytest.fixture(scope="module")
-def rows(table):
-    """The table in docs/cluster.md: the figures of each config."""
-    text = (ROOT / "docs" / "cluster.md").read_text().partition("<!-- results: rehearse_configs.txt -->")[2]
-    lines = [line.split() for line in text.partition("```\n\n")[0].splitlines()]
+def text():
+    """The table in docs/cluster.md, its head too."""
+    found = (ROOT / "docs" / "cluster.md").read_text().partition("<!-- results: rehearse_configs.txt -->")[2]
+    return found.partition("```\n\n")[0]
+
+
+@pytest.fixture(scope="module")
+def rows(table, text):
+    """The figures of each config."""
     names = {path.stem for path in LARGE}
+    lines = [line.split() for line in text.splitlines()]
     return {name: dict(zip(table.COLUMNS, words, strict=True)) for name, *words in filter(None, lines) if name in names}
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_the_table_says_what_a_rehearsal_says(path, table, rows, found):
+def test_the_table_says_what_a_rehearsal_says(path, table, text, rows, found):
     row, (_, result) = rows[path.stem], found[path]
     expected = {"ranks": result.world.ranks, "planned": table.planned_gib(path, [], result)}
-    if path.stem in COMPARED:
+    # Each version of Megatron-Core launches its own number of kernels.
+    if path.stem in COMPARED and f"megatron-core {version('megatron-core')}\n" in text:
         expected |= table.most([table.figures(part, result.world) for part in result.by_rank.values()])
     for name, value in expected.items():
         assert row[name] == format(value, table.COLUMNS[name]).strip(), name

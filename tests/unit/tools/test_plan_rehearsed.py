@@ -12,7 +12,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.plan.traffic import RankTraffic
 from megatron_rl.tools.rehearsal.sent_bytes import wire_bytes
 from megatron_rl.tools.rehearsal.step import made_batch
-from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed, write_shape
+from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_4b.yaml")
@@ -70,7 +70,7 @@ LAYOUTS = {
 }
 """Of Transformer Engine's layers, as clusters have them, and of upstream's local ones."""
 
-pytestmark = NEEDS_SHIM
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
 from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
-from tests.unit.tools.rehearse_cases import NEEDS_SHIM, order_of, rehearsed
+from tests.unit.tools.rehearse_cases import order_of, rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -68,7 +68,7 @@ APART = {
     "a_microbatch_more_on_one_stage": "nothing",
 }
 
-pytestmark = NEEDS_SHIM
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
