@@ -178,17 +178,21 @@ def large_world(args: argparse.Namespace) -> tuple[float, float, float, float]:
     versions = [column for name, column in own.columns().items() if name.startswith("versions.")]  # in runs of tokens
     runs = sum(column.numel() * column.element_size() for column in versions) // len(own)
     sequences = {"group": torch.arange(len(lengths)) // args.samples}
-    common = torch.minimum(lengths // 2, torch.tensor(args.prompt))
+    place = torch.arange(len(lengths)) % args.samples
+    shared = torch.minimum(lengths // 2, torch.tensor(args.prompt))
+    # In the order of tokens the one with the shorter prompt comes first; in a group all have the least in common.
+    least = shared.view(-1, args.samples).amin(1).repeat_interleave(args.samples)
+    begin = torch.stack([place, least.where(place > 0, 0)], dim=1)
     groups = SimpleNamespace(data=SimpleNamespace(size=args.replicas, rank=0))
-    options = {"updates": args.updates, "seed": 1, "share_prompts": True, "common": common}
+    options = {"updates": args.updates, "seed": 1, "begin": begin}
     plans = []
     work = lambda: plans.append(exchange.plan_step(sequences, lengths, groups, **options))  # noqa: E731
     seconds = statistics.median(frame.seconds(work) for _ in range(args.repeats))
     owner = plans[0].owner
     count = torch.bincount(owner, minlength=args.replicas)
     tokens = torch.zeros(args.replicas, dtype=torch.int64).index_add_(0, owner, lengths)
-    # Of each trajectory the length and the reward; of each prompt its numbers, the common beginning and the replies.
-    table = len(lengths) * (4 + 4) + len(lengths) // args.samples * 4 * 8 + args.replicas * 2 * 8
+    # Of each trajectory length, reward and how it begins like another; of each prompt its numbers and the replies.
+    table = len(lengths) * (4 + 4 + 4 + 2) + len(lengths) // args.samples * 3 * 8 + args.replicas * 2 * 8
     share = tokens * a_token + count * (sum(column.element_size() for column in own.sequences.values()) + runs)
     received = tokens * a_token + count * runs + table + 8 * len(delivery.token_layout(own))
     return seconds, int(received.min()), int(received.max()), float((received / share).max())

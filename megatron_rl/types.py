@@ -565,8 +565,9 @@ class MicroBatch:
     A model computes M rows, fewer than T where sequences share a prompt or nobody needs a sequence's last row:
     computed: `[M]` int64, the row above whose token it reads.
     read: `[T]` int64, the computed row that each row above takes its prediction from.
-    segments: `[S, 4]` int64 in the order of computed rows: first row, rows, first row of the shared prefix and its rows
-      (0 without one). A row attends to its segment up to itself and to all of the prefix.
+    segments: `[S, 4]` int64 in the order of computed rows: first row, rows, the number of the segment that it goes on
+      from (-1: none), and the rows before it, of that segment and those which that one goes on from. A row attends to
+      its segment up to itself, and to all of those.
     """
 
     rows: TensorDict

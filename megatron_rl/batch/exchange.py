@@ -21,8 +21,8 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
-LENGTH, COMMON = ".length", ".common"
-"""Names of two numbers told of each trajectory beside its columns: its tokens, and those its family has in common."""
+LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
+"""Names of numbers told of each trajectory beside its columns: its tokens, and its `packing.beginnings`."""
 
 
 def share_out(
@@ -42,7 +42,9 @@ def share_out(
     if own is not None:
         numbers, layout = {LENGTH: own.lengths.int()} | own.sequences, delivery.token_layout(own)
         if share_prompts:
-            numbers[COMMON] = packing.common_beginnings(own).long()
+            place, shared = packing.beginnings(own).T.clone(memory_format=torch.contiguous_format)
+            # Every rank hears them of every trajectory. They divide work: more in a group only divide it less evenly.
+            numbers[PLACE], numbers[SHARED] = place.clamp_max(torch.iinfo(torch.int16).max).short(), shared.int()
     table = sorted((name, column.dtype) for name, column in numbers.items())
     told = [[table, layout]]
     dist.broadcast_object_list(told, src=0, group=groups.control)
@@ -56,8 +58,9 @@ def share_out(
             f"return the same ones for every prompt."
         )
     numbers, sender = found
-    lengths, common = numbers.pop(LENGTH).long(), numbers.pop(COMMON, None)
-    plan = plan_step(numbers, lengths, groups, updates=updates, seed=seed, share_prompts=share_prompts, common=common)
+    lengths = numbers.pop(LENGTH).long()
+    begin = torch.stack([numbers.pop(PLACE), numbers.pop(SHARED)], dim=1).long() if share_prompts else None
+    plan = plan_step(numbers, lengths, groups, updates=updates, seed=seed, begin=begin)
     held = own if own is not None else TrajectoryBatch({}, {}, torch.zeros(1, dtype=torch.int64))
     tokens = delivery.deliver(held, layout, lengths=lengths, sender=sender, owner=plan.owner, groups=groups)
     return StepBatch.of_tokens(tokens, numbers, plan)
@@ -70,22 +73,21 @@ def plan_step(
     *,
     updates: int,
     seed: int,
-    share_prompts: bool = False,
-    common: Tensor | None = None,
+    begin: Tensor | None = None,
 ) -> SharePlan:
-    """Return who trains which trajectory in which update; no communication. Tensors and columns are `[B]`.
+    """Return who trains which trajectory in which update; no communication. Columns are `[B]`.
 
-    common: packing.common_beginnings where prompts are shared.
+    begin: packing.beginnings where they are shared.
     """
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
     update = torch.full((len(lengths),), updates)
     update[is_trained] = share_plan.plan_updates(
-        int(is_trained.sum()), updates, seed=seed, group=group[is_trained] if share_prompts else None
+        int(is_trained.sum()), updates, seed=seed, group=group[is_trained] if begin is not None else None
     )
-    owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, common=common)
+    owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, begin=begin)
     columns = {"lengths": lengths, "update": update, "owner": owner, "group": group}
-    return SharePlan(groups=groups, updates=updates, **columns, common=common)
+    return SharePlan(groups=groups, updates=updates, **columns, begin=begin)
 
 
 def pack_alike(
@@ -121,7 +123,7 @@ def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: 
     """
     options = {"group": batch.sequences.get("group"), "pair": batch.sequences.get("pair")}
     if share_prompts:
-        options["common"] = packing.common_beginnings(batch)
+        options["begin"] = packing.beginnings(batch)
     together = torch.zeros(len(batch), dtype=torch.int64)
     owner = share_plan.plan_owners(together, batch.lengths, groups.data.size, **options)
     return batch.select((owner == groups.data.rank).nonzero()[:, 0].tolist())

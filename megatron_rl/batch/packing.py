@@ -18,7 +18,10 @@ replies to the prompt a b, a b C D and a b F (`share_prompts`):
     input_ids    a  b  C  D | a  b  F
     computed     0  1 | 2  3 | 6           M = 5: the rows whose tokens the model reads, in its order
     read         0  1  2  3 | 0  1  4      the computed row of each row: both replies' first tokens are predicted by 1
-    segments     [0 2 0 0], [2 2 0 2], [4 1 0 2]      the prompt; C D and F, each behind the two rows from 0 on
+    segments     [0 2 -1 0], [2 2 0 2], [4 1 0 2]     the prompt; C D and F, each behind segment 0 of two rows
+
+Dialogues that fork, and fork again, are trees of segments: what some of a group's sequences have in common, and others
+do not, is a segment of its own, behind the one that all of them have in common.
 
 Sequences of one number in the column `pair`, which is their `group` too, have one loss together: they stay in one
 microbatch, and in their order.
@@ -27,10 +30,13 @@ microbatch, and in their order.
 from __future__ import annotations
 
 import heapq
+import itertools
+import sys
 from bisect import bisect, insort
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -45,7 +51,7 @@ def to_microbatch(
     """Pack the trajectories `indices` into rows; one untrained token if they have none, so that a rank can keep step.
 
     Empty trajectories are left out: they predict nothing, and not every attention kernel takes a sequence of no rows.
-    share_prompts: compute the common beginning of one `group` once. final_rows: compute a sequence's last row too,
+    share_prompts: compute what several of one `group` begin with once. final_rows: compute a sequence's last row too,
     which predicts what nobody has sampled; a loss of log-probabilities can do without.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
@@ -65,11 +71,9 @@ def to_microbatch(
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
     rows |= {key: value[chosen] for key, value in batch.sequences.items()}
-    families = _families(batch, chosen.tolist()) if share_prompts else []
-    place = {index: number for number, index in enumerate(chosen.tolist())}
-    shared = [([place[index] for index in members], prefix) for members, prefix in families]
+    found = families_of(picked, rows.get("group"), beginnings(batch, chosen)) if share_prompts else []
     needed = _needed_rows(picked, final_rows)
-    computed, read, segments = _computed_rows(cu_seqlens, positions, sequence, needed, shared)
+    computed, read, segments = _computed_rows(cu_seqlens, positions, sequence, needed, found)
     return MicroBatch(
         rows=TensorDict(rows), positions=positions, source=source, computed=computed, read=read, segments=segments
     )
@@ -81,90 +85,169 @@ def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
 
 
 def _computed_rows(
-    cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, shared: list[tuple[list[int], int]]
+    cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, families: list[Family]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out the rows that a model computes: MicroBatch's `computed`, `read` and `segments`.
 
-    sequence: `[T]`, the one of each row. needed: `[B]` rows of each sequence. shared: families of sequences with the
-    length of their common beginning.
+    sequence: `[T]`, the one of each row. needed: `[B]` rows of each sequence.
     """
-    starts, own = cu_seqlens[:-1].tolist(), needed.tolist()
-    prefix, prefix_start, own_start = [0] * len(own), [0] * len(own), [0] * len(own)  # the latter two: computed rows
-    segments, sources, count = [], [], 0
-
-    def add(source: int, rows: int, first_of_prefix: int, prefix_rows: int) -> int:
-        nonlocal count
-        if rows:
-            segments.append([count, rows, first_of_prefix, prefix_rows])
-            sources.append(source)
-            count += rows
-        return count - rows
-
-    member_of = {number: family for family in shared for number in family[0]}
-    for number in range(len(own)):
-        members, common = member_of.get(number, ([number], 0))
-        if number != members[0]:
-            continue  # came with its family's first
-        # A reply whose last row is not needed may end within the common beginning.
-        common = min(common, *(own[m] for m in members)) if common else 0
-        first = add(starts[number], common, 0, 0)
-        for m in members:
-            prefix[m], prefix_start[m] = common, first
-            own_start[m] = add(starts[m] + common, own[m] - common, first if common else 0, common)
+    own = needed.tolist()
+    alone = set(range(len(own))).difference(*(family.members for family in families))
+    trees = sorted(families + [Family([number], [0]) for number in alone], key=lambda family: min(family.members))
+    segments: list[list[int]] = []
+    sources: list[int] = []  # of each segment: the sequence that its rows are taken from
+    of_sequence: list[list[int]] = [[] for _ in own]  # its segments, from its beginning
+    count = 0
+    for family in trees:
+        for branch in branches(family, own):
+            path = of_sequence[branch.members[0]]
+            segments.append([count, branch.end - branch.start, path[-1] if path else -1, branch.start])
+            sources.append(branch.members[0])
+            count += branch.end - branch.start
+            for member in branch.members:
+                of_sequence[member].append(len(segments) - 1)
     table = torch.tensor(segments)  # [S, 4]
-    offsets = torch.repeat_interleave(torch.tensor(sources) - table[:, 0], table[:, 1])
+    # A row of the loss reads its segment's row of the same position.
+    paths = torch.tensor([segment for path in of_sequence for segment in path])
+    starts = table[paths, 3] + cu_seqlens[:-1].repeat_interleave(torch.tensor(list(map(len, of_sequence))))
     row = torch.minimum(positions, needed[sequence] - 1)  # an uncomputed last row reads the one before; nobody uses it
-    shift_prefix, shift_own = torch.tensor(prefix_start), torch.tensor(own_start) - torch.tensor(prefix)
-    read = row + torch.where(row < torch.tensor(prefix)[sequence], shift_prefix[sequence], shift_own[sequence])
-    return offsets + torch.arange(count), read, table
+    segment = paths[torch.searchsorted(starts, cu_seqlens[:-1][sequence] + row, right=True) - 1]
+    read = table[segment, 0] + row - table[segment, 3]
+    first = (cu_seqlens[:-1][torch.tensor(sources)] + table[:, 3] - table[:, 0]).repeat_interleave(table[:, 1])
+    return first + torch.arange(count), read, table
+
+
+@dataclass(frozen=True)
+class Family:
+    """Sequences that begin alike, in the order of their tokens: those which go together furthest are neighbours.
+
+    shared: how many tokens each has in common with the one before it that are computed once; 0 for the first.
+    """
+
+    members: list[int]
+    shared: list[int]
+
+    def part(self, start: int, stop: int) -> Family:
+        return Family(self.members[start:stop], [0, *self.shared[start + 1 : stop]])
+
+    def clamped(self, rows: list[int]) -> Family:
+        """Return it for sequences of which fewer rows are needed, rows[i] of sequence i."""
+        pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
+        return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Rows `start` to `end` of its members, which have them in common."""
+
+    start: int
+    end: int
+    members: list[int]
+
+
+def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
+    """Go through a family's tree, a branch before those behind it. rows[i]: how many sequence i needs."""
+    family = family.clamped(rows)
+    waiting = [(0, len(family.members), 0)]  # members from, to, and the position where their branch starts
+    while waiting:
+        low, high, start = waiting.pop()
+        members, shared = family.members[low:high], family.shared[low + 1 : high]
+        end = min(shared) if shared else rows[members[0]]
+        if end > start:
+            yield Branch(start, end, members)
+        cuts = [low, *(low + 1 + place for place, length in enumerate(shared) if length == end), high]
+        if shared:
+            waiting += [(a, b, end) for a, b in reversed(list(itertools.pairwise(cuts)))]
 
 
 WORTH_SHARING = 0.1
 """Share of a family's rows that sharing must save: shared rows cost a copy of their keys and values per sequence."""
+WORTH_A_BRANCH = 0.01
+"""Share of the rows of a branch and behind it that it must save, as each is a call of attention of its own."""
 
 
-def _families(batch: TrajectoryBatch, indices: list[int]) -> list[tuple[list[int], int]]:
-    """Return the trajectories of one `group` that begin with the same tokens, with the length of that beginning."""
-    starts, ids = batch.cu_seqlens.tolist(), batch.tokens["input_ids"]
+def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
+    """`[B, 2]` int64: how the trajectories (those of `indices`, if given) of each `group` begin alike.
 
-    def common_beginning(members: list[int], shortest: int) -> int:
-        begins = torch.stack([ids[starts[m] : starts[m] + shortest] for m in members])
-        return int((begins == begins[0]).all(0).cumprod(0).sum())  # the ones before the first difference
-
-    return families_of(batch.lengths, batch.sequences.get("group"), indices, common_beginning)
-
-
-def families_of(
-    lengths: Tensor, group: Tensor | None, indices: list[int], common_beginning: Callable[[list[int], int], int]
-) -> list[tuple[list[int], int]]:
-    """Return which of the trajectories `indices` are computed together, with the length of their common beginning.
-
-    lengths and group: `[B]`. common_beginning(members, shortest): how many tokens members of one group begin with
-    alike, of which the shortest has `shortest`.
+    For each its place in the order of its group's tokens, and how many tokens it begins with like the one before it, 0
+    for the first.
     """
+    chosen = torch.arange(len(batch)) if indices is None else indices
+    group = batch.sequences.get("group")
+    if group is None:
+        return torch.zeros(len(chosen), 2, dtype=torch.int64)
+    ids = batch.tokens["input_ids"].numpy().astype(">i4")  # whose bytes sort as the tokens do
+    bounds = torch.stack([batch.cu_seqlens[chosen], batch.cu_seqlens[chosen + 1]], dim=1).tolist()
+    texts = [ids[start:stop] for start, stop in bounds]
+    found = torch.zeros(len(chosen), 2, dtype=torch.int64)
+    for members in _by_group(group[chosen]):
+        if len(members) > 1:
+            ordered = sorted(members, key=lambda m: texts[m].tobytes())
+            common = [_common_length(texts[a], texts[b]) for a, b in itertools.pairwise(ordered)]
+            found[ordered] = torch.tensor([range(len(ordered)), [0, *common]]).T
+    return found
+
+
+def selected_beginnings(begin: Tensor, group: Tensor, indices: Tensor) -> Tensor:
+    """Return the `beginnings` of some trajectories of a batch, of all of which `begin` and `group` are."""
+    place_of = torch.full((len(begin),), -1)
+    place_of[indices] = torch.arange(len(indices))
+    found = torch.zeros(len(indices), 2, dtype=torch.int64)
+    new, places, shared = place_of.tolist(), *begin.T.tolist()
+    for members in _by_group(group):
+        count = least = 0
+        for index in sorted(members, key=places.__getitem__):
+            # What it has in common with one further ahead is the least on the way there.
+            least = min(least, shared[index])
+            if new[index] >= 0:
+                found[new[index], 0], found[new[index], 1] = count, least
+                count, least = count + 1, sys.maxsize
+    return found
+
+
+def _by_group(group: Tensor) -> Iterable[list[int]]:
+    result: dict[int, list[int]] = {}
+    for index, number in enumerate(group.tolist()):
+        result.setdefault(number, []).append(index)
+    return result.values()
+
+
+def _common_length(one: np.ndarray, other: np.ndarray) -> int:
+    shortest = min(len(one), len(other))
+    differs = one[:shortest] != other[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Family]:
+    """Return which trajectories are computed together. lengths and group: `[B]`. begin: their `beginnings`."""
     if group is None:
         return []
-    all_lengths, groups = lengths.tolist(), group.tolist()
-    by_group: dict[int, list[int]] = {}
-    for index in indices:
-        if all_lengths[index]:
-            by_group.setdefault(groups[index], []).append(index)
+    tokens, places, shared = lengths.tolist(), *begin.T.tolist()
     families = []
-    for members in by_group.values():
-        if len(members) > 1:
-            own = [all_lengths[m] for m in members]
-            common = common_beginning(members, min(own))
-            if common * (len(members) - 1) >= WORTH_SHARING * sum(own):
-                families.append((members, common))
+    for of_group in _by_group(group):
+        members = sorted((m for m in of_group if tokens[m]), key=places.__getitem__)  # the empty ones come first
+        family = _worthwhile(Family(members, [0, *(shared[m] for m in members[1:])]), tokens)
+        if len(members) > 1 and sum(family.shared) >= max(1, WORTH_SHARING * sum(tokens[m] for m in members)):
+            families.append(family)
     return families
 
 
-def common_beginnings(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` int32: how many tokens each trajectory's family begins with alike; 0 for one that has none."""
-    common = torch.zeros(len(batch), dtype=torch.int32)
-    for members, length in _families(batch, list(range(len(batch)))):
-        common[members] = length
-    return common
+def _worthwhile(family: Family, tokens: list[int]) -> Family:
+    """Leave out branches that save too little: those behind them begin where they would."""
+    kept = [0] * len(family.members)
+    waiting = [(0, len(kept), 0)]  # members from, to, and the position where their branch starts
+    while waiting:
+        low, high, start = waiting.pop()
+        if high - low < 2:
+            continue
+        end = min(family.shared[low + 1 : high])
+        behind = sum(tokens[m] - start for m in family.members[low:high])
+        depth = end if (end - start) * (high - low - 1) >= WORTH_A_BRANCH * behind else start
+        cuts = [place for place in range(low + 1, high) if family.shared[place] == end]
+        for place in cuts:
+            kept[place] = depth
+        waiting += [(a, b, depth) for a, b in itertools.pairwise([low, *cuts, high])]
+    return Family(family.members, kept)
 
 
 @dataclass(frozen=True)
@@ -181,24 +264,23 @@ def units(
 ) -> list[Unit]:
     """Divide the trajectories: pairs, else whole families up to `most_rows` rows, the others one by one."""
     needed = _needed_rows(batch.lengths, final_rows).tolist()
-    found = _families(batch, list(range(len(batch)))) if share_prompts else []
+    found = families_of(batch.lengths, batch.sequences.get("group"), beginnings(batch)) if share_prompts else []
     return divide(needed, found, batch.sequences.get("pair"), most_rows)
 
 
-def divide(rows: list[int], families: list[tuple[list[int], int]], pair: Tensor | None, most_rows: int) -> list[Unit]:
+def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_rows: int) -> list[Unit]:
     """Divide trajectories, of which the needed rows and families are known, as `units` does.
 
-    families: members with the length of their common beginning. pair: `[B]`, the number of each one's, or None.
+    pair: `[B]`, the number of each one's, or None.
     """
     result, together = [], set()
-    for members, common in families:
-        together.update(members)
-        common = min(common, *(rows[m] for m in members))
-        own_rows = [rows[m] - common for m in members]
-        for part in [members] if pair is not None else _parts_of_family(members, own_rows, common, most_rows):
-            result.append(_unit(part, [rows[m] for m in part], common if len(part) > 1 else 0))
+    for family in families:
+        together.update(family.members)
+        clamped = family.clamped(rows)
+        parts = [clamped] if pair is not None else _parts_of_family(clamped, rows, most_rows)
+        result += [_unit(part, rows) for part in parts]
     rest = [i for i in range(len(rows)) if i not in together]
-    return result + [_unit(part, [rows[i] for i in part], 0) for part in _inseparable(pair, rest)]
+    return result + [_unit(Family(part, [0] * len(part)), rows) for part in _inseparable(pair, rest)]
 
 
 def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
@@ -212,24 +294,34 @@ def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
     return list(pairs.values())
 
 
-def _parts_of_family(members: list[int], own_rows: list[int], common: int, most_rows: int) -> list[list[int]]:
-    """Cut a family in its order; each part computes the `common` rows again."""
-    parts: list[list[int]] = []
-    room = 0
-    for member, own in zip(members, own_rows, strict=True):
-        if not parts or own > room:
-            parts.append([])
-            room = most_rows - common
-        parts[-1].append(member)
-        room -= own
+def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Family]:
+    """Cut a family where that costs least: behind a cut, what both sides have in common is computed again."""
+    count = len(family.members)
+    never = (sys.maxsize, 0, 0)
+    best = [(0, 0, 0)] + [never] * count  # of the first n members: rows again, parts, and where the last one starts
+    for stop in range(1, count + 1):
+        size = 0
+        for start in range(stop - 1, -1, -1):
+            size += rows[family.members[start]] - (family.shared[start + 1] if start + 1 < stop else 0)
+            if size > most_rows and stop - start > 1:
+                break
+            again, pieces, _ = best[start]
+            best[stop] = min(best[stop], (again + family.shared[start], pieces + 1, start))
+    parts: list[Family] = []
+    stop = count
+    while stop:
+        start = best[stop][2]
+        parts.insert(0, family.part(start, stop))
+        stop = start
     return parts
 
 
-def _unit(members: list[int], rows: list[int], common: int) -> Unit:
-    own = sum(rows) - len(members) * common
-    # Rows of the prompt attend to the prompt, once; those behind it to the rest of the sequence's square.
-    pairs = common**2 + sum(n**2 - common**2 for n in rows)
-    return Unit(members, common + own, common + own + pairs / ATTENTION_SHARE_AT)
+def _unit(family: Family, rows: list[int]) -> Unit:
+    # A row attends to all before it, and shared ones do once.
+    needed = [rows[m] for m in family.members]
+    pairs = sum(n**2 - shared**2 for n, shared in zip(needed, family.shared, strict=True))
+    computed = sum(needed) - sum(family.shared)
+    return Unit(family.members, computed, computed + pairs / ATTENTION_SHARE_AT)
 
 
 def _described_token(values: Tensor, source: Tensor) -> Tensor:
@@ -249,7 +341,7 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
         source=torch.full((1,), -1),
         computed=torch.zeros(1, dtype=torch.int64),
         read=torch.zeros(1, dtype=torch.int64),
-        segments=torch.tensor([[0, 1, 0, 0]]),
+        segments=torch.tensor([[0, 1, -1, 0]]),
     )
 
 

@@ -40,14 +40,13 @@ def plan_owners(
     replicas: int,
     *,
     group: Tensor | None = None,
-    common: Tensor | None = None,
+    begin: Tensor | None = None,
     pair: Tensor | None = None,
 ) -> Tensor:
     """`[B]` int64: the replica that each trajectory is computed on.
 
-    Shares of one update differ in cost by one unit at most, and so do those of all updates. All are `[B]`; common: as
-    `packing.common_beginnings`, where families are computed together; pair: the number of each one's, which stay
-    together.
+    Shares of one update differ in cost by one unit at most, and so do those of all updates. All are `[B]`; begin:
+    `packing.beginnings`, where families are computed together; pair: the number of each one's, which stay together.
     """
     owner = torch.zeros(len(update), dtype=torch.int64)
     if replicas == 1:
@@ -56,7 +55,10 @@ def plan_owners(
     for number in sorted(set(update.tolist())):
         chosen = (update == number).nonzero()[:, 0]
         own = lengths[chosen]
-        families = _families(own, group[chosen], common[chosen]) if common is not None and group is not None else []
+        families = []
+        if begin is not None and group is not None:
+            own_begin = packing.selected_beginnings(begin, group, chosen)
+            families = packing.families_of(own, group[chosen], own_begin)
         most_rows = max(1, int(own.sum()) // (UNITS_PER_RANK * replicas))
         parts = packing.divide(own.tolist(), families, None if pair is None else pair[chosen], most_rows)
         costs = [unit.cost for unit in parts]
@@ -70,9 +72,3 @@ def plan_owners(
             owner[chosen[torch.tensor(members, dtype=torch.int64)]] = replica
             spent[replica] += cost_of[share]
     return owner
-
-
-def _families(lengths: Tensor, group: Tensor, common: Tensor) -> list[tuple[list[int], int]]:
-    begins = common.tolist()
-    in_families = [place for place, begin in enumerate(begins) if begin]
-    return packing.families_of(lengths, group, in_families, lambda members, shortest: min(begins[m] for m in members))

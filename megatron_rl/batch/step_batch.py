@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import delivery, share_plan
+from megatron_rl.batch import delivery, packing, share_plan
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
@@ -29,19 +29,20 @@ class SharePlan:
     """int64: the data-parallel rank of `groups` that computes all passes over it."""
     group: Tensor
     """int64: the prompt's number."""
-    common: Tensor | None = None
-    """packing.common_beginnings where families are computed together."""
+    begin: Tensor | None = None
+    """packing.beginnings where families are computed together."""
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
         """Return the plan of another layout's ranks, of the same updates."""
-        columns = {"group": self.group, "common": self.common}
+        columns = {"group": self.group, "begin": self.begin}
         owner = share_plan.plan_owners(self.update, self.lengths, groups.data.size, **columns)
         return replace(self, groups=groups, owner=owner)
 
     def select(self, order: Tensor) -> SharePlan:
         columns: dict[str, Any] = {name: getattr(self, name) for name in ("lengths", "update", "owner", "group")}
         chosen = {name: column[order] for name, column in columns.items()}
-        return replace(self, **chosen, common=None if self.common is None else self.common[order])
+        begin = None if self.begin is None else packing.selected_beginnings(self.begin, self.group, order)
+        return replace(self, **chosen, begin=begin)
 
     @property
     def leaders(self) -> Tensor:

@@ -146,7 +146,7 @@ class BatchConfig(Section, name="batch"):
     allow_longer_sequences: bool = True
     """Give a sequence above that budget a pass of its own; false stops the run there with an error."""
     share_prompts: bool = True
-    """Compute the common beginning of a prompt's replies once; the update is the same, and shorter."""
+    """Compute once what replies to a prompt, or forks of dialogues, begin with: the same update for less."""
 
 
 @dataclass(kw_only=True)

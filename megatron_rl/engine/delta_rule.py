@@ -1,7 +1,7 @@
 """The gated delta rule (arXiv 2412.06464) over packed rows: one matrix per head that decays and is corrected.
 
-In plain torch, a chunk of rows at a time. The state begins at zero with each sequence; the replies of a group fork the
-state, and the last inputs of the convolution, where their common prompt ends.
+In plain torch, a chunk of rows at a time. The state begins at zero with each sequence; the replies of a group and the
+forks of a dialogue fork the state, and the last inputs of the convolution, where what they have in common ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Chunks:
 
     For example:
 
-        chunks = Chunks.of(torch.tensor([[0, 2, 0, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))  # a prompt and two replies
+        chunks = Chunks.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))  # a prompt and two replies
         chunks.before  # [6]: -1 0 1 2 1 and none: both replies' first rows follow row 1
     """
 
@@ -49,17 +49,16 @@ class Chunks:
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
         """Plan for `[S, 4]` segments as MicroBatch has them, in the order of their rows and without gaps."""
-        first, rows, prefix, prefix_rows = segments.unbind(1)
+        first, rows, parent, _ = segments.unbind(1)
         count = int(rows.sum())
         size = min(size, 1 << (int(rows.max()) - 1).bit_length())
         before = torch.arange(-1, count)
         before = torch.cat([before[:count], torch.tensor([count])])
-        before[first] = torch.where(prefix_rows > 0, prefix + prefix_rows - 1, count)
-        parent_of = {int(f): number for number, f in enumerate(first.tolist())}
-        parents = [parent_of[p] if n else None for p, n in zip(prefix.tolist(), prefix_rows.tolist(), strict=True)]
+        before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, count)
+        parents = parent.tolist()
         depth: list[int] = []
-        for parent in parents:  # a prefix stands before the segments that share it
-            depth.append(0 if parent is None else depth[parent] + 1)
+        for number in parents:  # a segment stands before those that go on from it
+            depth.append(depth[number] + 1 if number >= 0 else 0)
         starts, lengths = first.tolist(), rows.tolist()
         levels, order, place = [], [], {}
         for level in range(max(depth) + 1):

@@ -1,11 +1,12 @@
 """Which rows of a microbatch this context rank computes, and which rows each of them attends to.
 
-A microbatch is a list of segments of rows. A segment attends to itself causally and to all of its prefix, an earlier
-segment that several share. Context parallelism cuts the rows, not the sequences, into 2 x size chunks and gives rank r
-the chunks r and 2 x size - 1 - r (zigzag), so that early and late rows are spread evenly. Either way the queries of one
-piece are the last ones of its keys, which is the causal mask of variable-length kernels. Two segments on two ranks:
+A microbatch is a list of segments of rows. A segment attends to itself causally and to all of the segments that it goes
+on from: of a prompt that several share, of a dialogue that has forked, and forked again. Context parallelism cuts the
+rows, not the sequences, into 2 x size chunks and gives rank r the chunks r and 2 x size - 1 - r (zigzag), so that early
+and late rows are spread evenly. Either way the queries of one piece are the last ones of its keys, which is the causal
+mask of variable-length kernels. Two segments on two ranks:
 
-    rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 0 0], [5 3 0 0]
+    rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
     pieces of 0   queries 0 1 of keys 0 1, and 6 7 of 5 6 7
     pieces of 1   queries 2 3 of keys 0 to 3, 4 of 0 to 4, and 5 of 5
@@ -124,15 +125,16 @@ def own_rows(
     total = count + padding
     segments = microbatch.segments
     if padding:
-        segments = torch.cat([segments, torch.tensor([[count, padding, 0, 0]])])
+        segments = torch.cat([segments, torch.tensor([[count, padding, -1, 0]])])
     ranges = _zigzag(total, context)
     own = torch.cat([torch.arange(start, stop) for start, stop in ranges])  # [R]
-    first, rows, keys, prefix, prefix_rows = _pieces(segments, ranges)
-    query_cu, key_cu = prefix_sums(rows), prefix_sums(prefix_rows + keys)  # a piece's keys: its prefix, then its own
-    is_plain = context.size == 1 and not bool(prefix_rows.any())
+    segment, rows, own_keys = _pieces(segments, ranges)
+    keys = segments[segment, 3] + own_keys  # of each piece: those before its segment, then its own
+    query_cu, key_cu = prefix_sums(rows), prefix_sums(keys)
+    is_plain = context.size == 1 and not bool(segments[:, 3].any())
     taken = None
     if not is_plain:  # plain rows are their own keys in order, which spares a copy of keys and values
-        row_of_key = _runs(torch.stack([prefix, first], 1).flatten(), torch.stack([prefix_rows, keys], 1).flatten())
+        row_of_key = _runs(*_key_runs(segments, segment, own_keys))
         taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context, parts)[row_of_key])
     padded = torch.nn.functional.pad
     place = torch.full((total,), -1)
@@ -163,7 +165,7 @@ def own_rows(
         context=context,
         segments=segments,
         longest_query=int(rows.max()),
-        longest_key=int((prefix_rows + keys).max()),
+        longest_key=int(keys.max()),
         **on_device,
     )
 
@@ -188,19 +190,34 @@ def _gathered(total: int, context: Axis, parts: int) -> Tensor:
     return torch.arange(total).view(parts, context.size, -1).transpose(0, 1).flatten()[torch.cat(places)]
 
 
-def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Cut the segments at the ranges' ends. Columns of the pieces, in the order of this rank's rows.
 
-    The segment's first row, the piece's rows, its keys within the segment, the prefix's first row and its length.
+    The segment's number, the piece's rows, and its keys within the segment.
     """
     parts = []
     for start, stop in ranges:
         first, end = segments[:, 0], segments[:, 0] + segments[:, 1]
         rows = end.clamp(max=stop) - first.clamp(min=start)
-        kept = rows > 0  # the others lie outside the range
+        kept = (rows > 0).nonzero()[:, 0]  # the others lie outside the range
         keys = end.clamp(max=stop) - first
-        parts.append(torch.stack([first, rows, keys, segments[:, 2], segments[:, 3]])[:, kept])
-    return tuple(torch.cat(parts, dim=1))
+        parts.append(torch.stack([kept, rows[kept], keys[kept]]))
+    segment, rows, keys = torch.cat(parts, dim=1)
+    return segment, rows, keys
+
+
+def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the runs of rows that the pieces' keys are: first rows and lengths, of each piece from its beginning."""
+    first, length, parent, _ = segments.T.tolist()
+    starts: list[int] = []
+    lengths: list[int] = []
+    for segment, own in zip(pieces.tolist(), own_keys.tolist(), strict=True):
+        path = [segment]
+        while (above := parent[path[-1]]) >= 0:
+            path.append(above)
+        starts += [first[s] for s in reversed(path)]
+        lengths += [*(length[s] for s in reversed(path[1:])), own]
+    return torch.tensor(starts), torch.tensor(lengths)
 
 
 def _alike(query_cu: Tensor, key_cu: Tensor) -> tuple[list[Alike], Tensor | None]:

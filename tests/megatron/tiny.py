@@ -256,15 +256,20 @@ def make_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -
 
 
 def make_groups(seed: int = 0, prompts: tuple[int, ...] = (9, 1, 14), replies: int = 4) -> TrajectoryBatch:
-    """Groups of replies to common prompts, as RL has them, the first reply of each empty or of one token."""
+    """Groups of replies to common prompts, as RL has them, the first reply of each empty or of one token.
+
+    Every second reply of a group forks from the one before it, as an agent's dialogues do.
+    """
     generator = torch.Generator().manual_seed(seed)
+    drawn = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))  # noqa: E731
     parts, masks, groups = [], [], []
     for number, length in enumerate(prompts):
         prompt = torch.randint(0, VOCAB, (length,), generator=generator)
         for reply in range(replies):
-            own = int(torch.randint(1, 8, (1,), generator=generator)) if reply else number % 2
-            parts.append(torch.cat([prompt, torch.randint(0, VOCAB, (own,), generator=generator)]))
-            masks.append(torch.arange(length + own) >= length)
+            begin = parts[-1][: drawn(length, len(parts[-1]) + 1)] if reply and reply % 2 == 0 else prompt
+            own = drawn(1, 8) if reply else number % 2
+            parts.append(torch.cat([begin, torch.randint(0, VOCAB, (own,), generator=generator)]))
+            masks.append(torch.arange(len(parts[-1])) >= length)
             groups.append(number)
     mask, count = torch.cat(masks), sum(map(len, parts))
     tokens = {

@@ -206,8 +206,8 @@ class RehearsedBatch(StepBatch):
 
 def rehearsed_batch(whole: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool) -> RehearsedBatch:
     """Share a step of one update out to the ranks of a layout."""
-    common = packing.common_beginnings(whole) if share_prompts else None
-    options: dict[str, Any] = {"updates": 1, "seed": 0, "share_prompts": share_prompts, "common": common}
+    begin = packing.beginnings(whole) if share_prompts else None
+    options: dict[str, Any] = {"updates": 1, "seed": 0, "begin": begin}
     return RehearsedBatch.shared_out(whole, exchange.plan_step(whole.sequences, whole.lengths, groups, **options))
 
 

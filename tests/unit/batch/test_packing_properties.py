@@ -1,7 +1,9 @@
 """What packing promises for every batch: over 1,000 random ones, with empty and one-token sequences among them."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,15 +123,18 @@ def test_shares_partition_every_update_and_updates_the_batch(batch, ranks, updat
 
 @st.composite
 def families(draw):
-    """Groups of replies that begin alike, over a small alphabet so that replies agree by chance too."""
-    sizes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=8))
+    """Groups of dialogues that fork from each other, over a small alphabet so that they agree by chance too."""
+    sizes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 7)), max_size=8))
     generator = torch.Generator().manual_seed(draw(SEEDS))
+    drawn = lambda high: int(torch.randint(0, high, (1,), generator=generator))  # noqa: E731
     parts, group = [torch.zeros(0, dtype=torch.int64)], []
     for number, (prompt_length, replies) in enumerate(sizes):
-        prompt = torch.randint(0, 3, (prompt_length,), generator=generator)
+        known = [torch.randint(0, 3, (prompt_length,), generator=generator)]
         for _ in range(replies):
-            own = int(torch.randint(0, 6, (1,), generator=generator))
-            parts.append(torch.cat([prompt, torch.randint(0, 3, (own,), generator=generator)]))
+            before = known[drawn(len(known))]
+            before = before[: len(before) - drawn(1 + max(0, len(before) - prompt_length))]
+            known.append(torch.cat([before, torch.randint(0, 3, (drawn(6),), generator=generator)]))
+            parts.append(known[-1])
             group.append(number)
     order = torch.randperm(len(group), generator=generator)  # members need not be neighbours
     lengths = torch.tensor([len(part) for part in parts[1:]], dtype=torch.int64)
@@ -141,10 +146,16 @@ def families(draw):
 
 def history(microbatch, row):
     """The tokens that a computed row sees, by the segments' definition."""
-    ids = microbatch.rows["input_ids"][microbatch.computed]
-    for start, rows, prefix, prefix_rows in microbatch.segments.tolist():
+    ids = microbatch.rows["input_ids"][microbatch.computed].tolist()
+    segments = microbatch.segments.tolist()
+    for start, rows, parent, before in segments:
         if start <= row < start + rows:
-            return ids[prefix : prefix + prefix_rows].tolist() + ids[start : row + 1].tolist()
+            seen = ids[start : row + 1]
+            while parent >= 0:
+                first, count, parent, _ = segments[parent]
+                seen = ids[first : first + count] + seen
+            assert len(seen) == before + row + 1 - start
+            return seen
     raise AssertionError(f"row {row} is in no segment")
 
 
@@ -174,10 +185,61 @@ def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(bat
     assert set(longer) <= set(seen) and len(seen) == len(set(seen))
 
 
+def beginnings_in(batch, indices):
+    """Every beginning of every sequence of each group, once."""
+    ids, edges, group = batch["input_ids"].tolist(), batch.cu_seqlens.tolist(), batch["group"].tolist()
+    return {(group[i], tuple(ids[edges[i] : stop])) for i in indices for stop in range(edges[i] + 1, edges[i + 1] + 1)}
+
+
+@random_batches
+@given(families(), BUDGETS)
+def test_each_distinct_row_is_computed_once_and_a_family_is_cut_where_that_costs_least(batch, budget):
+    everything = range(len(batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WORTH_SHARING", 0.0)
+        patch.setattr(packing, "WORTH_A_BRANCH", 0.0)
+        distinct = len(beginnings_in(batch, everything))
+        whole = packing.to_microbatch(batch, list(everything), share_prompts=True)
+        assert len(whole.computed) == max(1, distinct), "one idle row where there is none"
+        parts = packing.units(batch, budget, share_prompts=True)
+        for unit in parts:
+            assert unit.rows == len(beginnings_in(batch, unit.members))
+            assert unit.rows <= budget or len(unit.members) == 1
+        tokens = [batch["input_ids"][start:stop].tolist() for start, stop in pairwise(batch.cu_seqlens.tolist())]
+        for number in set(batch["group"].tolist()):
+            members = [i for i in everything if int(batch["group"][i]) == number and tokens[i]]
+            found = [unit for unit in parts if set(unit.members) <= set(members) and unit.rows]
+            ordered = sorted(members, key=tokens.__getitem__)
+            assert sum(unit.rows for unit in found) == least_rows(batch, ordered, budget)
+
+
+def least_rows(batch, ordered, budget):
+    """The fewest rows of all ways to cut a row of sequences, each part within the budget or one sequence."""
+    best = [0]
+    for stop in range(1, len(ordered) + 1):
+        ways = []
+        for start in range(stop):
+            rows = len(beginnings_in(batch, ordered[start:stop]))
+            if rows <= budget or stop - start == 1:
+                ways.append(best[start] + rows)
+        best.append(min(ways))
+    return best[-1]
+
+
+@random_batches
+@given(families(), SEEDS)
+def test_some_of_a_batch_begin_as_they_do_in_the_whole(batch, seed):
+    chosen = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[: len(batch) // 2]
+    found = packing.selected_beginnings(packing.beginnings(batch), batch["group"], chosen)
+    expected = packing.beginnings(batch, chosen)
+    assert found[:, 1].sum() == expected[:, 1].sum()  # which of two alike comes first does not matter
+    places = zip(batch["group"][chosen].tolist(), found[:, 0].tolist(), strict=True)
+    assert sorted(places) == sorted(zip(batch["group"][chosen].tolist(), expected[:, 0].tolist(), strict=True))
+
+
 @random_batches
 @given(families(), st.integers(1, 4), st.integers(1, 3), SEEDS)
 def test_shares_of_groups_partition_the_batch(batch, ranks, updates, seed):
-    common = packing.common_beginnings(batch)
-    shares = shares_of(batch, updates, ranks, seed=seed, share_prompts=True, common=common)
+    shares = shares_of(batch, updates, ranks, seed=seed, begin=packing.beginnings(batch))
     numbers = [number for of_rank in shares for share in of_rank for number in share["number"].tolist()]
     assert sorted(numbers) == list(range(len(batch)))

@@ -10,22 +10,24 @@ from megatron_rl.engine.delta_rule import Chunks, causal_convolution, gated_delt
 KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH, KERNEL = 2, 4, 6, 5, 4
 
 
-def packed(prompts):
-    """Segments of prompts `(rows, rows of each reply)`: a prompt without replies is a sequence of its own."""
+def packed(trees):
+    """Segments `(rows, one that it goes on from)` of several trees: number modulo those before it, the first's none."""
     segments, count = [], 0
-    for rows, replies in prompts:
-        prefix = count
-        segments.append([count, rows, 0, 0])
-        count += rows
-        for reply in replies:
-            segments.append([count, reply, prefix, rows])
-            count += reply
+    for tree in trees:
+        first = len(segments)
+        for number, (rows, from_one) in enumerate(tree):
+            parent = first + from_one % number if number else -1
+            segments.append([count, rows, parent, sum(segments[parent][1::2]) if number else 0])
+            count += rows
     return torch.tensor(segments)
 
 
 def sequences(segments):
-    """The rows of each sequence, from its first token on."""
-    return [[*range(p, p + n), *range(first, first + rows)] for first, rows, p, n in segments.tolist()]
+    """The rows of each segment's sequence, from its first token on."""
+    found = []
+    for first, rows, parent, _ in segments.tolist():
+        found.append([*(found[parent] if parent >= 0 else ()), *range(first, first + rows)])
+    return found
 
 
 def inputs(rows, seed):
@@ -55,13 +57,13 @@ def recurrence(query, key, value, log_decay, beta, segments):
 
 
 LENGTHS = st.integers(1, 11)
-PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, max_size=3)), min_size=1, max_size=4)
+TREES = st.lists(st.lists(st.tuples(LENGTHS, st.integers(0, 9)), min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 @settings(max_examples=25, deadline=None)
-@given(PROMPTS, st.sampled_from([1, 4, 64]), st.integers(0, 1000))
-def test_chunks_give_what_the_recurrence_gives_and_replies_fork_their_prompts_state(prompts, size, seed):
-    segments = packed(prompts)
+@given(TREES, st.sampled_from([1, 4, 64]), st.integers(0, 1000))
+def test_chunks_give_what_the_recurrence_gives_and_forks_take_the_state_along(trees, size, seed):
+    segments = packed(trees)
     args = inputs(int(segments[:, 1].sum()), seed)
     weight = torch.randn(len(args[0]), VALUE_HEADS, VALUE_WIDTH, generator=torch.Generator().manual_seed(seed)).double()
     expected = recurrence(*args, segments)
@@ -74,9 +76,9 @@ def test_chunks_give_what_the_recurrence_gives_and_replies_fork_their_prompts_st
 
 
 @settings(max_examples=25, deadline=None)
-@given(PROMPTS, st.integers(0, 1000))
-def test_the_convolution_sees_its_sequence_alone(prompts, seed):
-    segments = packed(prompts)
+@given(TREES, st.integers(0, 1000))
+def test_the_convolution_sees_its_sequence_alone(trees, seed):
+    segments = packed(trees)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(int(segments[:, 1].sum()), 3, generator=generator)
     weight = torch.randn(3, KERNEL, generator=generator)
@@ -87,7 +89,7 @@ def test_the_convolution_sees_its_sequence_alone(prompts, seed):
 
 
 def test_strong_decay_neither_overflows_nor_leaves_a_gradient_without_number():
-    segments = packed([(200, [70, 3])])
+    segments = packed([[(200, 0), (70, 0), (3, 0)]])
     query, key, value, _, beta = inputs(273, 0)
     decay = torch.full((273, VALUE_HEADS), -30.0, dtype=torch.float64)
     args = [x.detach().float().requires_grad_() for x in (query, key, value, decay, beta)]
@@ -97,7 +99,7 @@ def test_strong_decay_neither_overflows_nor_leaves_a_gradient_without_number():
 
 
 def test_the_worked_example_of_a_prompt_and_two_replies():
-    chunks = Chunks.of(torch.tensor([[0, 2, 0, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))
+    chunks = Chunks.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))
     assert chunks.size == 2 and chunks.before.tolist() == [5, 0, 1, 2, 1, 5]
     assert chunks.rows.tolist() == [0, 1, 2, 3, 4, 5] and chunks.places.tolist() == [0, 1, 2, 3, 4]
     assert [(None if p is None else p.tolist(), active) for p, active in chunks.levels] == [(None, [1]), ([0, 0], [2])]
@@ -105,4 +107,4 @@ def test_the_worked_example_of_a_prompt_and_two_replies():
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
 def test_chunks_are_no_longer_than_the_longest_segment(rows):
-    assert Chunks.of(torch.tensor([[0, rows, 0, 0]])).size == min(64, rows)
+    assert Chunks.of(torch.tensor([[0, rows, -1, 0]])).size == min(64, rows)
