@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     from pathlib import Path
 
+    import torch
     from tensordict import TensorDict
     from torch import Tensor
 
@@ -275,6 +276,19 @@ class WeightReceiver(Protocol):
         """Every server that takes part has proved that it holds `version`: from here on new tokens are its."""
 
 
+class LogitsTerm(Protocol):
+    """A term of a loss that whole logits are needed for; `ops.TeacherTargets` is one."""
+
+    def of(
+        self, rows: TensorDict, device: torch.device
+    ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
+        """Return the term of a microbatch, whose rows are on the host, for a model on the device.
+
+        (logits `[c, V_local]`, their places among the rows) -> the loss's part, its sums, and its gradient by the
+        logits, which stay as they are. The engine calls it with some trained rows at a time.
+        """
+
+
 @dataclass(frozen=True)
 class LogprobLoss:
     """A loss that needs log-probabilities only, so that the engine never forms `[T, V]` logits for it.
@@ -296,6 +310,8 @@ class LogprobLoss:
     """`fn` is a sum over rows without a look at their neighbours: the engine may call it with some trained rows at a
     time, where data holds no `cu_seqlens`, and forms the gradient together with the loss, which saves forming the
     logits twice."""
+    beside: LogitsTerm | None = None
+    """Added to the loss."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,9 @@ def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
                 updates = run.split_into_updates(batch, step)  # this rank's share of each optimizer step
             with run.timers("logprobs"):
                 run.actor.compute_logprobs(updates)
+                targets = run.teacher_targets(updates)
             with run.timers("update"):
-                stats = run.actor.update(updates)
+                stats = run.actor.update(updates, targets)
             critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version
             with run.timers("publish"):
                 run.rollouts.publish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
 from megatron_rl.algo.registry import TorchLoss
 from megatron_rl.algo.reward_shaping import RewardShaper
 from megatron_rl.algo.selection import high_entropy, keep, share_of
-from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss
+from megatron_rl.api import LogitsTerm, LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
 from megatron_rl.types import StepStats, TrajectoryBatch
 
@@ -114,8 +114,8 @@ class PolicyActor:
             if self.reference is not None and self.options.kl_in == "loss":
                 share.tokens["ref_logprobs"] = self.reference.forward(share, temperature=self.temperature)
 
-    def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
-        """Apply one optimizer step per share; all ranks call it with as many shares.
+    def update(self, shares: list[TrajectoryBatch], targets: Sequence[LogitsTerm] | None = None) -> list[StepStats]:
+        """Apply one optimizer step per share; all ranks call it with as many shares. targets: of a teacher, for each.
 
         However many there are, the policy that comes of them is one version, which is published once; where all were
         skipped it is the one that was. So a token's age is the number of publications since it was sampled.
@@ -128,7 +128,10 @@ class PolicyActor:
             weigh = trained_sequences
             for share in shares:
                 set_row_weights(share, options)
-        stats = update_each(self.engine, shares, for_engine, weigh)
+        losses = [for_engine] * len(shares)
+        if targets is not None:
+            losses = [replace(for_engine, beside=of_share) for of_share in targets]
+        stats = update_each(self.engine, shares, losses, weigh)
         self.engine.set_version(version + any(s.applied for s in stats))
         if options.entropy_target > 0 and stats:
             self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
@@ -166,7 +169,8 @@ class Critic:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share; all ranks call it with as many shares."""
-        return update_each(self.engine, shares, ValueLoss(ValueClipLoss(self.options.value_clip)))
+        loss = ValueLoss(ValueClipLoss(self.options.value_clip))
+        return update_each(self.engine, shares, [loss] * len(shares))
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
@@ -183,7 +187,7 @@ def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
 def update_each(
     engine: TrainEngine,
     shares: list[TrajectoryBatch],
-    loss: LogprobLoss | ValueLoss,
+    losses: Sequence[LogprobLoss | ValueLoss],
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
     """Apply one optimizer step per share, each that is not skipped followed by one of the learning rate's schedule.
@@ -192,7 +196,7 @@ def update_each(
     """
     engine.train()
     stats = []
-    for share in shares:
+    for share, loss in zip(shares, losses, strict=True):
         stats.append(engine.train_batch(share, loss, weigh))
         engine.step_lr_scheduler()
     return stats

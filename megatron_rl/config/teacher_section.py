@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.rules import Section, above, ruled
+from megatron_rl.config.rules import Section, above, at_least, one_of, ruled
 
 POLICY = "policy"
 """The path of a teacher that is the policy itself."""
@@ -39,8 +39,8 @@ def are_teachers(by_source: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class TeacherConfig(Section, name="teacher"):
-    """On-policy distillation: a teacher's log-probability of each token that the policy has sampled, in the policy's
-    layout, or from servers."""
+    """On-policy distillation: what a teacher says of the tokens that the policy has sampled, in the policy's layout, or
+    from servers."""
 
     path: str = ""
     """Hugging Face folder of a model with the policy's tokens; or policy, the policy itself before a step's updates,
@@ -58,13 +58,23 @@ class TeacherConfig(Section, name="teacher"):
     """Several teachers, by the prompts' field `source`, which a mixture writes, in place of the keys above: {math:
     {path: ..., hint: ...}, code: {servers: [...]}}."""
     coefficient: float = above(0, default=1.0)
-    """Added to each token's advantage: this times log p(teacher) - log p, in nats. The task's advantages stay as they
-    are; algo.advantage = none leaves the teacher alone."""
+    """Weight of the teacher: what is added to each token's advantage, or to its loss, is this times a number of nats.
+    The task's advantages stay as they are; algo.advantage = none leaves the teacher alone."""
+    kl_in: str = one_of("advantage", "loss", default="advantage")
+    """Where the reverse KL divergence from the teacher counts. advantage: log p(teacher) - log p of the token that was
+    sampled, which is less it on average. loss: the divergence itself, over all tokens that could have been."""
+    top_k: int = at_least(0, default=0)
+    """Of kl_in = loss: the teacher's most likely tokens one by one, and all others as if they were one, of which few
+    numbers are kept for each token. 0: the whole vocabulary, of which the teacher's last state is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path and self.servers:
             self.refuse("servers", f"teacher.path = {self.path!r} is a teacher too; leave one of them out")
+        if self.kl_in == "loss" and any(it.servers for it in self.teachers.values()):
+            self.refuse("kl_in", "servers score the sampled tokens alone; take advantage, or teachers by their paths")
+        if self.kl_in == "advantage" and self.top_k > 0:
+            self.refuse("top_k", "advantages know the sampled token alone; set teacher.kl_in=loss, or leave it out")
         if self.by_source and (self.path or self.servers or self.hint):
             self.refuse("by_source", "each source's own path, servers and hint hold; leave the section's own out")
         if self.hint and not (self.path or self.servers):
@@ -95,3 +105,7 @@ class TeacherConfig(Section, name="teacher"):
     @property
     def is_there(self) -> bool:
         return bool(self.teachers)
+
+    @property
+    def shapes_advantages(self) -> bool:
+        return self.is_there and self.kl_in == "advantage"

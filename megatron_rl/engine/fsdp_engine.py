@@ -327,6 +327,11 @@ def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tup
         return loss_fn(output, rows) * count if count else output.sum() * 0.0, {}
     if isinstance(loss_fn, ValueLoss):
         loss_sum, sums = loss_fn.fn(output, rows)
+    elif loss_fn.beside is not None:
+        raise ValueError(
+            f"loss_fn.beside = {loss_fn.beside!r}: must be None for FSDPEngine, which computes no term of whole logits "
+            f"beside a loss of log-probs; leave it out, or use MegatronEngine."
+        )
     else:
         loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows["labels"], loss_fn.temperature), rows)
     return loss_sum, {name: value.detach() for name, value in sums.items()}

@@ -36,6 +36,7 @@ from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, gradi
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.launch.ports import address_towards
+from megatron_rl.ops import TeacherStates, TopTokens
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.adapter_rules import (
     FirstAdapters,
@@ -224,6 +225,43 @@ class MegatronEngine(ModelEngine):
             rows = self._run(microbatches, last_stage, forward_only=True)
         return self._by_token(batch, microbatches, rows)
 
+    @torch.no_grad()
+    def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
+        """Return what this model says in place of each trained token, for the loss of another one in its layout.
+
+        There is a row for each of them, in their order, on the host. top: of the model's most likely tokens, at the
+        temperature; 0: of the whole vocabulary, by its output layer as it is now. Stages but the last get no content.
+        """
+        self._activate()
+        batch = TrajectoryBatch.of(data)
+        microbatches, head, none = self._pack(batch, final_rows=False), self._head, torch.zeros((), dtype=torch.int)
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
+            trained = one_copy((microbatch.rows["labels"] >= 0).nonzero()[:, 0], self.device)
+            states = head.states(hidden, packed, trained)
+            found = (states,)
+            if top > 0:
+                most = head.top(states, top, temperature)
+                found = (most.tokens, most.logprobs)
+            return hidden.sum() * 0.0, none, tuple(part.cpu() for part in found)
+
+        kept = self._run(microbatches, last_stage, forward_only=True)
+        mask = batch["loss_mask"].bool()
+        number, count = mask.cumsum(0) - 1, int(mask.sum())
+        if not kept:  # another stage's, or no microbatch
+            return TeacherStates(torch.empty(count, 0), torch.empty(0, 0))
+        rows = number[torch.cat([it.source[it.rows["labels"] >= 0] for it in microbatches])]
+        columns = []
+        for parts in zip(*kept, strict=True):
+            joined = torch.cat(parts)
+            columns.append(joined.new_zeros(count, joined.shape[1]).index_copy_(0, rows, joined))
+        if top > 0:
+            return TopTokens(*columns)
+        weight = self._output_weight().detach()
+        # Of a model that is about to be trained, or sent out of the device, the layer is kept as it is.
+        is_passing = self.trainable or self.shared_device is not None
+        return TeacherStates(columns[0], weight.clone() if is_passing else weight)
+
     def step_lr_scheduler(self) -> None:
         if not self.was_skipped:
             self.scheduler.step(increment=1)
@@ -248,7 +286,8 @@ class MegatronEngine(ModelEngine):
             if isinstance(loss_fn, ValueLoss):
                 loss_sum, sums = loss_fn.fn(head.values(hidden, rows["labels"], packed), rows)
             elif isinstance(loss_fn, LogprobLoss):
-                loss_sum, sums, logprobs = head.logprob_loss(loss_fn, hidden, rows, packed)
+                term = None if loss_fn.beside is None else loss_fn.beside.of(microbatch.rows, self.device)
+                loss_sum, sums, logprobs = head.logprob_loss(loss_fn, hidden, rows, packed, term)
             elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
                 loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_rl.api import LogprobLoss
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.ops import VocabParallelLogits, VocabShard, lm_head_logprobs, lm_head_loss
+from megatron_rl.ops import TopTokens, VocabParallelLogits, VocabShard, lm_head_logprobs, lm_head_loss, top_tokens
+from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, head_logits, rows_of_chunk
 from megatron_rl.parallel import Axis
 
 
@@ -42,13 +43,27 @@ class Head:
         return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
     def logprob_loss(
-        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows
+        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from."""
+        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from.
+
+        term: `loss.beside` of these rows.
+        """
+        if loss.by_row and torch.is_grad_enabled():
+            return self._loss_of_rows(loss, hidden, rows, packed, term)
+        logprobs, entropy = self.logprobs(hidden, rows["labels"], packed, loss.temperature)
+        loss_sum, sums = loss.fn(logprobs, entropy, rows)
+        if term is not None:  # for which the logits are formed again
+            alone = LogprobLoss(lambda logprobs, *_: (0.0 * logprobs.sum(), {}), loss.temperature)
+            more, of_term, _ = self._loss_of_rows(alone, hidden, rows, packed, term)
+            loss_sum, sums = loss_sum + more, sums | of_term
+        return loss_sum, sums, logprobs.detach().float()
+
+    def _loss_of_rows(
+        self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return `logprob_loss` of a loss by row, whose gradient is formed together with it."""
         labels = rows["labels"]
-        if not (loss.by_row and torch.is_grad_enabled()):
-            logprobs, entropy = self.logprobs(hidden, labels, packed, loss.temperature)
-            return *loss.fn(logprobs, entropy, rows), logprobs.detach().float()
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         # Columns by row. One by sequence may be as long where sequences are short, but a loss by row reads none.
         columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
@@ -59,7 +74,7 @@ class Head:
             return loss.fn(logprobs, entropy, chosen)
 
         options = self._weight() | self._rows(packed, loss.temperature)
-        loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, **options)
+        loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, term=term, **options)
         if self.context.size == 1:
             return loss_sum, sums, found
         parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.context)
@@ -69,6 +84,19 @@ class Head:
     def values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
         """Return `[T]` float32 values, 0 in rows that are not trained."""
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
+
+    def states(self, hidden: Tensor, packed: PackedRows, trained: Tensor) -> Tensor:
+        """Return the states that trained rows are predicted from, `[n, H]` of their places, on every context rank."""
+        return self._for_loss(hidden, packed).index_select(0, trained)
+
+    def top(self, states: Tensor, count: int, temperature: float) -> TopTokens:
+        """Return the `count` most likely tokens behind `states`, without holding more than a chunk's logits."""
+        weight = self.weight()[: self.shard.stop - self.shard.start]
+        parts = [
+            top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
+            for some in states.to(weight.dtype).split(rows_of_chunk(CHUNKS_OF_TERM * len(weight)))
+        ]
+        return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def _weight(self) -> dict[str, Tensor]:
         """Return the weight and, while training, the buffer of megatron.core that its gradient is added to."""

@@ -13,6 +13,7 @@ from megatron_rl.ops.logprobs import (
 )
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, ppo_loss
 from megatron_rl.ops.replies import reply_tokens
+from megatron_rl.ops.reverse_kl import TeacherStates, TeacherTargets, TopTokens, top_tokens
 from megatron_rl.ops.taken_rows import TakenRows
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "PPO_SUMS",
     "PpoOptions",
     "TakenRows",
+    "TeacherStates",
+    "TeacherTargets",
+    "TopTokens",
     "VocabParallelLogits",
     "VocabShard",
     "count_of_word_sums",
@@ -36,5 +40,6 @@ __all__ = [
     "ppo_loss",
     "reply_tokens",
     "tile_hashes",
+    "top_tokens",
     "word_sums",
 ]

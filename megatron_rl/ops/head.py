@@ -119,16 +119,22 @@ def logits_results(
 
 Form = Callable[[slice, Tensor], tuple]
 """(rows, their logits) -> the other arguments of the gradient's operators."""
+Beside = Callable[[slice, Tensor], Tensor]
+"""(rows, their logits) -> the gradient `[c, columns]`, of this rank's columns, that a further term adds."""
+LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
+"""(logits `[c, V_local]`, places `[c]`) -> the loss's part, its statistics, and its gradient `[c, columns]`."""
+CHUNKS_OF_TERM = 4
+"""Tensors as large as a chunk's logits that a term of whole logits makes beside them."""
 
 
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
-    total: WeightGradient | None, logits: Tensor | None = None,
+    total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
 ) -> None:  # fmt: skip
     """Form the gradient of the logits of all rows, a chunk at a time, and of it that of hidden and of the weight.
 
     It takes the memory of the logits, or where they are wider than the weight, memory of the weight's dtype, so that
-    products run on 16-bit operands. logits: of all rows, which are one chunk then.
+    products run on 16-bit operands. logits: of all rows, which are one chunk then. beside: of a further term.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -144,10 +150,15 @@ def add_gradients(
             logits = logits if known else head_logits(hidden[some], weight, logits)
             assert logits is not None
             own = logits[: some.stop - begin]  # nobody uses them again
+            more = None if beside is None else beside(some, own)  # reads what is overwritten below
+            into = own if narrow is None else narrow[begin - start : some.stop - start]
             if narrow is None:
                 overwrite_with_gradient(own, *form(some, own))
             else:
-                ops.logprob_grad_into(narrow[begin - start : some.stop - start], own, *form(some, own))
+                ops.logprob_grad_into(into, own, *form(some, own))
+            if more is not None:
+                into[:, : more.shape[1]] += more
+                del more  # before the next part makes its own
         grad = (logits if narrow is None else narrow)[: rows.stop - start]
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[rows])
@@ -210,7 +221,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
-        shard: VocabShard, temperature: float, rows_per_chunk: int | None,
+        shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
@@ -223,7 +234,7 @@ class HeadLoss(torch.autograd.Function):
             return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
 
         # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
-        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total)
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, beside=beside)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -239,7 +250,7 @@ class HeadLoss(torch.autograd.Function):
         else:  # it was added before anybody could scale it
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
             by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
-        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 6
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 7
 
 
 def lm_head_loss(
@@ -254,6 +265,7 @@ def lm_head_loss(
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
     rows_per_chunk: int | None = None,
+    term: LogitsTerm | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss that is a sum over rows, and its statistics, without holding more than one chunk of logits.
 
@@ -262,23 +274,37 @@ def lm_head_loss(
     as float64). The other arguments are `lm_head_logprobs`'. The gradient is formed together with the loss, also where
     none is asked for, and may be used once or scaled by what follows; the weight's is summed in float32. Where it goes
     to main_grad, it is added before this returns, so that nothing may scale the loss: RuntimeError in backward.
+    term: a further one, of whole logits; where there is one, chunks are smaller by what it makes beside them.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
     names: list[str] = []
+    of_term: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def beside(chunk: slice, logits: Tensor) -> Tensor:
+        assert term is not None
+        *found, gradient = term(logits, kept[chunk])
+        of_term.append((found[0], found[1]))
+        return gradient
 
     def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()]
         with torch.enable_grad():
             total, sums = loss(*leaves, kept[chunk])
             by_logprob, by_entropy = torch.autograd.grad(total, leaves, allow_unused=True)  # of [c] leaves: cheap
+        if term is not None:
+            part, more = of_term.pop()
+            total, sums = total + part.to(total.dtype), sums | more
         names[:] = sums  # HeadLoss returns tensors only; every chunk says the same names
         column = torch.stack([total.detach().double(), *(value.detach().double() for value in sums.values())])
         by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
         return column, by_logprob, dense(by_entropy)
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, shard, temperature, rows_per_chunk)
+    if term is not None:
+        rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
+    options = (shard, temperature, rows_per_chunk, None if term is None else beside)
+    total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
 
@@ -337,7 +363,7 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, rows_per_chunk)
+    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, rows_per_chunk, None)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 

@@ -21,6 +21,7 @@ from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch import own_gpu, process_exit
 from megatron_rl.launch.signs_of_life import Look
+from megatron_rl.ops import TeacherTargets
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
@@ -159,7 +160,7 @@ class RLRun(Run):
             reference=reference,
             shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
             advantage_args=config.advantage_args,
-            teacher_coefficient=config.teacher.coefficient if config.teacher.is_there else 0.0,
+            teacher_coefficient=config.teacher.coefficient if config.teacher.shapes_advantages else 0.0,
         )
         self.critic: Critic | None = None
         if config.has_critic:
@@ -320,6 +321,13 @@ class RLRun(Run):
     def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else batch.shares()
+
+    def teacher_targets(self, updates: list[TrajectoryBatch]) -> list[TeacherTargets] | None:
+        """Return what teachers say of each update's tokens, before the first, or None unless teacher.kl_in = loss."""
+        if not self.config.teacher.is_there or self.config.teacher.shapes_advantages:
+            return None
+        with self.timers("teacher"):
+            return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
         """Train the critic, where there is one, on the same split of the step in its own layout."""

@@ -1,10 +1,12 @@
-"""The teachers that are engines: their check, and the log-probabilities that they give the policy's tokens.
+"""The teachers that are engines: their check, and the log-probabilities or distributions that they give for the
+policy's tokens.
 
 A teacher with a hint reads another prompt than the policy did, and the same tokens behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
+from megatron_rl.ops import TeacherTargets
+from megatron_rl.ops.reverse_kl import PLACE
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
@@ -44,6 +48,13 @@ def check_teachers(
                 f"{policy.vocab} and {len(own_tokens)}, and {differing} entries differ; a teacher scores the policy's "
                 f"own tokens, so give one with the same tokenizer."
             )
+        if options.kl_in == "loss" and not options.top_k and arch.vocab != policy.vocab:
+            raise ValueError(
+                f"teacher.kl_in = 'loss': the model in {path!r} has a vocabulary of {arch.vocab} and the policy "
+                f"{policy.vocab}, which are not cut alike; set teacher.top_k, or teacher.kl_in=advantage."
+            )
+        if options.top_k >= (least := min(arch.vocab, policy.vocab)):
+            raise ValueError(f"teacher.top_k = {options.top_k}: must be below the vocabulary of {least}; lower it.")
         weight_source(path, arch)
         transformer_config(arch, engine, config.megatron)  # raises where the layout does not fit the model
         contexts[path] = arch.max_positions
@@ -65,7 +76,8 @@ class Teachers:
     For example:
 
         teachers = Teachers(config, groups, engine, prompts, tokenizer)
-        batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)
+        batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
+        targets = teachers.targets(share)  # teacher.kl_in: loss
     """
 
     def __init__(
@@ -79,7 +91,8 @@ class Teachers:
     ) -> None:
         """prompts: those that a batch's `prompt_index` numbers; without any the first teacher has all trajectories, as
         they are. options: of MegatronEngine."""
-        self.teachers, self.temperature = config.teacher.teachers, config.generation.temperature
+        self.options, self.temperature = config.teacher, config.generation.temperature
+        self.teachers = config.teacher.teachers
         self.prompts, self.tokenizer = prompts, tokenizer
         self.enable_thinking = bool(config.rollout.workflow_args.get("enable_thinking", False))
         self.own_engines = {
@@ -95,6 +108,26 @@ class Teachers:
         own = batch.own()
         scored = "teacher_logprobs" in own
         found = own["teacher_logprobs"].clone() if scored else torch.zeros(len(own["input_ids"]))
+        for engine, read, places in self._readings(own):
+            values = engine.forward(read, temperature=self.temperature)
+            is_scored = read["loss_mask"]
+            found[places[is_scored]] = values[is_scored].to(found)
+        return found
+
+    def targets(self, share: TrajectoryBatch) -> TeacherTargets:
+        """Return what the teachers say in place of each trained token of an update's share, and set its column."""
+        place, found, count = torch.full((len(share["input_ids"]),), -1, dtype=torch.int32), [], 0
+        for engine, read, places in self._readings(share):
+            found.append(engine.distributions(read, top=self.options.top_k, temperature=self.temperature))
+            own = places[read["loss_mask"]]
+            place[own] = torch.arange(count, count + len(own), dtype=torch.int32)
+            count += len(own)
+        share.tokens[PLACE] = place
+        shard = self.engines[POLICY].shard
+        return TeacherTargets(found, shard, self.temperature, self.options.coefficient)
+
+    def _readings(self, own: TrajectoryBatch) -> Iterator[tuple[MegatronEngine, TrajectoryBatch, Tensor]]:
+        """Return of each teacher its engine, the trajectories it reads, and its tokens' places in the batch, or -1."""
         for number, (source, teacher) in enumerate(self.teachers.items()):
             if teacher.servers:
                 continue
@@ -105,11 +138,7 @@ class Teachers:
             else:
                 chosen = list(range(len(own))) if number == 0 else []
                 prompts = [None] * len(chosen)
-            read, places = behind_prompts(own, chosen, prompts)
-            values = self.engines[teacher.path].forward(read, temperature=self.temperature)
-            is_scored = read["loss_mask"]
-            found[places[is_scored]] = values[is_scored].to(found)
-        return found
+            yield self.engines[teacher.path], *behind_prompts(own, chosen, prompts)
 
     def _prompt(self, index: int, hint: str) -> list[int]:
         row = with_hint(self.prompts[index], hint)

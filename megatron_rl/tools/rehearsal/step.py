@@ -89,8 +89,9 @@ def rehearse_step(
             updates = run.split_into_updates(batch, 0)
         with run.timers("logprobs"):
             run.actor.compute_logprobs(updates)
+            targets = run.teacher_targets(updates)
         with run.timers("update"):
-            run.actor.update(updates)
+            run.actor.update(updates, targets)
         run.update_critic(batch, 0)
         for engine in run.trained.values():
             ledger.mark("gradients", host_gradients(engine))
