@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.algo import advantage
-from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
+from megatron_rl.algo.aggregation import set_row_weights, trained_sequences, trained_tokens
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
@@ -123,7 +123,7 @@ class PolicyActor:
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
         for_engine = LogprobLoss(loss, temperature=self.temperature, by_row=not loss.by_sequence)
-        weigh = None  # the engine divides by the trained tokens
+        weigh = trained_tokens
         if options.aggregation != "token_mean":
             weigh = trained_sequences
             for share in shares:

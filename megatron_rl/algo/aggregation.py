@@ -13,6 +13,9 @@ from torch import Tensor
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import TrajectoryBatch
 
+DEMONSTRATED = "demonstrated"
+"""The column of tokens that are imitated, with their weights: algo/demonstrations.py."""
+
 
 def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     """Set `row_weights` `[N]` float32 for a mean over trajectories.
@@ -21,19 +24,46 @@ def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     algo.aggregation_length (Dr. GRPO, arXiv 2503.20783). token_mean, the mean over all tokens (DAPO, arXiv 2503.14476),
     needs no weights.
     """
-    mask = batch["loss_mask"].long()
+    mask = predicted(batch)
     weights = torch.ones(len(mask))
     if options.aggregation == "sequence_mean":
-        mask[batch.cu_seqlens[:-1][batch.lengths > 0]] = 0  # nothing predicts a sequence's first token
         weights = batch.spread(1.0 / batch.sums_of_tokens(mask).clamp_min(1))
     elif options.aggregation == "constant":
         weights = weights / options.aggregation_length
     batch.tokens["row_weights"] = weights  # the engine then divides by the `trained_sequences` of all ranks
 
 
+def predicted(batch: TrajectoryBatch) -> Tensor:
+    """`[N]` int64: 1 for the tokens that the policy's loss is of, 0 for others and for those to be imitated."""
+    mask = batch["loss_mask"].long()
+    if DEMONSTRATED in batch:
+        mask = mask * (batch[DEMONSTRATED] == 0)
+    mask[batch.cu_seqlens[:-1][batch.lengths > 0]] = 0  # nothing predicts a sequence's first token
+    return mask
+
+
+def weight_of(batch: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
+    """Return what the engine divides the policy's loss by, counted over these trajectories, 0-dim int64."""
+    mask = predicted(batch)
+    return mask.sum() if options.aggregation == "token_mean" else (batch.sums_of_tokens(mask) > 0).sum()
+
+
+def is_trained(rows: TensorDict) -> Tensor:
+    """`[T]` bool: the rows of a microbatch that the policy's loss is of."""
+    trained: Tensor = rows["labels"] >= 0
+    if DEMONSTRATED in rows.keys():  # noqa: SIM118
+        trained = trained & (rows[DEMONSTRATED] == 0)
+    return trained
+
+
+def trained_tokens(rows: TensorDict) -> Tensor:
+    """The loss weight of a mean over tokens: how many of a microbatch's the policy's loss is of, 0-dim int64."""
+    return is_trained(rows).sum()
+
+
 def trained_sequences(rows: TensorDict) -> Tensor:
     """The loss weight of means over trajectories: how many of a microbatch's have a trained row, 0-dim int64."""
-    return (sums_by_sequence((rows["labels"] >= 0).long(), rows) > 0).sum()
+    return (sums_by_sequence(is_trained(rows).long(), rows) > 0).sum()
 
 
 def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the section `correction` makes of tokens that another policy has sampled: their weights, and what is left out.
+"""The section `correction`, as it acts on tokens that another policy has sampled: their weights, and what is left out.
 
 The operator has its own weights by token and by a sequence's mean for fused losses.
 """

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from megatron_rl.algo.aggregation import DEMONSTRATED, is_trained
 from megatron_rl.algo.catalogue import find_loss
 from megatron_rl.algo.correction import behavior_weight, is_left_out
 from megatron_rl.algo.registry import FusedLoss, TorchLoss
@@ -96,7 +97,7 @@ class PolicyLoss:
             proximal = column("proximal_logprobs")
         elif "proximal_share" in names:  # updates after the first: log p is taken to move evenly between the two
             proximal = torch.lerp(behavior, logprobs.detach(), column("proximal_share"))
-        trained, advantages = rows["labels"] >= 0, column("advantages")
+        trained, advantages = is_trained(rows), column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
         bounds = rows["cu_seqlens"].long() if self.by_sequence else None
         is_torch, counted = isinstance(self.entry, TorchLoss), Sums()
@@ -136,7 +137,13 @@ class PolicyLoss:
             own = self._in_torch(self.entry, seen, weight, row_weights)  # [T]
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
         sums = sums | counted
-        return loss, {name: sums[name] for name in self._reported}
+        reported = {name: sums[name] for name in self._reported}
+        if DEMONSTRATED not in names:
+            return loss, reported
+        imitated = (rows["labels"] >= 0) & ~trained
+        nll = -logprobs.masked_fill(~imitated, 0.0)
+        reported |= {"demonstrated_nll": nll.detach().sum(), "demonstrated_tokens": imitated.sum()}
+        return loss + (nll * column(DEMONSTRATED)).sum(), reported
 
     def _in_torch(self, entry: TorchLoss, rows: LossRows, weight: Tensor, row_weights: Tensor | None) -> Tensor:
         """Return the policy's term of a torch loss, `[T]`."""

@@ -247,6 +247,28 @@ class PreferenceConfig(Section, name="preference"):
 
 
 @dataclass(kw_only=True)
+class DemonstrationsConfig(Section, name="demonstrations"):
+    """Tokens that are imitated in an RL step beside its trajectories: rows of answers, and tokens that a workflow marks
+    with their weights in Trajectory.tokens["demonstrated"]."""
+
+    weight: float = at_least(0, default=0.0, hint="0 imitates nothing")
+    """An update's loss is the policy's plus this times the mean of -log p over the update's demonstrated tokens."""
+    source: str = ""
+    """Rows with answers, named like data.train; empty leaves marked tokens alone."""
+    source_args: dict[str, Any] = field(default_factory=dict)
+    """As data.train_args."""
+    answer: str = "answer"
+    """The rows' column with the text of the answer, as of supervised.answer."""
+    rows_per_step: int = at_least(1, default=16)
+    """Shared out to the step's updates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source and self.weight == 0:
+            self.refuse("weight", f"demonstrations.source = {self.source!r} would not be learned from; set it above 0")
+
+
+@dataclass(kw_only=True)
 class SupervisedConfig(Section, name="supervised"):
     """Training on answers in place of RL, by `megatron-rl sft` or, with more ranks, `launch`.
 

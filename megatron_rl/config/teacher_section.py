@@ -61,7 +61,7 @@ class TeacherConfig(Section, name="teacher"):
     """Weight of the teacher: what is added to each token's advantage, or to its loss, is this times a number of nats.
     The task's advantages stay as they are; algo.advantage = none leaves the teacher alone."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
-    """Where the reverse KL divergence from the teacher counts. advantage: log p(teacher) - log p of the token that was
+    """The place of the reverse KL divergence from the teacher. advantage: log p(teacher) - log p of the token that was
     sampled, which is less it on average. loss: the divergence itself, over all tokens that could have been."""
     top_k: int = at_least(0, default=0)
     """Of kl_in = loss: the teacher's most likely tokens one by one, and all others as if they were one, of which few

@@ -11,6 +11,7 @@ from megatron_rl.config.algorithm_section import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
+    DemonstrationsConfig,
     PreferenceConfig,
     RewardModelConfig,
     RewardShapingConfig,
@@ -58,6 +59,7 @@ class TrainConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -78,6 +80,17 @@ class TrainConfig:
             raise ValueError(
                 f"supervised.answer = {self.supervised.answer!r}: preference.loss = {self.preference.loss!r} is set "
                 f"too, and a run learns from answers or from pairs of replies; leave one of them out."
+            )
+        mixed = self.demonstrations
+        if mixed.weight > 0 and self.learns_from_data:
+            raise ValueError(
+                f"demonstrations.weight = {mixed.weight}: {self.chosen_data} is set, and demonstrations are mixed into "
+                f"steps of RL; leave one of them out."
+            )
+        if mixed.source and mixed.rows_per_step < batch.updates_per_step:
+            raise ValueError(
+                f"demonstrations.rows_per_step = {mixed.rows_per_step}: each of batch.updates_per_step = "
+                f"{batch.updates_per_step} needs one at least; raise it."
             )
         if self.data.max_tokens > 0 and not self.learns_from_data:
             raise ValueError(

@@ -91,7 +91,7 @@ class WeightGradient:
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """What autograd gets of a gradient that is in main_grad: Megatron's hooks wait for one, and do not read it."""
+    """Return a gradient for autograd where the real one is in main_grad: Megatron's hooks wait for one, unread."""
     return torch.empty_like(weight)
 
 

@@ -25,8 +25,8 @@ PLACE = "teacher_place"
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """All that a teacher's distribution over the whole vocabulary is made of: hidden `[n, H]` of its last layer, each
-    the state in front of a token, and the rows `[V_local, H]` of its output layer."""
+    """A teacher's distribution over the whole vocabulary, by its last states, hidden `[n, H]`, each in front of a
+    token, and the rows `[V_local, H]` of its output layer."""
 
     hidden: Tensor
     weight: Tensor
@@ -78,7 +78,7 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What teachers say of the tokens of a batch, whose column `teacher_place` counts all their rows in a row.
+    """The teachers' distributions for the tokens of a batch, whose column `teacher_place` counts the rows of all.
 
     For example:
 

@@ -19,6 +19,7 @@ from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_pro
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.ops import library
 from megatron_rl.rollout.factory import check_reward, make_workflow
+from megatron_rl.run.demonstrated_rows import load_demonstrations
 from megatron_rl.run.teachers import check_teachers
 from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
@@ -82,6 +83,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
         prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
     check_teachers(config, arch, tokenizer, train)
+    load_demonstrations(config, tokenizer, context=arch.max_positions)
     if config.warm_start.updates > 0:
         warm_start_rows(config.warm_start, train, tokenizer, context=arch.max_positions)
     return tokenizer, train, held_out

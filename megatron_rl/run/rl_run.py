@@ -23,6 +23,7 @@ from megatron_rl.launch import own_gpu, process_exit
 from megatron_rl.launch.signs_of_life import Look
 from megatron_rl.ops import TeacherTargets
 from megatron_rl.run.checks import check, check_greedy
+from megatron_rl.run.demonstrated_rows import Demonstrations
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
 from megatron_rl.run.rollouts import RolloutProcesses, Rollouts
@@ -152,6 +153,8 @@ class RLRun(Run):
             reference.initialize()
         self.reference = reference
         self.teachers = Teachers(config, self.groups, self.engine, self.train_prompts, self.tokenizer, **options)
+        context = self.engine.arch.max_positions
+        self.demonstrations = Demonstrations(config, self.groups, self.tokenizer, context=context)
         self.actor = PolicyActor(
             self.engine,
             config.algo,
@@ -321,6 +324,13 @@ class RLRun(Run):
     def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else batch.shares()
+
+    def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch], step: int) -> list[TrajectoryBatch]:
+        """Return the updates with what is imitated beside the step's trajectories, as the section demonstrations says.
+
+        Behind all passes over the step, which are of what was sampled.
+        """
+        return self.demonstrations.add(batch, updates, step=step)
 
     def teacher_targets(self, updates: list[TrajectoryBatch]) -> list[TeacherTargets] | None:
         """Return what teachers say of each update's tokens, before the first, or None unless teacher.kl_in = loss."""

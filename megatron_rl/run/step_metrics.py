@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algo import mismatch
+from megatron_rl.algo.aggregation import DEMONSTRATED
 from megatron_rl.algo.loss import explained_variance
 from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.algo.reward_shaping import written_tokens
@@ -54,6 +55,9 @@ def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
         over = stats if key in COUNTED_IN_ALL else applied_of(stats)
         metrics[key] = sum(s.sums[key] for s in over) / max(sum(map(trained_tokens, over)), 1.0)
     metrics.pop("tokens", None)  # what the means were taken over
+    if metrics.pop("demonstrated_tokens", None) is not None:
+        nll, count = (sum(s.sums[f"demonstrated_{key}"] for s in applied_of(stats)) for key in ("nll", "tokens"))
+        metrics["demonstrated_nll"] = nll / max(count, 1.0)
     if "ratio_deviation" in metrics:
         metrics["first_ratio_deviation"] = stats[0].sums["ratio_deviation"] / max(trained_tokens(stats[0]), 1.0)
     return {f"policy/{key}": value for key, value in metrics.items()}
@@ -155,8 +159,10 @@ def mismatch_metrics(
     if not stats or stats[0].logprobs is None:  # on all ranks or on none
         return {}
     share = shares[0]
-    mask = share["loss_mask"] & ~share.spread(share.is_replayed)
-    columns = (share["logprobs"], mask, share["versions"])
+    sampled = share["loss_mask"] & ~share.spread(share.is_replayed)
+    if DEMONSTRATED in share:
+        sampled = sampled & (share[DEMONSTRATED] == 0)  # no server has said anything of the others
+    columns = share["logprobs"], sampled, share["versions"]
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
     if not groups.is_rollout_rank:  # its replica's rollout rank counts the same share; a collective needs all ranks
         sums, largest = sums.zero_(), largest.zero_()

@@ -15,7 +15,7 @@ is_counted = ContextVar("is_counted", default=True)
 
 @dataclass(kw_only=True)
 class Counts:
-    """What one client of a run did in a while. Several add up: a mean is one over what all of them counted."""
+    """The counts of one client of a run in a while. Several add up: a mean is one over what all of them counted."""
 
     seconds: float
     sums: dict[str, float]

@@ -110,6 +110,7 @@ OUR_KEYS = {
     ],
     "reward_model": ["path", "parallel", "coefficient"],
     "teacher": ["path", "servers", "token_file", "hint", "by_source", "coefficient", "kl_in", "top_k"],
+    "demonstrations": ["weight", "source", "source_args", "answer", "rows_per_step"],
     "preference": ["loss", "loss_args"],
     "supervised": ["answer"],
     "rollout": [
@@ -338,6 +339,12 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("algo.kl_estimator=k4", "algo.kl_estimator = 'k4': must be k1, k2, k3 or unbiased"),
         ("algo.entropy_coefficient=-1", "algo.entropy_coefficient = -1.0: must be at least 0"),
         ("teacher.kl_in=reward", "teacher.kl_in = 'reward': must be advantage or loss"),
+        ("demonstrations.weight=-1", "demonstrations.weight = -1.0: must be at least 0"),
+        ("demonstrations.rows_per_step=0", "demonstrations.rows_per_step = 0: must be at least 1"),
+        (
+            "demonstrations.source=a.jsonl",
+            "demonstrations.weight = 0.0: demonstrations.source = 'a.jsonl' would not",
+        ),
         ("teacher.top_k=-1", "teacher.top_k = -1: must be at least 0"),
         ("teacher.coefficient=0", "teacher.coefficient = 0.0: must be above 0"),
         ("critic.discount=0", r"critic.discount = 0.0: must be in \(0, 1\]; 1 discounts nothing"),
@@ -492,6 +499,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             "teacher.kl_in = 'loss': servers score the sampled tokens alone",
         ),
         (["teacher.path=a", "teacher.top_k=5"], "teacher.top_k = 5: advantages know the sampled token alone; set"),
+        (
+            ["demonstrations.weight=0.1", "supervised.answer=answer"],
+            "demonstrations.weight = 0.1: supervised.answer = 'answer' is set, and demonstrations are mixed into",
+        ),
+        (
+            ["demonstrations={weight: 0.1, source: a, rows_per_step: 1}", "batch.updates_per_step=2"],
+            "demonstrations.rows_per_step = 1: each of batch.updates_per_step = 2 needs one at least",
+        ),
         (["teacher.hint=so"], "teacher.hint = 'so': nobody reads it; set teacher.path"),
         (["teacher.by_source={a: {path: b, servers: [c]}}"], "teacher.by_source = .*: must map sources to {path: ...}"),
         (["teacher.by_source={a: {path: policy}}"], "teacher.by_source.a.path = 'policy': the policy's own log-prob"),

@@ -1,0 +1,75 @@
+"""Tokens that the policy has not sampled and is to imitate, beside those that it has: -log p of each, by its weight.
+
+They stand in the column `demonstrated` of a batch, float32 `[N]`: a token's own weight, 0 for all others. Of an update
+
+    loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
+
+where the policy loss is divided as algo.aggregation says, and both divisors are counted over all microbatches and ranks
+of the update. As the engine divides once, by the policy's, `scaled` has multiplied the column by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algo.aggregation import DEMONSTRATED, weight_of
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.types import TrajectoryBatch
+
+
+def with_demonstrations(share: TrajectoryBatch, rows: TrajectoryBatch | None) -> TrajectoryBatch:
+    """Return the share with its tokens to be imitated, and the replies of `rows` behind it, as trained ones.
+
+    rows: prompts with replies, of which each token weighs 1. ValueError for marks that cannot be meant.
+    """
+    marks = share[DEMONSTRATED].float() if DEMONSTRATED in share else torch.zeros(len(share["input_ids"]))
+    wrong = ~(marks.isfinite() & (marks >= 0)) | ((marks > 0) & share["loss_mask"])
+    if wrong.any():
+        raise ValueError(
+            f"tokens[{DEMONSTRATED!r}] = {float(marks[wrong][0])} for {int(wrong.sum())} tokens: must be 0 or more, "
+            f"and 0 where loss_mask is True: a token is imitated, or learned from by its advantage; have the workflow "
+            f"mark one of the two."
+        )
+    own = replace(share, tokens=share.tokens | {DEMONSTRATED: marks})
+    whole = own if rows is None else TrajectoryBatch.cat([own, _like(own, rows)])
+    mask = whole["loss_mask"] | (whole[DEMONSTRATED] > 0)
+    return replace(whole, tokens=whole.tokens | {"loss_mask": mask})
+
+
+def counts(share: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
+    """Return the divisor of the policy's loss and the number of demonstrated tokens, `[2]` int64, of this share."""
+    marks = share[DEMONSTRATED] > 0
+    marks[share.cu_seqlens[:-1][share.lengths > 0]] = False  # nothing predicts a sequence's first token
+    return torch.stack([weight_of(share, options), marks.sum()])
+
+
+def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBatch:
+    """Return the share with each mark as the factor of -log p in the engine's sum. total: `counts` of all ranks."""
+    divisor, tokens = total.clamp_min(1).tolist()
+    marks = share[DEMONSTRATED] * (weight * divisor / tokens)
+    return replace(share, tokens=share.tokens | {DEMONSTRATED: marks})
+
+
+NEUTRAL = {"teacher_place": -1, "versions": -1}
+"""The entries of a token that nobody sampled or scored, where they are not 0."""
+
+
+def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
+    """Return rows of data with the columns of a share."""
+    known = {"input_ids": rows["input_ids"], "loss_mask": torch.zeros_like(rows["loss_mask"])}
+    known[DEMONSTRATED] = rows["loss_mask"].float()
+    count = len(rows["input_ids"])
+    tokens = {
+        name: known[name].to(column.dtype)
+        if name in known
+        else torch.full((count,), NEUTRAL.get(name, 0), dtype=column.dtype)
+        for name, column in share.tokens.items()
+    }
+    if share.versions is not None:
+        tokens["versions"] = torch.full((count,), NEUTRAL["versions"], dtype=torch.int32)
+    sequences = {name: torch.zeros(len(rows), dtype=column.dtype) for name, column in share.sequences.items()}
+    sequences["group"] = -1 - torch.arange(len(rows))  # none is of a group of the step
+    return TrajectoryBatch(tokens, sequences, rows.cu_seqlens)
