@@ -25,6 +25,7 @@ TOGETHER = [
 ]
 """Run one after the other in a process."""
 STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
+STARTS_TRAINING += ("bench_distillation",)
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
 what those processes give. `--quick` is for by hand."""
 
@@ -60,6 +61,7 @@ def ask_for_help(file, *arguments):
 def print_tables(*_) -> None:
     """Of what the processes would give."""
     import bench_async
+    import bench_distillation
     import bench_train_step
     import bench_vs_trl
     import demo_seeds
@@ -76,6 +78,8 @@ def print_tables(*_) -> None:
     answers = {"before": 0.375, "accuracy": 0.9, "answers": 32, "seconds": 30.0}
     demo_seeds.run = lambda config, seed, *_: answers | {"samples": 768 * (1 + ("async" in config))}
     assert demo_seeds.main([]) == 0
+    bench_distillation.run = lambda side, *_: ([0.4, 0.6, 0.9] if "distillation" in side[0] else [0.4, 0.5, 0.6], 6.0)
+    assert bench_distillation.main(["--steps", "2"]) == 0 and bench_distillation.main(["--score", "0.95"]) == 1
 
 
 def commands_of(names: tuple[str, ...]) -> list[str]:
@@ -123,6 +127,8 @@ def test_the_tables_of_what_the_other_benchmarks_start_are_right(tmp_path):
         r"demo +256 +24.00 +2.00 +6.00 +2.00 +3.50 +0.50 +4.00",
         r"\| quick \| 64 \| megatron_rl \| 1.00 \(1.00-1.00\) \| 64 \| 5.00 \| 1.00 \| 1.00 \| 0.010 \| 25% \|",
         r"eta 1, interrupt +128.0 +2.00 +50% +75% +25% +0  0: 25%  1: 75%",
+        r"distillation, seed 2 +0.400 +0.600 +0.900 +2 +6.0",
+        r"GRPO, seed 3 +0.400 +0.500 +0.600 +never +6.0",
         r"asynchronous +0.375 +0.900 +0.900 +0.900 +0.900 +0.000 +0.032 +30.0 +51.2 +2.00",
     ):
         assert re.search(row, said), said
