@@ -57,8 +57,7 @@ class PackedAttention(nn.Module):
             attend = self._transformer_engine if self.uses_transformer_engine else self._varlen_kernel
             out = attend(query, key, value, packed)
         else:
-            parts = [self._attend(query, key, value, alike) for alike in packed.alike]
-            out = parts[0] if packed.unsorted is None else torch.cat(parts).index_select(0, packed.unsorted)
+            out = self._by_shape(query, key, value, packed)
         return out.flatten(1)
 
     def _rotated(self, x: Tensor, packed: PackedRows) -> Tensor:
@@ -108,10 +107,15 @@ class PackedAttention(nn.Module):
         )
         return out[..., :width] if is_narrow else out
 
+    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        if packed.queries is not None:
+            query = packed.queries.of_values(query)
+        queries = query.split([alike.pieces * alike.n for alike in packed.alike])
+        keys, values = (t.split([alike.pieces * alike.m for alike in packed.alike]) for t in (key, value))
+        out = torch.cat(list(map(self._attend, queries, keys, values, packed.alike)))
+        return out if packed.unsorted is None else packed.unsorted.of_values(out)
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, alike: Alike) -> Tensor:
-        if alike.queries is not None:
-            query = query.index_select(0, alike.queries)
-            key, value = key.index_select(0, alike.keys), value.index_select(0, alike.keys)
         q = query.unflatten(0, (-1, alike.n)).transpose(1, 2)  # [pieces * n, heads, D] -> [pieces, heads, n, D]
         k, v = (t.unflatten(0, (-1, alike.m)).transpose(1, 2) for t in (key, value))
         is_windowed = self.window is not None and self.window < alike.m

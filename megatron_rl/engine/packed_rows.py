@@ -31,15 +31,11 @@ from megatron_rl.types import MicroBatch, prefix_sums
 
 
 class Alike(NamedTuple):
-    """Pieces with as many queries and keys as one another: one call of dense attention.
-
-    queries: `[pieces * n]` rows of this rank, or None for all in order. keys: `[pieces * m]` keys, or None likewise.
-    """
+    """Pieces with n queries and m keys each: one call of dense attention."""
 
     n: int
     m: int
-    queries: Tensor | None
-    keys: Tensor | None
+    pieces: int
 
 
 @dataclass
@@ -60,8 +56,8 @@ class PackedRows(PackedSeqParams):
     in_order: bool = field(kw_only=True)
     """True where row t of the loss reads row t."""
     keys: TakenRows | None = field(kw_only=True)
-    """Rows of the context axis, as they are gathered, that the keys are, one piece after the other; None: all in order.
-    """
+    """Rows of the context axis, as they are gathered, that the keys are, one piece after the other (in the order of
+    `alike` where attention is dense); None: all in order."""
     context: Axis = field(kw_only=True)
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
@@ -70,8 +66,10 @@ class PackedRows(PackedSeqParams):
     key_cu: Tensor | None = field(kw_only=True, default=None)
     alike: list[Alike] = field(kw_only=True, default_factory=list)
     """For dense attention; empty where the kernel of variable lengths computes it."""
-    unsorted: Tensor | None = field(kw_only=True, default=None)
-    """`[R]`: where each row is in the outputs of `alike`, one after the other."""
+    queries: TakenRows | None = field(kw_only=True, default=None)
+    """The rows of this rank in the order of `alike`; None: in their own."""
+    unsorted: TakenRows | None = field(kw_only=True, default=None)
+    """Where each row is in the outputs of `alike`, one after the other; None likewise."""
     segments: Tensor = field(kw_only=True)
     """`[S, 4]` of the microbatch with its padding, on the host."""
     _chunks: list[Chunks] = field(default_factory=list)
@@ -130,10 +128,15 @@ def own_rows(
     own = torch.cat([torch.arange(start, stop) for start, stop in ranges])  # [R]
     segment, rows, own_keys = _pieces(segments, ranges)
     keys = segments[segment, 3] + own_keys  # of each piece: those before its segment, then its own
-    query_cu, key_cu = prefix_sums(rows), prefix_sums(keys)
     is_plain = context.size == 1 and not bool(segments[:, 3].any())
+    if has_varlen_kernel(device, dtype):
+        attention: dict[str, Any] = {name: prefix_sums(n).int() for name, n in (("query_cu", rows), ("key_cu", keys))}
+    else:
+        attention, order = _dense(rows, keys)
+        segment, own_keys = segment[order], own_keys[order]
     taken = None
-    if not is_plain:  # plain rows are their own keys in order, which spares a copy of keys and values
+    # Plain rows are their own keys, which spares a copy of keys and values where they are in order.
+    if not is_plain or attention.get("queries"):
         row_of_key = _runs(*_key_runs(segments, segment, own_keys))
         taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context, parts)[row_of_key])
     padded = torch.nn.functional.pad
@@ -150,11 +153,7 @@ def own_rows(
         "trained": trained,
         "predicting": TakenRows.of(reads[trained]),
         "keys": taken,
-    }
-    if has_varlen_kernel(device, dtype):
-        host |= {"query_cu": query_cu.to(torch.int32), "key_cu": key_cu.to(torch.int32)}
-    else:
-        host["alike"], host["unsorted"] = _alike(query_cu, key_cu)
+    } | attention
     ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
     ids, on_device = one_copy((ids, host), device)
     return ids, PackedRows(
@@ -220,18 +219,15 @@ def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tenso
     return torch.tensor(starts), torch.tensor(lengths)
 
 
-def _alike(query_cu: Tensor, key_cu: Tensor) -> tuple[list[Alike], Tensor | None]:
-    """Put pieces of one shape together; the second result leads from their outputs back to the rows' order."""
-    rows, keys = query_cu.diff(), key_cu.diff()
-    shapes, member = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True)
-    if len(shapes) == 1:
-        return [Alike(int(shapes[0, 0]), int(shapes[0, 1]), None, None)], None
-    groups, order = [], []
-    for number, (n, m) in enumerate(shapes.tolist()):
-        chosen = member == number
-        order.append(_runs(query_cu[:-1][chosen], rows[chosen]))
-        groups.append(Alike(n, m, order[-1], _runs(key_cu[:-1][chosen], keys[chosen])))
-    return groups, torch.cat(order).argsort()
+def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Put pieces of one shape together: PackedRows' fields for it, and the order of the pieces."""
+    shapes, member, counts = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True, return_counts=True)
+    alike = [Alike(n, m, count) for (n, m), count in zip(shapes.tolist(), counts.tolist(), strict=True)]
+    order = member.argsort(stable=True)
+    if bool((order.diff() == 1).all()):
+        return {"alike": alike}, order
+    queries = _runs(prefix_sums(rows)[:-1][order], rows[order])
+    return {"alike": alike, "queries": TakenRows.of(queries), "unsorted": TakenRows.of(queries.argsort())}, order
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
