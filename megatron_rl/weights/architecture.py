@@ -129,6 +129,12 @@ def _refuse_unsupported(config: Config, arch: Architecture, family: Family, path
             )
     if reason := family.check(config, arch):
         raise ValueError(f"{path}: {reason}")
+    mixture = arch.mixture
+    if mixture is not None and mixture.per_token == 1 and mixture.renormalised:
+        raise ValueError(
+            f"{path}: num_experts_per_tok = 1: where weights are renormalised, that of a single expert is always 1, "
+            f"which megatron.core does not compute; pick another model."
+        )
     if arch.heads % arch.kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads = {arch.heads}: must be a multiple of num_key_value_heads = {arch.kv_heads}; "
