@@ -6,7 +6,8 @@ puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
 fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, taking checksums of
 weights waits for the device (up to 0.5.22), and adapters are kept in memory that is pinned for it. Versions before
-0.5.23 register configs that transformers 5.19 has too. Each hook runs just before the module that needs it is imported.
+0.5.23 register configs that transformers 5.19 has too. DeepSeek's models read prompts with whole keys beside the cache,
+from which torch's attention takes its keys. Each hook runs just before the module that needs it is imported.
 
 Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
 through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
@@ -90,6 +91,12 @@ def let_configs_be_registered_twice() -> None:
     AutoConfig.register = lambda model_type, config, exist_ok=False: register(model_type, config, exist_ok=True)
 
 
+def keep_to_latent_attention() -> None:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
 def fork_processes() -> None:
     set_start_method = multiprocessing.set_start_method
 
@@ -110,6 +117,7 @@ sys.meta_path.insert(
             "sglang.srt.entrypoints.engine": fork_processes,
             "sglang.srt.lora.lora_manager": leave_memory_unpinned,
             "sglang.srt.mem_cache.pool_host.common": replace_cudart,
+            "sglang.srt.models.deepseek_v2": keep_to_latent_attention,
             "sglang.srt.utils.weight_checker": replace_synchronize,
         }
     ),
