@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl import routes as route_columns
 from megatron_rl.config import GenerationConfig
 
 if TYPE_CHECKING:  # it takes longer to import than torch itself, and the rollout process needs none
@@ -171,6 +172,9 @@ class LLMResponse:
     text: str = ""
     latency_s: float = 0.0
     interruptions: int = 0
+    routes: Tensor | None = None
+    """`[input_len + output_len - 1, layers, slots]`: the experts of each row, as megatron_rl/routes.py has them; None
+    without algo.routing_replay. The last token was read by nobody."""
 
     def __init__(
         self,
@@ -184,8 +188,9 @@ class LLMResponse:
         latency_s: float = 0.0,
         interruptions: int = 0,
         sampled: SampledTokens | None = None,
+        routes: Tensor | None = None,
     ) -> None:
-        self.input_tokens, self.stop_reason, self.text = input_tokens, stop_reason, text
+        self.input_tokens, self.stop_reason, self.text, self.routes = input_tokens, stop_reason, text, routes
         self.latency_s, self.interruptions = latency_s, interruptions
         self.sampled = SampledTokens.of([], [], []) if sampled is None else sampled
         if not (output_tokens is None and output_logprobs is None and output_versions is None):
@@ -268,7 +273,7 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors."""
+    """Further per-token tensors, such as `routes`, `[n, layers, slots]` (megatron_rl/routes.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
 
@@ -287,8 +292,14 @@ class Trajectory:
             logprobs=torch.cat([torch.zeros(prompt), sampled.logprobs]),
             versions=torch.cat([torch.full((prompt,), -1, dtype=torch.int32), sampled.versions.each()]),
             reward=reward if isinstance(reward, Reward) else float(reward),
+            tokens=route_column(reply.routes, prompt + len(sampled)),
             sequence=sequence,
         )
+
+
+def route_column(routes: Tensor | None, tokens: int) -> dict[str, Tensor]:
+    """Return the column of a trajectory's routes, of rows without one at its end; none where there are no routes."""
+    return {} if routes is None else {route_columns.COLUMN: route_columns.with_no_routes(routes, tokens)}
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:
@@ -304,7 +315,8 @@ class TrajectoryBatch:
         batch["input_ids"]                 # [N], the tokens of all trajectories, one after the other
         batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # those of the third
 
-    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids` int32, `loss_mask` bool, ...).
+    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids` int32, `loss_mask` bool, ...);
+      `routes` alone is `[N, layers, slots]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
     versions: the policy version of each token in runs, -1 where none sampled it; `batch["versions"]` is `[N]` int32. A
@@ -320,7 +332,7 @@ class TrajectoryBatch:
         n, b = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1
         for where, columns, size in (("tokens", self.tokens, n), ("sequences", self.sequences, b)):
             for key, value in columns.items():
-                if value.shape != (size,):
+                if value.shape[: value.dim() if key != route_columns.COLUMN else 1] != (size,):
                     raise ValueError(
                         f"{where}[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens "
                         f"needs ({size},); pad nothing and give one entry per {where[:-1]}."
@@ -534,7 +546,7 @@ class TrajectoryBatch:
         for key, value in columns.items():
             if key == "attention_mask":
                 continue
-            if value.shape == mask.shape:
+            if value.shape == mask.shape or (key == route_columns.COLUMN and value.shape[:2] == mask.shape):
                 # A mask reads row by row, so that padding on either side falls away and the order is the ragged one.
                 tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))  # [B, L] -> [N]
             elif value.shape == mask.shape[:1]:
@@ -560,6 +572,8 @@ class MicroBatch:
       trained), both int64, `loss_mask` and every other of the batch's `tokens`, shifted to `labels`. `[B]` tensors per
       sequence, and `cu_seqlens` `[B + 1]` int32.
     positions: `[T]` int64, each token's index in its sequence (rotary position).
+    routes: `[M, layers, slots]`, of the rows that a model computes; None where there are none. They are no label's and
+      not shifted.
     source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` is (-1 at sequence ends).
 
     A model computes M rows, fewer than T where sequences share a prompt or nobody needs a sequence's last row:
@@ -576,6 +590,7 @@ class MicroBatch:
     computed: Tensor
     read: Tensor
     segments: Tensor
+    routes: Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -17,13 +17,15 @@ from torch import Tensor
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
-Layout = list[tuple[str, torch.dtype]]
-"""The names, as of TrajectoryBatch.columns, and dtypes of what a trajectory's tokens have, alike on all ranks."""
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+"""The names, as of TrajectoryBatch.columns, dtypes and sizes of an entry of what a trajectory's tokens have, alike on
+all ranks."""
 
 
 def token_layout(batch: TrajectoryBatch) -> Layout:
     columns = batch.columns().items()
-    return sorted((name, column.dtype) for name, column in columns if name.partition(".")[0] in ("tokens", "versions"))
+    found = [(name, column) for name, column in columns if name.partition(".")[0] in ("tokens", "versions")]
+    return sorted((name, column.dtype, tuple(column.shape[1:])) for name, column in found)
 
 
 def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
@@ -110,14 +112,14 @@ def _swapped(
 
 def _flat(batch: TrajectoryBatch, layout: Layout) -> tuple[Tensor, Tensor]:
     columns = batch.columns()
-    parts = [columns[name].contiguous().view(torch.uint8) for name, _ in layout]
+    parts = [columns[name].contiguous().flatten().view(torch.uint8) for name, _, _ in layout]
     return torch.tensor([len(part) for part in parts]), torch.cat(parts)
 
 
 def _unflat(sizes: Tensor, flat: Tensor, layout: Layout, lengths: Tensor) -> TrajectoryBatch:
     parts = zip(layout, torch.split(flat, sizes.tolist()), strict=True)
     # A copy of its own is aligned for its dtype.
-    columns = {name: part.clone().view(dtype) for (name, dtype), part in parts}
+    columns = {name: part.clone().view(dtype).view(-1, *entry) for (name, dtype, entry), part in parts}
     return TrajectoryBatch.from_columns(columns | {"cu_seqlens": prefix_sums(lengths)})
 
 

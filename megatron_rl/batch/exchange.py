@@ -46,13 +46,14 @@ def share_out(
             # Every rank hears them of every trajectory. They divide work: more in a group only divide it less evenly.
             numbers[PLACE], numbers[SHARED] = place.clamp_max(torch.iinfo(torch.int16).max).short(), shared.int()
     table = sorted((name, column.dtype) for name, column in numbers.items())
-    told = [[table, layout]]
+    told = [(table, layout)]
     dist.broadcast_object_list(told, src=0, group=groups.control)
-    is_alike = told == [[table, layout]]
+    is_alike = told == [(table, layout)]
     table, layout = told[0]
     found = step_table.gather(numbers if is_alike else {}, table, groups)
     if found is None:
-        names = [name.removeprefix("tokens.") for name, _ in table + layout if not name.startswith((".", "versions."))]
+        columns = [name for name, _ in table] + [name for name, *_ in layout]
+        names = [name.removeprefix("tokens.") for name in columns if not name.startswith((".", "versions."))]
         raise RuntimeError(
             f"rollout ranks have trajectories with different columns; rank 0 has {', '.join(names)}. Have the workflow "
             f"return the same ones for every prompt."

@@ -41,6 +41,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from megatron_rl import routes
 from megatron_rl.ops import packed_labels
 from megatron_rl.types import MicroBatch, TrajectoryBatch, prefix_sums
 
@@ -64,7 +65,8 @@ def to_microbatch(
     tokens = offsets + torch.arange(len(offsets))  # [T]: the token of the batch that each row reads
     source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places, so that labels are places: the shift
     source.clamp_(min=-1)  # the last row of a sequence predicts nothing
-    rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key != "input_ids"}
+    of_rows = ("input_ids", routes.COLUMN)  # what a row reads, and not what it predicts
+    rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key not in of_rows}
     # Kernels and embeddings index with int64; the batch, which is larger, has int32.
     rows["input_ids"] = batch.tokens["input_ids"][tokens].long()
     labels = _described_token(batch.tokens["input_ids"], source).long()
@@ -74,8 +76,15 @@ def to_microbatch(
     found = families_of(picked, rows.get("group"), beginnings(batch, chosen)) if share_prompts else []
     needed = _needed_rows(picked, final_rows)
     computed, read, segments = _computed_rows(cu_seqlens, positions, sequence, needed, found)
+    slots = batch.tokens.get(routes.COLUMN)
     return MicroBatch(
-        rows=TensorDict(rows), positions=positions, source=source, computed=computed, read=read, segments=segments
+        rows=TensorDict(rows),
+        positions=positions,
+        source=source,
+        computed=computed,
+        read=read,
+        segments=segments,
+        routes=None if slots is None else slots[tokens[computed]],
     )
 
 
@@ -176,9 +185,12 @@ def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
     group = batch.sequences.get("group")
     if group is None:
         return torch.zeros(len(chosen), 2, dtype=torch.int64)
-    ids = batch.tokens["input_ids"].numpy().astype(">i4")  # whose bytes sort as the tokens do
+    ids, slots = batch.tokens["input_ids"].int()[:, None], batch.tokens.get(routes.COLUMN)
+    if slots is not None:  # tokens that servers took through other experts are others
+        ids = torch.cat([ids, routes.experts_of(slots).flatten(1)], dim=1)
+    read = ids.numpy().astype(">i4")  # whose bytes sort as the tokens do
     bounds = torch.stack([batch.cu_seqlens[chosen], batch.cu_seqlens[chosen + 1]], dim=1).tolist()
-    texts = [ids[start:stop] for start, stop in bounds]
+    texts = [read[start:stop] for start, stop in bounds]
     found = torch.zeros(len(chosen), 2, dtype=torch.int64)
     for members in _by_group(group[chosen]):
         if len(members) > 1:
@@ -214,7 +226,7 @@ def _by_group(group: Tensor) -> Iterable[list[int]]:
 
 def _common_length(one: np.ndarray, other: np.ndarray) -> int:
     shortest = min(len(one), len(other))
-    differs = one[:shortest] != other[:shortest]
+    differs = (one[:shortest] != other[:shortest]).any(1)
     return int(differs.argmax()) if differs.any() else shortest
 
 
@@ -329,8 +341,9 @@ def _described_token(values: Tensor, source: Tensor) -> Tensor:
 
 
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
+    found = batch.tokens.get(routes.COLUMN)
     # The columns of the others, as every rank's loss must find them and return the same statistics.
-    rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items()}
+    rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items() if key != routes.COLUMN}
     rows["input_ids"] = rows["input_ids"].long()
     rows["labels"] = torch.full((1,), -100)
     rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
@@ -342,6 +355,7 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
         computed=torch.zeros(1, dtype=torch.int64),
         read=torch.zeros(1, dtype=torch.int64),
         segments=torch.tensor([[0, 1, -1, 0]]),
+        routes=None if found is None else found.new_full((1, *found.shape[1:]), routes.NO_ROUTE),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl import routes
 from megatron_rl.batch import delivery, packing, share_plan
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch, prefix_sums
@@ -139,9 +140,13 @@ class StepBatch(TrajectoryBatch):
             return self
         if id(groups) not in self._in_layouts:
             there = self.plan.in_layout(groups)
-            tokens = _delivered(self, groups, there.owner)
+            tokens = _delivered(self._without_routes(), groups, there.owner)
             self._in_layouts[id(groups)] = StepBatch.of_tokens(tokens, self.sequences, there)
         return self._in_layouts[id(groups)]
+
+    def _without_routes(self) -> StepBatch:
+        """Return the step for models that route by themselves, as all but the policy do."""
+        return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
         """Return a column `[N]` of `other`'s tokens, the same step in another layout, for the tokens here."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batch import delivery
-from megatron_rl.batch.delivery import Layout
 from megatron_rl.parallel import ParallelGroups
 
+Table = list[tuple[str, torch.dtype]]
+"""The names and dtypes of the columns of numbers, alike on all ranks."""
 
-def gather(
-    numbers: dict[str, Tensor], table: Layout, groups: ParallelGroups
-) -> tuple[dict[str, Tensor], Tensor] | None:
+
+def gather(numbers: dict[str, Tensor], table: Table, groups: ParallelGroups) -> tuple[dict[str, Tensor], Tensor] | None:
     """Return all rollout ranks' columns `[B]`, and the rank `[B]` that each trajectory is on. All ranks call it.
 
     numbers: `[n]` each, of a rollout rank's own trajectories, as `table` names them; nothing from one that has other

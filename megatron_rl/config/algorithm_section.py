@@ -83,6 +83,12 @@ class AlgorithmConfig(Section, name="algo"):
     """Steer the coefficient so that the entropy per token stays above this, in nats; 0 keeps it fixed."""
     entropy_step: float = above(0, default=0.005)
     """The change of a steered coefficient at each step."""
+    routing_replay: str = one_of("off", "experts", "experts_and_weights", default="off")
+    """The policy takes each token through the experts that the server chose for it (R3, arXiv 2510.11370).
+
+    experts weighs them by the policy's own router. experts_and_weights takes the server's weights, with the gradient of
+    the own ones, and needs servers that this run starts.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

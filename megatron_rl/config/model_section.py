@@ -161,6 +161,8 @@ class EngineConfig:
     tokens_per_microbatch: int = 16_384
     allow_longer_sequences: bool = True
     share_prompts: bool = True
+    routing_replay: str = "off"
+    """The policy's alone: other models route by themselves."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
     """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""

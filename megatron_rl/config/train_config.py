@@ -31,7 +31,7 @@ from megatron_rl.config.model_section import (
 from megatron_rl.config.rollout_section import GenerationConfig, ReplayConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
-from megatron_rl.config.teacher_section import TeacherConfig
+from megatron_rl.config.teacher_section import POLICY, TeacherConfig
 
 REMAX = "megatron_rl.workflows:ReMaxWorkflow"
 
@@ -102,6 +102,8 @@ class TrainConfig:
                 f"data.sampling = {self.data.sampling!r}: follows the rewards of RL, and {self.chosen_data} trains on "
                 f"data; leave it out."
             )
+        if self.algo.routing_replay != "off":
+            self._check_routing_replay()
         if batch.prompts_per_step * samples < batch.updates_per_step:
             raise ValueError(
                 f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
@@ -205,6 +207,29 @@ class TrainConfig:
                 f"policy of now had; set correction.weight=clamp or mask."
             )
 
+    def _check_routing_replay(self) -> None:
+        key = f"algo.routing_replay = {self.algo.routing_replay!r}"
+        if self.learns_from_data:
+            raise ValueError(f"{key}: {self.chosen_data} has replies that no server has sampled; leave it out.")
+        if self.rollout.backend == "embedded" and self.rollout.starts_servers:
+            raise ValueError(f"{key}: the embedded server has no mixtures of experts; set rollout.backend=sglang.")
+        if any(teacher.path == POLICY for teacher in self.teacher.teachers.values()):
+            raise ValueError(
+                f"{key}: a teacher that is the policy itself reads prompts that no server has routed; leave one "
+                f"of them out."
+            )
+        if self.rollout.interruption == "retract" and self.rollout.max_staleness > 0:
+            raise ValueError(
+                f"{key}: rollout.interruption = 'retract' has the server read a begun reply again with new weights, "
+                f"whose routes then stand for tokens that the old ones sampled; set rollout.interruption=abort, or "
+                f"rollout.max_staleness=0."
+            )
+        if self.algo.routing_replay == "experts_and_weights" and not self.rollout.starts_servers:
+            raise ValueError(
+                f"{key}: SGLang tells experts alone, and weights through a plugin of the servers that a run starts; "
+                f"set it to experts, or leave rollout.servers and rollout.registry out."
+            )
+
     def _trust_what_is_given(self) -> None:
         """Have the modules of functions that code gave in run.import_from: who runs them trusts them."""
         allowed = [name_of_main("run.import_from", MAIN) if it == MAIN else it for it in self.run.import_from]
@@ -271,18 +296,23 @@ class TrainConfig:
         """The critic's engine: the policy's options but for model, layout and optimizer."""
         critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
         model = own if critic.model else self.model
-        engine = dataclasses.replace(self.actor, parallel=critic.parallel, optimizer=critic.optimizer)
+        engine = dataclasses.replace(self.unrouted, parallel=critic.parallel, optimizer=critic.optimizer)
         return dataclasses.replace(engine, model=model, lora=LoraConfig())
 
     @property
     def reward_engine(self) -> EngineConfig:
         model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
-        return dataclasses.replace(self.actor, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
 
     def teacher_engine(self, path: str) -> EngineConfig:
         """A teacher's engine: the policy's options, its layout too, but for the model."""
         model = dataclasses.replace(self.model, path=path, init="hf")
-        return dataclasses.replace(self.actor, model=model, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=model, lora=LoraConfig())
+
+    @property
+    def unrouted(self) -> EngineConfig:
+        """The policy's options for a model that no server samples with, and that routes its tokens by itself."""
+        return dataclasses.replace(self.actor, routing_replay="off")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where a layout does not divide the number of processes."""
@@ -304,6 +334,7 @@ class TrainConfig:
             tokens_per_microbatch=self.batch.tokens_per_microbatch,
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
+            routing_replay=self.algo.routing_replay,
             seed=self.run.seed,
             bucket_bytes=self.rollout.bucket_bytes,
             publication=self.rollout.publication,

@@ -35,6 +35,7 @@ from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate, rows_of
+from megatron_rl.engine.routing import replay_in
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
@@ -330,6 +331,7 @@ def block_spec(
     *,
     vp_stage: int | None = None,
     use_transformer_engine: bool = False,
+    replays_routing: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's model chunk and the norm after the last."""
     specs = {
@@ -338,6 +340,9 @@ def block_spec(
         )
         for kind in {arch.kind(number) for number in range(arch.layers)}
     }
+    if replays_routing:
+        for spec in specs.values():
+            replay_in(spec.submodules)
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
     return TransformerBlockSubmodules(

@@ -35,6 +35,7 @@ from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, gradient_buffers
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.engine.routing import RoutingReplay
 from megatron_rl.launch.ports import address_towards
 from megatron_rl.ops import TeacherStates, TopTokens
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
@@ -48,6 +49,7 @@ from megatron_rl.weights.adapter_rules import (
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
+from megatron_rl.weights.route_form import route_form
 from megatron_rl.weights.senders import StageHeads
 from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
@@ -106,7 +108,12 @@ class MegatronEngine(ModelEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         with self.device:  # where parameters are made whose layers have no word in it
-            self.chunks = build_chunks(self.arch, self.tf_config, self.groups, config.model.flash_attention)
+            self.chunks = build_chunks(
+                *(self.arch, self.tf_config, self.groups, config.model.flash_attention),
+                replays_routing=config.routing_replay != "off",
+            )
+        form = route_form(self.arch, config.routing_replay)
+        self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
         self.wrapped: list[Any] = list(self.chunks)
         self.adapters = Adapters(self.chunks, self.arch, config.lora, self.groups) if config.lora.rank > 0 else None
         if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
@@ -302,12 +309,14 @@ class MegatronEngine(ModelEngine):
         microbatches = self._pack(batch, final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
         totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
+        if self.routing is not None:  # a share, as the means over trained tokens that it is shown with
+            totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
         if not isinstance(loss_fn, LogprobLoss):
             return totals, None
         return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
 
     def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
-        return schedule.run(
+        kept = schedule.run(
             self.wrapped,
             microbatches,
             last_stage,
@@ -315,9 +324,15 @@ class MegatronEngine(ModelEngine):
             groups=self.groups,
             config=self.tf_config,
             device=self.device,
+            mixtures=None if self.routing is None else self.routing.mixtures,
         )
+        if self.routing is not None:
+            self.routing.finish_pass(self.groups.control)
+        return kept
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
+        if self.routing is not None:
+            self.routing.check(batch)
         # The interleaved schedule takes its microbatches in rounds of the pipeline's length.
         rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
         return pack_alike(

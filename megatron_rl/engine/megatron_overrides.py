@@ -61,6 +61,7 @@ REASONS = {
     "layernorm_zero_centered_gamma": "the norm's weight is Hugging Face's, centered at 1",
     "microbatch_group_size_per_vp_stage": "the engine packs whole rounds of the pipeline's length",
     "fp32_residual_connection": "pipeline stages would exchange another dtype than they expect",
+    "moe_enable_routing_replay": "algo.routing_replay replays what the servers tell, with each microbatch",
     "moe_use_legacy_grouped_gemm": "its experts' weights lie in another way; moe_grouped_gemm is Transformer Engine's",
     "moe_router_enable_expert_bias": "it changes routing by a weight that the model's Hugging Face folder lacks",
 } | {

@@ -38,6 +38,7 @@ from megatron_rl.weights.adapter_rules import check_adapters
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.reshard import rules_of
+from megatron_rl.weights.route_form import route_form
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -161,18 +162,29 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     options |= family_options(arch, parallel)
     cls = config_class(arch)
     check_passed_through(passed_through, options, cls)
+    if route_form(arch, config.routing_replay) and passed_through.get("moe_router_fusion"):
+        raise ValueError(
+            f"megatron.moe_router_fusion = True: its kernel chooses experts itself, and algo.routing_replay = "
+            f"{config.routing_replay!r} replays the servers'; leave one of them out."
+        )
     if passed_through.get("moe_token_dispatcher_type") == "flex":
         check_flex_dispatcher(parallel)
     return cls(**options | passed_through)
 
 
 def build_chunks(
-    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, flash_attention: str = "torch"
+    arch: Architecture,
+    tf_config: TransformerConfig,
+    groups: ParallelGroups,
+    flash_attention: str = "torch",
+    *,
+    replays_routing: bool = False,
 ) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialised weights: one, or several of an interleaved pipeline."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # upstream knows a plain pipeline by None
-    chunks = [_build(arch, tf_config, groups, vp_stage=stage, count=count) for stage in stages]
+    options = {"count": count, "replays_routing": replays_routing}
+    chunks = [_build(arch, tf_config, groups, vp_stage=stage, **options) for stage in stages]
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, PackedAttention):
             module.uses_transformer_engine = flash_attention == "TE"
@@ -180,13 +192,23 @@ def build_chunks(
 
 
 def _build(
-    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, *, vp_stage: int | None, count: int
+    arch: Architecture,
+    tf_config: TransformerConfig,
+    groups: ParallelGroups,
+    *,
+    vp_stage: int | None,
+    count: int,
+    replays_routing: bool,
 ) -> PolicyModel:
     use_transformer_engine = tf_config.transformer_impl == "transformer_engine"
     model = (ValueModel if arch.head == "value" else PolicyModel)(
         config=tf_config,
         transformer_layer_spec=block_spec(
-            arch, tf_config, vp_stage=vp_stage, use_transformer_engine=use_transformer_engine
+            arch,
+            tf_config,
+            vp_stage=vp_stage,
+            use_transformer_engine=use_transformer_engine,
+            replays_routing=replays_routing,
         ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,

@@ -27,6 +27,7 @@ from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope, Rotation
 from megatron_rl.ops import TakenRows
 from megatron_rl.parallel import Axis
+from megatron_rl.routes import with_no_routes
 from megatron_rl.types import MicroBatch, prefix_sums
 
 
@@ -58,6 +59,8 @@ class PackedRows(PackedSeqParams):
     keys: TakenRows | None = field(kw_only=True)
     """Rows of the context axis, as they are gathered, that the keys are, one piece after the other (in the order of
     `alike` where attention is dense); None: all in order."""
+    routes: Tensor | None = field(kw_only=True, default=None)
+    """`[R, mixtures of this rank, slots]`: the servers' experts, as megatron_rl/routes.py has them."""
     context: Axis = field(kw_only=True)
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
@@ -112,11 +115,13 @@ def own_rows(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     parts: int = 1,
+    mixtures: list[int] | None = None,
 ) -> tuple[Tensor, PackedRows]:
     """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
 
     Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys. parts: tensor
     ranks of which each gathers its share of the rows over the context axis, before they gather these from each other.
+    mixtures: of the microbatch's routes, the layers that this rank has; None replays none.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -154,6 +159,8 @@ def own_rows(
         "predicting": TakenRows.of(reads[trained]),
         "keys": taken,
     } | attention
+    if mixtures is not None and microbatch.routes is not None:
+        host["routes"] = with_no_routes(microbatch.routes[:, mixtures], total)[own]
     ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
     ids, on_device = one_copy((ids, host), device)
     return ids, PackedRows(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl import routes
 from megatron_rl.types import PART, TOKEN_KEYS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample")
@@ -75,7 +76,8 @@ def _check_trajectories(result: list[Any]) -> None:
         tokens = {name: getattr(entry, name) for name in TOKEN_KEYS} | entry.tokens
         _check_tensors(tokens, whose)
         for name, value in tokens.items():
-            if value.shape != entry.input_ids.shape or value.dim() != 1:
+            is_flat = value.dim() == 1 or name == routes.COLUMN
+            if value.shape[:1] != entry.input_ids.shape or not is_flat:
                 raise ValueError(
                     f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "
                     f"{tuple(entry.input_ids.shape)}: must have one entry for each token."

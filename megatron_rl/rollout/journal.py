@@ -69,7 +69,8 @@ class Record:
         sampled = SampledTokens(
             columns["ids"], columns["logprobs"], Runs(columns["versions.values"], columns["versions.lengths"])
         )
-        return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **self.event["rest"])
+        rest = self.event["rest"] | {"routes": columns.get("routes")}
+        return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **rest)
 
     def fault(self) -> str:
         """Return why the payload is not what was written; empty where it is."""
@@ -188,6 +189,7 @@ class RolloutJournal(RolloutEvents):
         columns = {"input_ids": torch.tensor(reply.input_tokens, dtype=torch.int32)}
         columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
         columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
+        columns |= {} if reply.routes is None else {"routes": reply.routes}
         rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
         versions = sampled.versions.values

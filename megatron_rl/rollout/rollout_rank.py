@@ -34,6 +34,7 @@ from megatron_rl.rollout.replay_buffer import with_replayed
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
 from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import model_config
 from megatron_rl.servers.event_loop import Beat, allow_blocking_steps, cancel_others, in_own_thread
 from megatron_rl.telemetry.rollout_metrics import Counts
@@ -57,6 +58,8 @@ class Beginning:
     held_out: list[dict[str, Any]]
     sys_path: list[str]
     """The trainer's: users' workflows and rewards are found as they are there."""
+    routes: RouteForm | None = None
+    """Of the model, where the trainer replays them."""
 
 
 class RolloutRank(RolloutService):
@@ -89,6 +92,7 @@ class RolloutRank(RolloutService):
             # The rank that publishes watches the registry; others learn from it which servers there are.
             run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
             vocab_size=model_config(config.model.path).get("vocab_size"),
+            routes=beginning.routes,
             rank=point.rank,
             ranks=point.ranks,
         )

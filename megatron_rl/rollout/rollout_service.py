@@ -15,6 +15,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import ServerError
 from megatron_rl.servers.pool import Fleet
 from megatron_rl.servers.sampling_client import SamplingClient
@@ -42,6 +43,7 @@ class RolloutService(ServerWeights):
         on_drop: Callable[[str, str], None] | None = None,
         run_name: str = "",
         vocab_size: int | None = None,
+        routes: RouteForm | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -53,6 +55,7 @@ class RolloutService(ServerWeights):
             on_drop=on_drop,
             run_name=run_name,
             vocab_size=vocab_size,
+            routes=routes,
             on_failure=lambda message: self.executor.fail(message),
             has_failed=lambda: self.executor.has_failed,
             rank=rank,

@@ -13,6 +13,7 @@ from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.rollout_service import RolloutService
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import ServerError
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import metrics_of
@@ -38,10 +39,17 @@ class RemoteSGLangEngine(InferenceEngine):
         on_drop: Callable[[str, str], None] | None = None,
         run_name: str = "",
         vocab_size: int | None = None,
+        routes: RouteForm | None = None,
     ) -> None:
         """The options are those of RolloutService. Callbacks come on the event loop's thread."""
         self._service = RolloutService(
-            config, seed=seed, events=events, on_drop=on_drop, run_name=run_name, vocab_size=vocab_size
+            config,
+            seed=seed,
+            events=events,
+            on_drop=on_drop,
+            run_name=run_name,
+            vocab_size=vocab_size,
+            routes=routes,
         )
         self.config = config
         self._thread: EventLoopThread | None = None

@@ -149,7 +149,7 @@ class RLRun(Run):
         if config.algo.kl_coefficient > 0 and config.lora.rank > 0:
             reference = self.engine.base
         elif config.algo.kl_coefficient > 0:
-            reference = MegatronEngine(config.actor, groups=self.groups, trainable=False, **options)
+            reference = MegatronEngine(config.unrouted, groups=self.groups, trainable=False, **options)
             reference.initialize()
         self.reference = reference
         self.teachers = Teachers(config, self.groups, self.engine, self.train_prompts, self.tokenizer, **options)

@@ -44,6 +44,7 @@ from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.adapter_rules import last_parts
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
+from megatron_rl.weights.route_form import route_form
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class RolloutProcesses:
         """on_death(message) is called from a thread when all servers, or the rollout process, have died."""
         self.config, self.groups, self.folder = config, groups, Path(config.run.folder)
         self._on_death, self._say = on_death, say
+        self.routes = route_form(read_architecture(config.model.path), config.algo.routing_replay)
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
         self.nodes: Axis | None = None
@@ -132,6 +134,7 @@ class RolloutProcesses:
                 prompts=prompts.prompts,
                 held_out=held_out,
                 sys_path=[str(Path(entry).absolute()) for entry in sys.path],
+                routes=self.routes,
             )
         )
 
@@ -167,6 +170,7 @@ class RolloutProcesses:
             threads_per_server=config.run.threads_per_rank or free_cores(),
             devices=devices_by_server(options),
             on_death=self._on_death,
+            routes=self.routes,
         )
         self._say(f"starting {options.server_count} {self.supervisor.backend} rollout server(s)")
         return self.supervisor.start()

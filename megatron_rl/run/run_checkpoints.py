@@ -342,4 +342,6 @@ def fingerprint(config: TrainConfig) -> str:
     rollout, seed = config.rollout, config.run.seed
     settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
     settings |= {"recipe": rollout.recipe}
+    if config.algo.routing_replay != "off":  # journals of runs without it have no word of it
+        settings |= {"routing_replay": config.algo.routing_replay}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

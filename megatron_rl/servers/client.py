@@ -118,6 +118,8 @@ class ServerInfo:
     gives_text: bool
     quantization: str | None
     """The kind of quantization of its weights, as it or its model's config.json says."""
+    gives_routes: bool
+    """It was started to tell the experts of each token."""
     weight_loaders: tuple[str, ...]
     """Functions of its own start's choice that may load its weights."""
 
@@ -449,6 +451,8 @@ class ServerClient:
         body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if self.uses_adapters:
             body["lora_path"] = ADAPTERS
+        if asked.routes is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": asked.routes_from}
         at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
         try:
             pieces = await self._pieces("POST", "/generate", body, None, at_most)
@@ -547,6 +551,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         room=min(rooms, default=None),
         gives_text=not server.get("skip_tokenizer_init"),
         quantization=quantization_of(server, config),
+        gives_routes=bool(server.get("enable_return_routed_experts")),
         weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
 

@@ -23,6 +23,7 @@ from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.catch_up import Current, catch_up, source_for
 from megatron_rl.servers.client import BadReply, Busy, CommandRefused, ServerClient, ServerError, noting_connections
 from megatron_rl.servers.membership import Membership
@@ -70,6 +71,7 @@ class Fleet:
         spans: Spans,
         version: Callable[[], int],
         vocab_size: int | None,
+        routes: RouteForm | None,
         on_failure: Callable[[str], None] | None,
     ) -> None:
         """SamplingClient says what the options are; version() is the policy's now."""
@@ -82,7 +84,7 @@ class Fleet:
         self.slots = asyncio.Semaphore(most_requests())
         """Requests that may be under way at once, each of which has a connection."""
         self.config, self.run_name = config, run_name
-        self._spans, self._version, self._vocab_size = spans, version, vocab_size
+        self._spans, self._version, self._vocab_size, self._routes = spans, version, vocab_size, routes
         self._reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
@@ -120,7 +122,12 @@ class Fleet:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
 
         async def greet(server: ServerClient) -> None:
-            await server.probe(timeout_s=PROBE_TIMEOUT_S)
+            info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
+            if self._routes is not None and not info.gives_routes:
+                raise RequestRefused(
+                    f"{server.url}: algo.routing_replay needs servers that tell the experts of tokens; start it with "
+                    f"--enable-return-routed-experts."
+                )
             try:
                 await server.check_health(timeout_s=FIRST_HEALTH_S)
             except ServerError:  # a trainer that was killed while it published has left it paused
@@ -146,9 +153,15 @@ class Fleet:
 
     # -- requests
 
-    def asked(self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any]) -> Asked:
-        """Return what a reply to a request that is sent to `server` now is held against."""
+    def asked(
+        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0
+    ) -> Asked:
+        """Return what a reply to a request that is sent to `server` now is held against.
+
+        routed: rows from the first on whose routes are not asked for.
+        """
         asked = server.asked(rid, tokens, params, version=self._version())
+        asked = dataclasses.replace(asked, routes=self._routes, routes_from=routed)
         weights = None if self.router is not None else self.members.weights_of(server)
         return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
 

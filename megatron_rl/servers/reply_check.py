@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import ops
+from megatron_rl.routes import RouteForm
 from megatron_rl.types import Runs, SampledTokens
 
 SPANS_SINCE = (0, 5, 19)
@@ -39,7 +40,7 @@ REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
 """Most that a reply takes, and each token that it may have."""
 NAMED_ONCE = (
     *("text", "output_ids", "meta_info", "finish_reason", "output_token_logprobs", "completion_tokens"),
-    *("prompt_tokens", "cached_tokens", "weight_version", "weight_versions"),
+    *("prompt_tokens", "cached_tokens", "weight_version", "weight_versions", "routed_experts"),
 )
 """Keys whose value would be one of two where a reply had them twice."""
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
@@ -66,10 +67,16 @@ class Asked:
     gives_text: bool = True
     late: int = 0
     """Tokens of a span that were sampled before the server changed the name."""
+    routes: RouteForm | None = None
+    """The form of its rows' routes, where they were asked for."""
+    routes_from: int = 0
+    """The first row of which they were."""
 
     @property
     def bytes_at_most(self) -> int:
-        return REPLY_BYTES + TOKEN_BYTES * self.max_new_tokens
+        rows = self.prompt_tokens + self.max_new_tokens - self.routes_from
+        return_routes = 0 if self.routes is None else self.routes.wire_bytes_per_token * rows
+        return REPLY_BYTES + TOKEN_BYTES * self.max_new_tokens + return_routes
 
 
 @dataclass(kw_only=True)
@@ -84,6 +91,8 @@ class ReplyPart:
     """Prompt tokens whose keys the server had already."""
     spans: list[tuple[str, int]]
     """(weight version, tokens), in order; empty where the server reports none."""
+    routes: Tensor | None = None
+    """`[rows, layers, slots]` from the first row on that was asked for; None of an abort that tells none."""
     timing: dict[str, float] = field(default_factory=dict)
     """The server's part in the time: those of TIMING that it reports."""
 
@@ -141,8 +150,25 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
         cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
         spans=named_spans(spans, count, late=asked.late) if count else [],
+        routes=routes_of(meta, count, kind, asked),
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
+
+
+def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
+    """Return the routes of all rows but the last token's, which nobody has read; None where none were asked for.
+
+    An abort may leave them out: its rows are asked for again, with the rest of the reply.
+    """
+    if asked.routes is None:
+        return None
+    text = member(meta, "routed_experts", str, optional=kind == "abort")
+    if text is None or not count:
+        return None
+    try:
+        return asked.routes.read(text, asked.prompt_tokens + count - 1 - asked.routes_from)
+    except ValueError as error:
+        raise ValueError(f"routed_experts {error}") from None
 
 
 def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:

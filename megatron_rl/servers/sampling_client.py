@@ -20,10 +20,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from megatron_rl.api import ContextOutgrown, RequestRefused
 from megatron_rl.config import RolloutConfig
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import BadReply, Busy, ServerClient, ServerError, backoff, sampling_params
 from megatron_rl.servers.pool import Fleet
 from megatron_rl.servers.reply_check import Asked, ReplyPart
@@ -65,13 +66,15 @@ class SamplingClient:
         on_drop: Callable[[str, str], None] | None = None,
         run_name: str = "",
         vocab_size: int | None = None,
+        routes: RouteForm | None = None,
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         """`on_drop(url, reason)` is called, on the event loop, for a server that fails a publication, or whose replies
-        are not to be believed. `vocab_size`: the model's, where it is known.
+        are not to be believed. `vocab_size`: the model's, where it is known. `routes`: the form in which servers tell
+        the experts of tokens, where the trainer replays them.
 
         With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
         it; others follow that one, by `mark_published`.
@@ -84,6 +87,7 @@ class SamplingClient:
         self.is_connected = False
         self._has_failed, self._rank, self._ranks = has_failed, rank, ranks
         self._options: dict[str, Any] = {"run_name": run_name, "vocab_size": vocab_size, "on_failure": on_failure}
+        self._options["routes"] = routes
         self._on_drop = on_drop
         self._id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
@@ -133,7 +137,7 @@ class SamplingClient:
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     while fruitless <= FRUITLESS_RESUMES:
-                        part = await self._generate_part(req, reply.sampled.ids, deadline)
+                        part = await self._generate_part(req, reply, deadline)
                         add_part(reply, part)
                         if reply.stop_reason != "abort":
                             break
@@ -166,8 +170,9 @@ class SamplingClient:
             span.args |= {"interruptions": reply.interruptions}
         return reply
 
-    async def _generate_part(self, req: LLMRequest, generated: Tensor, deadline: asyncio.Timeout) -> ReplyPart:
+    async def _generate_part(self, req: LLMRequest, reply: LLMResponse, deadline: asyncio.Timeout) -> ReplyPart:
         """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
+        generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         tokens = [*req.input_ids, *generated.tolist()]
         failed: ServerClient | None = None
@@ -180,7 +185,7 @@ class SamplingClient:
                 # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun)
+                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun, routed)
                 except Busy as error:
                     failed = server
                     logger.info("%s", error)
@@ -229,13 +234,14 @@ class SamplingClient:
         params: dict[str, Any],
         deadline: asyncio.Timeout,
         begun: LLMResponse | None,
+        routed: int,
     ) -> ReplyPart:
         """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
 
-        begun: is added what there is where the caller is cancelled.
+        begun: is added what there is where the caller is cancelled. routed: rows whose routes are known.
         """
         fleet, since = self.fleet, time.monotonic()
-        asked = fleet.asked(server, rid, tokens, params)  # before it is sent: a publication may end meanwhile
+        asked = fleet.asked(server, rid, tokens, params, routed)  # before it is sent: a publication may end meanwhile
         # A task of its own: a server that is dropped cancels its calls, and not the episodes that wait for them.
         call = asyncio.create_task(server.generate(asked, tokens, params))
         server.open_call(call)
@@ -331,6 +337,8 @@ def least_busy(
 
 def add_part(reply: LLMResponse, part: ReplyPart) -> None:
     reply.sampled = SampledTokens.cat([reply.sampled, part.sampled]) if reply.output_len else part.sampled
+    if part.routes is not None:
+        reply.routes = part.routes if reply.routes is None else torch.cat([reply.routes, part.routes])
     reply.text += part.text
     reply.stop_reason = part.stop_reason
 

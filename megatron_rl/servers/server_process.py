@@ -11,11 +11,15 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
 from megatron_rl.config import LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
+
+if TYPE_CHECKING:  # it needs torch, and the commands that start servers do not
+    from megatron_rl.routes import RouteForm
 
 SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
@@ -89,10 +93,17 @@ class ServerLauncher:
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
     """The GPUs of each server."""
+    routes: RouteForm | None = None
+    """They tell the experts of tokens in this form."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
+        if self.routes is not None and self.backend == "embedded":
+            raise ValueError(
+                "rollout.backend = 'embedded': has no mixtures of experts, whose routes algo.routing_replay asks for; "
+                "set rollout.backend=sglang."
+            )
 
     @property
     def token_file(self) -> Path:
@@ -144,6 +155,8 @@ class ServerLauncher:
         command = [sys.executable, "-m", "megatron_rl.servers.sglang_launch", "--token-file", str(self.token_file)]
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
+        if self.routes is not None:
+            command.append("--enable-return-routed-experts")
         command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER]
         if self.lora is not None:
             command += ["--enable-lora", "--max-lora-rank", str(self.lora.rank), "--max-loras-per-batch", "2"]
@@ -179,10 +192,23 @@ class ServerLauncher:
             # Where torch is a build for CUDA, SGLang finds its NCCL and takes it; without a library it takes gloo.
             environment["SGLANG_NCCL_SO_PATH"] = os.devnull
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # its many modules would be compiled at every start
+        if self.backend == "sglang" and self.routes is not None and self.routes.has_weights:
+            first_paths.append(str(write_plugin(self.folder / "sglang_plugin")))
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
         return environment
+
+
+def write_plugin(folder: Path) -> Path:
+    """Write what makes sglang_routes.py a plugin to SGLang with `folder` on its PYTHONPATH, and return the folder."""
+    about = folder / "megatron_rl_routes-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_routes\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nmegatron_rl_routes = megatron_rl.servers.sglang_routes:register\n"
+    )
+    return folder
 
 
 def has_cuda() -> bool:

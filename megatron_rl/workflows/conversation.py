@@ -14,7 +14,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megatron_rl.types import LLMResponse, Reward, Trajectory
+from megatron_rl.types import LLMResponse, Reward, Trajectory, route_column
 from megatron_rl.workflows.scoring import prompt_ids
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Conversation:
         self.loss_mask = torch.empty(0, dtype=torch.bool)
         self.logprobs = torch.empty(0)
         self.versions = torch.empty(0, dtype=torch.int32)
+        self.routes: Tensor | None = None
+        """Of the rows from the beginning that a server has read."""
         self.last_reply: list[int] = []
         self.replies = 0
         self.add(prompt)
@@ -70,6 +72,9 @@ class Conversation:
             raise RuntimeError(f"the reply was aborted after {reply.output_len} tokens and not continued.")
         self.last_reply = reply.output_tokens
         self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=True)
+        if reply.routes is not None:  # of rows that were read before, those that tokens were sampled from
+            known = reply.routes[:0] if self.routes is None else self.routes
+            self.routes = torch.cat([known, reply.routes[len(known) :]])
         self.replies += 1
 
     def fork(self, length: int) -> Conversation:
@@ -78,6 +83,7 @@ class Conversation:
         copy = Conversation(())
         copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
+        copy.routes = None if self.routes is None else self.routes[:length]
         return copy
 
     def take_back(self, length: int) -> None:
@@ -85,6 +91,7 @@ class Conversation:
         del self.ids[length:]
         self.loss_mask, self.logprobs = self.loss_mask[:length], self.logprobs[:length]
         self.versions = self.versions[:length]
+        self.routes = None if self.routes is None else self.routes[:length]
 
     def leave_out_before(self, length: int) -> None:
         """Do not train the first `length` tokens: another trajectory has them."""
@@ -97,6 +104,7 @@ class Conversation:
             logprobs=self.logprobs,
             versions=self.versions,
             reward=reward if isinstance(reward, Reward) else float(reward),
+            tokens=route_column(self.routes, len(self)),
             sequence=sequence,
         )
 

@@ -295,6 +295,7 @@ def make_engine(
     flash_attention: str = "torch",
     lora: LoraConfig | None = None,
     dtype: str = "float32",
+    routing_replay: str = "off",
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -308,6 +309,7 @@ def make_engine(
             lora=lora or LoraConfig(),
             tokens_per_microbatch=tokens_per_microbatch,
             share_prompts=share_prompts,
+            routing_replay=routing_replay,
         ),
         megatron=megatron,
         groups=groups,

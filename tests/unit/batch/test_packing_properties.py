@@ -125,7 +125,7 @@ def test_shares_partition_every_update_and_updates_the_batch(batch, ranks, updat
 def families(draw):
     """Groups of dialogues that fork from each other, over a small alphabet so that they agree by chance too."""
     sizes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 7)), max_size=8))
-    generator = torch.Generator().manual_seed(draw(SEEDS))
+    generator, other = (torch.Generator().manual_seed(draw(SEEDS)) for _ in range(2))
     drawn = lambda high: int(torch.randint(0, high, (1,), generator=generator))  # noqa: E731
     parts, group = [torch.zeros(0, dtype=torch.int64)], []
     for number, (prompt_length, replies) in enumerate(sizes):
@@ -140,6 +140,8 @@ def families(draw):
     lengths = torch.tensor([len(part) for part in parts[1:]], dtype=torch.int64)
     ids, cu_seqlens = torch.cat(parts), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     tokens = {"input_ids": ids, "loss_mask": torch.ones(len(ids), dtype=torch.bool)}
+    if draw(st.booleans()):  # servers took most tokens alike through the experts, and some through others
+        tokens["routes"] = (torch.rand(len(ids), 2, 2, generator=other) < 0.05).short()
     sequences = {"group": torch.tensor(group, dtype=torch.int64), "number": torch.arange(len(group))}
     return TrajectoryBatch(tokens, sequences, cu_seqlens).select(order.tolist())
 
@@ -161,8 +163,10 @@ def history(microbatch, row):
 
 @random_batches
 @given(families(), BUDGETS, st.booleans())
-def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(batch, budget, final_rows):
+def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_routes_and_nothing_else(batch, budget, final_rows):
     options = {"share_prompts": True, "final_rows": final_rows}
+    routes = batch.tokens.get("routes")
+    place_of = {number: place for place, number in enumerate(batch["number"].tolist())}
     parts = packing.units(batch, budget, **options)
     assert sorted(i for unit in parts for i in unit.members) == list(range(len(batch)))
     count = packing.least_microbatches([unit.rows for unit in parts], budget)
@@ -178,6 +182,9 @@ def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(bat
             for offset in needed:
                 row = int(microbatch.read[start + offset])
                 assert history(microbatch, row) == ids[: offset + 1]
+                if routes is not None and len(batch["input_ids"]):
+                    number = int(microbatch.rows["number"][edges.index(start)])
+                    assert torch.equal(microbatch.routes[row], routes[batch.cu_seqlens[place_of[number]] + offset])
                 assert int(microbatch.positions[microbatch.computed[row]]) == offset
         if microbatch.tokens > 1:  # one token may be an idle microbatch's
             seen += microbatch.rows["number"].tolist()
@@ -185,9 +192,16 @@ def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_nothing_else(bat
     assert set(longer) <= set(seen) and len(seen) == len(set(seen))
 
 
+def read_by(batch):
+    """Each token with its route, where it has one."""
+    ids, slots = batch["input_ids"].tolist(), batch.tokens.get("routes")
+    return ids if slots is None else list(zip(ids, map(str, slots.tolist()), strict=True))
+
+
 def beginnings_in(batch, indices):
-    """Every beginning of every sequence of each group, once."""
-    ids, edges, group = batch["input_ids"].tolist(), batch.cu_seqlens.tolist(), batch["group"].tolist()
+    """Every beginning of every sequence of each group, once for each way through the experts."""
+    ids = read_by(batch)
+    edges, group = batch.cu_seqlens.tolist(), batch["group"].tolist()
     return {(group[i], tuple(ids[edges[i] : stop])) for i in indices for stop in range(edges[i] + 1, edges[i + 1] + 1)}
 
 
@@ -205,7 +219,7 @@ def test_each_distinct_row_is_computed_once_and_a_family_is_cut_where_that_costs
         for unit in parts:
             assert unit.rows == len(beginnings_in(batch, unit.members))
             assert unit.rows <= budget or len(unit.members) == 1
-        tokens = [batch["input_ids"][start:stop].tolist() for start, stop in pairwise(batch.cu_seqlens.tolist())]
+        tokens = [read_by(batch)[start:stop] for start, stop in pairwise(batch.cu_seqlens.tolist())]
         for number in set(batch["group"].tolist()):
             members = [i for i in everything if int(batch["group"][i]) == number and tokens[i]]
             found = [unit for unit in parts if set(unit.members) <= set(members) and unit.rows]

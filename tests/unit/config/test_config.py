@@ -82,6 +82,7 @@ OUR_KEYS = {
         "entropy_coefficient",
         "entropy_target",
         "entropy_step",
+        "routing_replay",
     ],
     "reward_shaping": ["cut_off_share", "overlong_buffer", "overlong_penalty", "per_token", "running", "clip"],
     "correction": [
@@ -463,6 +464,22 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["batch.prompts_per_step=2", "batch.updates_per_step=17"],
             "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
+        ),
+        (
+            ["algo.routing_replay=experts", "rollout.backend=embedded"],
+            "algo.routing_replay = 'experts': the embedded server has no mixtures of experts; set rollout.backend",
+        ),
+        (
+            ["algo.routing_replay=experts", "rollout.backend=sglang", "rollout.max_staleness=1"],
+            "algo.routing_replay = 'experts': rollout.interruption = 'retract' .*set rollout.interruption=abort",
+        ),
+        (
+            ["algo.routing_replay=experts", "rollout.backend=sglang", "teacher.path=policy", "teacher.hint=h"],
+            "algo.routing_replay = 'experts': a teacher that is the policy itself reads prompts that no server",
+        ),
+        (
+            ["algo.routing_replay=experts_and_weights", "rollout.servers=[http://a]"],
+            "algo.routing_replay = 'experts_and_weights': SGLang tells experts alone, .*set it to experts, or leave",
         ),
         (
             ["generation.n_samples=1"],

@@ -54,7 +54,10 @@ def group(index, versions=(0,)):
             logprobs=torch.tensor([0.0, -0.1, -1e-30]),
             versions=torch.tensor([-1, version, version]),
             reward=index + 0.1,
-            tokens={"expert": torch.tensor([1, 2, index], dtype=torch.int32)},
+            tokens={
+                "expert": torch.tensor([1, 2, index], dtype=torch.int32),
+                "routes": torch.arange(12, dtype=torch.int16).view(3, 2, 2) + index,
+            },
             sequence={"greedy_reward": 0.25},
         )
         for version in versions
@@ -232,8 +235,11 @@ def test_a_reply_is_read_back_bit_by_bit_and_once(tmp_path):
     journal.replied(episode(3).data, "first", reply)
     journal.replied(episode(3).data, "second", dataclasses.replace(reply, stop_reason="abort"))
     journal.replied({"sample_key": "held out"}, "first", reply)
+    routed = dataclasses.replace(reply, routes=torch.arange(12, dtype=torch.int16).view(3, 2, 2))
+    journal.replied(episode(4).data, "first", routed)
     found = replay(tmp_path, version=1)
     assert found.take_reply("prompt 0/3", "first", 1) == reply
+    assert torch.equal(found.take_reply("prompt 0/4", "first", 1).routes, routed.routes)
     assert all(
         found.take_reply(*key, 1) is None
         for key in [("prompt 0/3", "first"), ("prompt 0/3", "second"), ("held out", "first")]

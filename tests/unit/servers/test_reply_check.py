@@ -1,13 +1,17 @@
 """A reply that was spoilt is refused, or gives what it gave before: of both protocols, in any of its fields."""
 
+import base64
 import copy
+import dataclasses
 import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.routes import RouteForm
 from megatron_rl.servers.reply_check import Asked, check_reply, newest_of, read_reply
 from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
 from megatron_rl.tools.embedded_server.request import Request
@@ -266,3 +270,38 @@ def test_reply_may_end_early_where_the_server_has_no_more_room():
     assert check_reply(embedded(), full).stop_reason == "length"
     with pytest.raises(ValueError, match="99 tokens were asked for, and the server has room for them"):
         check_reply(embedded(), Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3", room=500))
+
+
+ROUTES = RouteForm(total_layers=2, layers=(1,), slots=2, experts=4, has_weights=False)
+ROUTED = Asked(
+    rid="r-1", prompt_tokens=3, max_new_tokens=4, stop=("END",), version=3, weights="3", vocab_size=100, routes=ROUTES
+)
+
+
+def routed(rows, reason=None):
+    """A reply with the map of so many rows: experts 0 and 1 for every token."""
+    answer = sglang(reason)
+    table = torch.tensor([[[0, 0], [0, 1]]] * rows, dtype=torch.int32).numpy()
+    answer["meta_info"]["routed_experts"] = base64.b64encode(table.tobytes()).decode()
+    return answer
+
+
+def test_routes_are_those_of_every_row_but_the_last_tokens_which_nobody_has_read():
+    assert check_reply(routed(6), ROUTED).routes.tolist() == [[[0, 1]]] * 6
+    # Of a reply that goes on, the rows whose routes are known are not asked for again.
+    assert check_reply(routed(2), dataclasses.replace(ROUTED, routes_from=4)).routes.tolist() == [[[0, 1]]] * 2
+    assert check_reply(routed(6), ASKED).routes is None
+    assert ROUTED.bytes_at_most - ASKED.bytes_at_most == 7 * ROUTES.wire_bytes_per_token
+
+
+@pytest.mark.parametrize("rows", [5, 7, 0])
+def test_routes_of_other_rows_than_were_asked_for_are_refused(rows):
+    with pytest.raises(ValueError, match=f"routed_experts holds {rows * 16} bytes, {rows} rows .* for the 6 rows"):
+        check_reply(routed(rows), ROUTED)
+
+
+def test_a_reply_without_routes_is_refused_unless_it_was_aborted_and_goes_on():
+    with pytest.raises(ValueError, match="routed_experts = missing"):
+        check_reply(sglang(), ROUTED)
+    goes_on = dataclasses.replace(ROUTED, max_new_tokens=9)
+    assert check_reply(sglang(ENDS["abort"][1]), goes_on).routes is None

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -532,3 +533,29 @@ def test_a_dialogue_that_outgrows_the_servers_context_ends_with_what_it_has_earn
         assert check_trajectory(trajectory, engine.served)
     with pytest.raises(ContextOutgrown):
         run(workflow, engine, **asked("12 + 30 " * 40))
+
+
+def test_a_dialogues_rows_keep_the_routes_that_their_tokens_were_sampled_with():
+    def reply(dialogue, count, number):
+        rows = len(dialogue) + count - 1
+        return LLMResponse(
+            input_tokens=list(dialogue.ids),
+            output_tokens=[7] * count,
+            output_logprobs=[-0.5] * count,
+            output_versions=[0] * count,
+            stop_reason="stop",
+            routes=torch.full((rows, 1, 1), number, dtype=torch.int16),
+        )
+
+    dialogue = Conversation([1, 2])
+    dialogue.take(reply(dialogue, 2, 4))
+    dialogue.add([3])
+    begun = dialogue.fork(2)
+    dialogue.take(reply(dialogue, 1, 5))
+    assert dialogue.trajectory(1.0).tokens["routes"].flatten().tolist() == [4, 4, 4, 5, 5, -1]
+    begun.take(reply(begun, 1, 6))
+    assert begun.trajectory(1.0).tokens["routes"].flatten().tolist() == [4, 4, -1]
+    dialogue.take_back(4)
+    dialogue.take(reply(dialogue, 2, 7))
+    assert dialogue.trajectory(1.0).tokens["routes"].flatten().tolist() == [4, 4, 4, 5, 7, -1]
+    assert "routes" not in Conversation([1, 2]).trajectory(1.0).tokens

@@ -1,0 +1,184 @@
+"""Routers that take the experts of each row from the rollout servers (R3), where `algo.routing_replay` says so.
+
+Upstream's RouterReplay keeps the experts of one pass in a list of the process, by the order of calls. Here they come
+with the microbatch, through PackedRows, so that it does not matter which microbatch, chunk of a pipeline or recomputed
+layer runs next. Upstream's function of the top experts calls back for them, as it does for its own RouterReplay.
+
+    row of the server's map -> experts, in place of the trainer's top; their weights are the trainer's own, with
+                               gradient (experts), or the server's, with the gradient of the trainer's own
+    row without a route     -> the trainer's own experts: the last of a sequence, and padding
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megatron_rl import routes
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.routes import RouteForm
+from megatron_rl.types import TrajectoryBatch
+
+
+class ReplayedTop:
+    """The server's experts in the place of the top of the scores, as upstream asks its `router_replay`.
+
+    slots: `[R, slots]` of this rank's rows. changed: `[2]`, to which this adds the choices that are not the trainer's
+    own, and all choices. agreed: `[4]`, to which it adds what routes.shift_fault takes.
+    """
+
+    def __init__(self, slots: Tensor, changed: Tensor, agreed: Tensor | None) -> None:
+        self.experts, self.changed, self.agreed = routes.experts_of(slots).long(), changed, agreed
+        self.has_route = (self.experts >= 0).all(-1, keepdim=True)  # [R, 1]
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] = torch.topk,
+    ) -> tuple[Tensor, Tensor]:
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        is_other = (own[:, :, None] != self.experts[:, None]).all(-1) & self.has_route  # [R, slots]
+        self.changed += torch.stack([is_other.sum(), self.has_route.sum() * topk])
+        if self.agreed is not None:
+            self.agreed += self._agreements(own)
+        experts = torch.where(self.has_route, self.experts, own)
+        return scores.gather(1, experts), experts
+
+    def _agreements(self, own: Tensor) -> Tensor:
+        """Return routes.shift_fault's four numbers of rows with routes beside them. Neighbours are those of the pass:
+        at the few borders of sequences they are strangers, which counts for neither side."""
+        inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
+        chosen = own[1:-1, :, None]
+        found = [
+            ((chosen == self.experts[first : len(own) - 2 + first, None]).any(-1) & inner[:, None]).sum()
+            for first in (1, 0, 2)
+        ]
+        return torch.stack([*found, inner.sum() * own.shape[1]])
+
+
+class ReplayRouter(TopKRouter):
+    """Upstream's router, with the experts of `slots` (`[R, slots]`, None for its own) in the next call."""
+
+    slots: Tensor | None = None
+    has_weights = False
+    changed: Tensor
+    agreed: Tensor | None = None
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.slots is None:
+            self.router_replay = None
+            return super().routing(logits, *args, **kwargs)
+        self.router_replay = replayed = ReplayedTop(self.slots, self.changed, self.agreed)
+        weights, is_chosen = super().routing(logits, *args, **kwargs)  # [R, experts]
+        if not self.has_weights:
+            return weights, is_chosen
+        given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), self._given(weights.dtype))
+        # The server's number, with the gradient of the trainer's: the router goes on learning.
+        return torch.where(replayed.has_route, weights + (given - weights).detach(), weights), is_chosen
+
+    def _given(self, dtype: torch.dtype) -> Tensor:
+        """Return the servers' weights `[R, slots]`, which are shares of 1 where the model renormalises them."""
+        given = routes.weights_of(self.slots)
+        if self.is_renormalised:
+            given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
+        return (given * (self.config.moe_router_topk_scaling_factor or 1.0)).to(dtype)
+
+    @property
+    def is_renormalised(self) -> bool:
+        return not self.config.moe_router_pre_softmax or self.score_function == "sigmoid"
+
+
+def replay_in(layer: Any) -> None:
+    """Give the mixture of a layer's submodules, if it is one, our router."""
+    if isinstance(layer.mlp, ModuleSpec):
+        if layer.mlp.module is MoELayer:
+            layer.mlp.submodules.router = ReplayRouter
+    elif layer.mlp.func is MoELayer:  # megatron.core 0.19 makes it a partial
+        layer.mlp.keywords["submodules"].router = ReplayRouter
+
+
+def recompute_with_own_slots(mixture: MoELayer) -> None:
+    """Have a mixture's recomputation route as its first pass did: upstream's would find a later microbatch's slots."""
+    if not mixture.moe_layer_recompute:
+        return
+    mixture.moe_layer_recompute, compute = False, mixture.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(hidden_states, *args, **kwargs)
+        slots = mixture.router.slots
+
+        def with_its_slots(hidden: Tensor) -> Any:
+            mixture.router.slots = slots
+            return compute(hidden, *args, **kwargs)
+
+        return tensor_parallel.checkpoint(with_its_slots, False, hidden_states)
+
+    mixture.forward = forward
+
+
+class RoutingReplay:
+    """The replay of one engine: hands each mixture of its chunks the routes of the rows that it is about to compute.
+
+    replay = RoutingReplay(form, chunks, device)
+    ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
+    replay.finish_pass(groups.control)  # RuntimeError where the map is shifted
+    replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
+    """
+
+    def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
+        self.form = form
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
+        # Upstream counts layers from 1. A rank takes the columns of its own alone to its device.
+        self.mixtures = [form.layers.index(layer.layer_number - 1) for layer in layers]
+        self._counts = torch.zeros(6, dtype=torch.int64, device=device)
+        self.changed_share = 0.0
+        for column, layer in enumerate(layers):
+            layer.mlp.router.has_weights, layer.mlp.router.changed = form.has_weights, self._counts[4:]
+            if self.mixtures[column] == 0:  # the model's first mixture: later ones depend on what it did
+                layer.mlp.router.agreed = self._counts[:4]
+            recompute_with_own_slots(layer.mlp)
+            layer.register_forward_pre_hook(functools.partial(_hand_over, column=column), with_kwargs=True)
+
+    def check(self, batch: TrajectoryBatch) -> None:
+        """Raise ValueError for trajectories that cannot be replayed whole."""
+        found = batch.tokens.get(routes.COLUMN)
+        routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
+
+    def finish_pass(self, group: dist.ProcessGroup) -> None:
+        """Sum up the choices since the last call; RuntimeError where the map is shifted.
+
+        All ranks call it. group: of all of them, on hosts.
+        """
+        counts = self._counts.cpu().clone()  # on a host the first is no copy
+        self._counts.zero_()
+        dist.all_reduce(counts, group=group)
+        if fault := routes.shift_fault(counts[:4]):
+            raise RuntimeError(fault)
+        changed, choices = counts[4:].tolist()
+        self.changed_share = changed / max(choices, 1)
+
+
+def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
+    """Run before a layer, also where it is recomputed: its router takes the rows of this tensor rank."""
+    packed: PackedRows = kwargs["packed_seq_params"]
+    router, slots = layer.mlp.router, packed.routes
+    if slots is None:
+        router.slots = None
+        return
+    own = slots[:, column]
+    if layer.config.sequence_parallel:
+        own = own.chunk(router.tp_group.size())[router.tp_group.rank()]
+    router.slots = own

@@ -1,0 +1,159 @@
+"""The routes of tokens through a mixture's experts, as servers tell them and the trainer replays them.
+
+A route is that of one row, the token that a model reads: its experts in each mixture layer, in the order of the
+server's slots, and with `experts_and_weights` the weight of each. A row without a route has NO_ROUTE in every slot.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+COLUMN = "routes"
+"""The column of a batch's tokens: `[N, layers, slots]`, of which row t is the one that reads token t."""
+NO_ROUTE = -1
+EXPERT_BITS, WEIGHT_BITS = 10, 21
+"""A slot with a weight is one int32: the expert in its lowest bits, above them the weight in steps of 2^-21."""
+LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
+SHIFT_MARGIN = 0.1
+"""By how much more of the choices the trainer's router would have to agree with a neighbour's."""
+SHIFT_ROWS = 32
+"""Fewer rows say nothing about a shift."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteForm:
+    """The form of a model's routes.
+
+    form = RouteForm(total_layers=4, layers=(0, 2, 3), slots=2, experts=8, has_weights=False)
+    form.bytes_per_token  # 12: int16, of the mixture's layers alone
+    routes = form.read(meta_info["routed_experts"], rows=prompt + reply - 1)  # [rows, 3, 2]
+    """
+
+    total_layers: int
+    """Layers of the model: SGLang gives the dense ones zeros."""
+    layers: tuple[int, ...]
+    """The layers that are mixtures, counted from 0."""
+    slots: int
+    """Experts of a token."""
+    experts: int
+    has_weights: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int32 if self.has_weights else torch.int16
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self.layers) * self.slots * self.dtype.itemsize
+
+    @property
+    def wire_bytes_per_token(self) -> int:
+        """Bytes of a token in a reply: base64 of int32, of all layers."""
+        return -(-self.total_layers * self.slots * 4 * 4 // 3)
+
+    def read(self, text: str, rows: int) -> Tensor:
+        """Return the routes of a reply's map, `[rows, layers, slots]`; ValueError for one that these rows cannot have.
+
+        text: base64 of int32 `[rows, total_layers, slots]`, as SGLang gives it.
+        """
+        try:
+            found = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int8)
+        except binascii.Error as error:
+            raise ValueError(f"is not base64: {error}") from None
+        each = self.total_layers * self.slots * 4
+        if found.size != rows * each:
+            raise ValueError(
+                f"holds {found.size:,} bytes, {found.size / each:g} rows of {self.total_layers} layers x {self.slots} "
+                f"slots x 4 bytes, for the {rows} rows of prompt and reply that were asked for"
+            )
+        slots = torch.from_numpy(found.view(np.int32).reshape(rows, self.total_layers, self.slots)[:, self.layers])
+        experts = experts_of(slots) if self.has_weights else slots
+        if bool(((experts < 0) | (experts >= self.experts) | (slots < 0)).any()):
+            wrong = experts[(experts < 0) | (experts >= self.experts) | (slots < 0)][0].item()
+            raise ValueError(f"names expert {wrong}: the model has {self.experts}, from 0")
+        if self.slots > 1 and bool((experts.sort(-1).values.diff(dim=-1) == 0).any()):
+            row, layer = (experts.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()[0].tolist()
+            raise ValueError(
+                f"names an expert twice, {experts[row, layer].tolist()} in row {row} of layer {self.layers[layer]}: "
+                f"the slots of a token have different ones"
+            )
+        if self.has_weights and rows and not bool(weights_of(slots).sum(-1).all()):
+            raise ValueError("holds no weights beside the experts")
+        return slots.to(self.dtype)
+
+
+def pack(experts: Tensor, weights: Tensor) -> Tensor:
+    """Return slots of int32 that hold experts and weights of 0 to 1, in steps of 2^-21."""
+    steps = (weights.double().clamp(0, 1) * LARGEST_WEIGHT).round().to(torch.int32)
+    return experts.to(torch.int32) | (steps << EXPERT_BITS)
+
+
+def experts_of(slots: Tensor) -> Tensor:
+    """Return the experts of slots with or without weights, int32; of NO_ROUTE something below 0."""
+    if slots.dtype == torch.int16:
+        return slots.int()
+    return torch.where(slots < 0, slots, slots & ((1 << EXPERT_BITS) - 1))
+
+
+def weights_of(slots: Tensor) -> Tensor:
+    """Return the weights, float32, of slots that have some."""
+    return (slots >> EXPERT_BITS).float() / LARGEST_WEIGHT
+
+
+def with_no_routes(routes: Tensor, rows: int) -> Tensor:
+    """Return the routes of the first rows, followed by NO_ROUTE up to `rows` of them."""
+    return torch.cat([routes[:rows], routes.new_full((max(0, rows - len(routes)), *routes.shape[1:]), NO_ROUTE)])
+
+
+def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor, form: RouteForm) -> None:
+    """Raise ValueError where a row has no route, or one of another form, that a trained token depends on.
+
+    These are all rows before a sequence's last trained token: that token is predicted from them, and what comes later
+    changes nothing. loss_mask: `[N]`. cu_seqlens: `[B + 1]`.
+    """
+    if routes is None:
+        raise ValueError(
+            f"algo.routing_replay: the trajectories have no column {COLUMN!r}; a workflow that makes Trajectory itself "
+            f"passes LLMResponse.routes on in Trajectory.tokens, as Trajectory.from_reply does."
+        )
+    if routes.shape[1:] != (len(form.layers), form.slots) or routes.dtype != form.dtype:
+        raise ValueError(
+            f"algo.routing_replay: routes have shape {tuple(routes.shape)} of {routes.dtype}; the model's are "
+            f"[tokens, {len(form.layers)} layers, {form.slots} slots] of {form.dtype}."
+        )
+    # `[N]` counts of trained tokens behind each row's own, in its sequence.
+    counted = torch.cat([loss_mask.new_zeros(1, dtype=torch.int64), loss_mask.bool().cumsum(0)])
+    sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
+    is_needed = counted[cu_seqlens[1:]][sequence] > counted[1:]
+    missing = (is_needed & (routes < 0).flatten(1).any(1)).nonzero()[:, 0]
+    if len(missing):
+        first = int(missing[0])
+        place = first - int(cu_seqlens[sequence[first]])
+        raise ValueError(
+            f"algo.routing_replay: {len(missing)} rows have no route that trained tokens depend on, the first is token "
+            f"{place} of trajectory {int(sequence[first])}: the servers' map is cut short, or the workflow moved it."
+        )
+
+
+def shift_fault(agreed: Tensor) -> str:
+    """Say how the servers' map is moved against the tokens, '' where nothing speaks for it.
+
+    agreed: `[4]` choices of the trainer's own router that are also in the map's row, in the row before and in the row
+    after, and how many choices there were.
+    """
+    own, before, after, choices = agreed.tolist()
+    margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)
+    where, most = max((("before", before), ("after", after)), key=lambda pair: pair[1])
+    if choices < SHIFT_ROWS or most - own <= margin * choices:
+        return ""
+    return (
+        f"algo.routing_replay: the servers' map of routes is shifted: the trainer's router agrees with the row {where} "
+        f"in {most / choices:.0%} of {int(choices)} choices, and with the row itself in {own / choices:.0%}; nothing "
+        f"was trained on it. Use an SGLang whose routed_experts begin at routed_experts_start_len."
+    )

@@ -1,0 +1,144 @@
+"""Routing replay with real SGLang: the trainer's log-probabilities are the server's, though their routers differ."""
+
+import asyncio
+from functools import cache, cached_property
+
+import pytest
+import torch
+from ranks import run_each
+from routed import RoutedModel, perturbed, with_routes
+from test_routing_replay import EVERY_LAYOUT, FAMILIES, NOISE, logprobs_alone, of_all
+from tiny import LAYOUTS, YARN, make_model
+
+from megatron_rl import routes
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.types import LLMRequest, Trajectory, TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.route_form import route_form
+from tests.servers.reference import interrupt
+from tests.servers.run_tokens import TOKEN_FILE
+from tests.servers.tiny_model import make_tokenizer
+
+# What SGLang reads of a released model's config.json and transformers leaves out, and what it can on a CPU: Qwen3-MoE
+# with mixtures alone, DeepSeek-V3 with the rotation of the released one.
+OWN = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "deepseek_v3": {
+        "rope_parameters": YARN | {"mscale_all_dim": 0.9},
+        "rms_norm_eps": 1e-6,  # SGLang takes it for the norms of the latents, too, which have 1e-6 in transformers
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+SIZES = {"vocab_size": 512, "max_position_embeddings": 512}
+PROMPTS, SAMPLES, NEW = ([11, 200, 37, 5], [9], [80, 301, 7, 7, 42, 3]), 3, 12
+
+
+class Served:
+    """A family's model in transformers and in SGLang, a client of the latter, and a folder with another router."""
+
+    def __init__(self, family, folder, other, server_folder):
+        self.other, self.model = other, make_model(family, folder, **SIZES, **OWN[family])
+        make_tokenizer().save_pretrained(folder)
+        perturbed(self.model, scale=NOISE, bias=0.1).save_pretrained(other)
+        self.routed = RoutedModel(self.model, folder)
+        form = route_form(read_architecture(folder), "experts_and_weights")
+        arguments = ["--max-total-tokens", "4096", "--random-seed", "1", "--mem-fraction-static", "0.5"]
+        options = {"backend": "sglang", "server_args": arguments, "token_file": TOKEN_FILE, "interruption": "abort"}
+        config = RolloutConfig(start_timeout_s=400, **options)
+        self.supervisor = Supervisor(config, folder, server_folder, routes=form)
+        self.engine = RemoteSGLangEngine(config, seed=1, routes=form)
+
+    def __enter__(self):
+        self.supervisor.start()
+        self.engine.initialize(self.supervisor.urls)
+        return self
+
+    def __exit__(self, *_):
+        self.engine.destroy()
+        self.supervisor.stop()
+
+    def ask(self, prompts, new):
+        gconfig = GenerationConfig(max_new_tokens=new, ignore_eos=True)
+
+        async def all_of_them():
+            requests = [LLMRequest(rid=f"r{n}", input_ids=ids, gconfig=gconfig) for n, ids in enumerate(prompts)]
+            return await asyncio.gather(*(self.engine.agenerate(request) for request in requests))
+
+        return asyncio.run(all_of_them())
+
+    @cached_property
+    def batch(self):
+        """Groups of replies to common prompts, which the trainer computes once."""
+        replies = self.ask([ids for ids in PROMPTS for _ in range(SAMPLES)], NEW)
+        groups = [replies[first : first + SAMPLES] for first in range(0, len(replies), SAMPLES)]
+        return TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0) for reply in g] for g in groups])
+
+
+@pytest.fixture(scope="module")
+def served(needs_sglang, tmp_path_factory):
+    """By family. One server at a time: each takes memory and a core."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            while made:
+                made.popitem()[1].__exit__()
+            folders = [tmp_path_factory.mktemp(f"{family}-{name}") for name in ("sampled", "trained", "server")]
+            made[family] = Served(family, *folders).__enter__()
+        return made[family]
+
+    yield make
+    for one in made.values():
+        one.__exit__()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routes_of_the_server_are_those_of_the_model(family, served):
+    one = served(family)
+    batch = one.batch
+    expected = one.routed.routes(batch)
+    assert torch.equal(routes.experts_of(batch["routes"]), routes.experts_of(expected))  # slots in their order, too
+    found, right = routes.weights_of(batch["routes"]), routes.weights_of(expected)
+    torch.testing.assert_close(found, right, rtol=0, atol=2e-5)
+    torch.testing.assert_close(batch["logprobs"], one.routed.logprobs(batch).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_interrupted_reply_has_the_routes_of_all_its_parts(family, served):
+    one = served(family)
+
+    def pause_and_resume():
+        one.engine.pause()
+        one.engine.resume()
+
+    reply = interrupt(one.engine, one.supervisor.urls[0], [5, 6, 7, 8], 100, pause_and_resume)
+    assert reply.interruptions, "it was not interrupted"
+    batch = TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0)]])
+    assert torch.equal(routes.experts_of(batch["routes"]), routes.experts_of(one.routed.routes(batch)))
+
+
+@pytest.fixture(scope="module")
+def ran(served):
+    @cache
+    def run(family, layout):
+        one, cases = served(family), {}
+        for replay in ("off", "experts", "experts_and_weights"):
+            batch = with_routes(one.batch, one.batch["routes"], replay)
+            cases[replay] = one.other, layout, replay, batch
+        return run_each(LAYOUTS[layout][0], logprobs_alone, cases)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_the_servers_with_replay_and_not_without(family, layout, served, ran):
+    batch, found = served(family).batch, ran(family, layout)
+    sampled = batch["logprobs"]
+    error = {replay: (of_all(ranks, batch) - sampled).abs().max() for replay, ranks in found.items()}
+    assert error["experts_and_weights"] < 1e-5
+    assert error["off"] > 1e-2 and error["experts"] > 1e-3, "the routers are not different enough to show anything"
