@@ -10,12 +10,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.algo import advantage
-from megatron_rl.algo.aggregation import set_row_weights, trained_sequences, trained_tokens
+from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences, trained_tokens
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
 from megatron_rl.algo.registry import TorchLoss
-from megatron_rl.algo.reward_shaping import RewardShaper
+from megatron_rl.algo.reward_shaping import RewardShaper, token_rewards
 from megatron_rl.algo.selection import high_entropy, keep, share_of
 from megatron_rl.api import LogitsTerm, LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
@@ -67,11 +67,13 @@ class PolicyActor:
     @property
     def columns_needed(self) -> list[str]:
         """The columns that `compute_advantages` needs of the tokens here, `[N]`: `ref_logprobs` of the
-        reference, `teacher_logprobs`, `proximal_logprobs` and `entropies` of the policy before the step's updates."""
+        reference, `teacher_logprobs`, and of the policy before the step's updates `proximal_logprobs`, `cold_logprobs`
+        at half the temperature, and `entropies`."""
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
         needed += ["teacher_logprobs"] if self.teacher_coefficient > 0 else []
         needed += ["proximal_logprobs"] if penalizes or self.loss.chooses else []
+        needed += [name for name in self.estimator.needs if name not in needed]
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
@@ -88,6 +90,9 @@ class PolicyActor:
             total = batch.sums_of_tokens(advantage.of_teacher(batch)).sum()  # by trajectory: alike on all ranks
             count = batch.total(batch["loss_mask"].sum())
             self.metrics["teacher/reverse_kl"] = -float(total) / max(int(count), 1)
+        if options.positive_weight > 0:
+            rewards = batch.sums_of_tokens(token_rewards(batch)) if "rewards" in batch.tokens else batch["rewards"]
+            self.metrics["policy/positive_share"] = set_positive_weights(batch, rewards, options)
         # A token that is left out has advantage 0: KL and entropy terms still hold for it.
         if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)

@@ -83,6 +83,8 @@ def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
     return torch.where(differs, result / (deviation + EPS), 0.0)
 
 
+FIXED_POINT = 2.0**32
+"""Weights are added up in whole numbers of 1 / FIXED_POINT, of which int64 holds far more than a group has."""
 DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
 CPGD = {
     "weight": (lambda value: value in ("equal", "std", "clip_filter"), "must be equal, std or clip_filter"),
@@ -152,6 +154,40 @@ def opo(batch: TrajectoryBatch) -> Tensor:
     # A group without a trained token has no lengths to weigh by: the plain mean over samples.
     weights = torch.where(mean_of(tokens, group) > 0, tokens, sample_shares(batch))
     return scores - mean_of(scores, group, weights)
+
+
+@estimator("otb", compares_group=True, needs=("proximal_logprobs", "cold_logprobs"))
+def otb(batch: TrajectoryBatch) -> Tensor:
+    """G_t - sum(W_t G_t) / sum(W_t) over the group's t-th trained tokens, W_t = sum to t of 1 - 2 p + sum over v p_v^2.
+
+    The optimal token baseline: 1 - 2 p + sum p_v^2 is the squared gradient of log p by the logits. At a place that one
+    trajectory alone reaches, the advantage is 0. The sum over the vocabulary is exp(2 log p - log q), q the token's
+    probability at half the temperature. p and q are the policy's before the updates.
+    Source: arXiv 2602.07078
+    """
+    trained = batch["loss_mask"].nonzero()[:, 0]  # [M], of the tokens here
+    logprobs, cold = batch["proximal_logprobs"][trained].double(), batch["cold_logprobs"][trained].double()
+    norms = (1.0 - 2.0 * logprobs.exp() + (2.0 * logprobs - cold).exp()).clamp_min(0.0)
+    sequence = batch.sequence_ids[trained]
+    first = torch.searchsorted(sequence, sequence)  # [M]: where the token's trajectory begins among them
+    parts = torch.split(norms, torch.bincount(sequence, minlength=len(batch)).tolist())
+    # By trajectory: a sum that runs over all of them would round by what is before it on this rank.
+    weights = torch.cat([part.cumsum(0) for part in parts]) * sample_shares(batch)[sequence]
+    group, scores = members(batch), batch["scores"].double()
+    earned = returns(batch, 1.0)[trained].double() - mean_of(scores, group, sample_shares(batch))[sequence]
+    # A cell for each place of each group, on all ranks alike: a group's trajectories may be on several of them.
+    counts = batch.sums_of_tokens(batch["loss_mask"].long())
+    longest = torch.zeros(int(group.max()) + 1, dtype=torch.int64).scatter_reduce_(0, group, counts, "amax")
+    cell = (longest.cumsum(0) - longest)[group][sequence] + torch.arange(len(trained)) - first
+    # Whole numbers, whose sum is the same in any order: on any layout the advantages are the same to the last bit.
+    scale = max(float(scores.abs().max()), 1e-30)
+    columns = [weights * earned / scale * FIXED_POINT, weights * FIXED_POINT, torch.ones_like(weights)]
+    sums = torch.zeros(int(longest.sum()), 3, dtype=torch.int64)
+    sums = batch.total(sums.index_add_(0, cell, torch.stack(columns, dim=1).round().long()))[cell]
+    baseline = sums[:, 0].double() / sums[:, 1].clamp_min(1).double() * scale
+    result = torch.zeros(len(batch["loss_mask"]), dtype=torch.float64)
+    result[trained] = torch.where((sums[:, 1] > 0) & (sums[:, 2] > 1), earned - baseline, 0.0)
+    return result
 
 
 @estimator("cpgd", compares_group=True, rules=CPGD)

@@ -61,6 +61,23 @@ def trained_tokens(rows: TensorDict) -> Tensor:
     return is_trained(rows).sum()
 
 
+def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: AlgorithmConfig) -> float:
+    """Set `positive_weights` `[N]` float32: the weight of each token's -log p in the term of positive trajectories.
+
+    With them the sum over the step, divided as the policy's loss is, is algo.positive_weight times the mean over the
+    trajectories with rewards `[B]` of algo.positive_reward or more. Return their share, of tokens or trajectories as
+    the aggregation counts. The batch is the whole step's; all ranks call it.
+    """
+    mask = predicted(batch)
+    counts = batch.sums_of_tokens(mask)  # [B]
+    units = counts if options.aggregation == "token_mean" else (counts > 0).long()
+    is_positive = rewards >= options.positive_reward
+    positive = int(units[is_positive].sum())
+    weight = options.positive_weight * int(units.sum()) / max(positive, 1)
+    batch.tokens["positive_weights"] = batch.spread(torch.where(is_positive, weight, 0.0)).float() * mask
+    return positive / max(int(units.sum()), 1)
+
+
 def trained_sequences(rows: TensorDict) -> Tensor:
     """The loss weight of means over trajectories: how many of a microbatch's have a trained row, 0-dim int64."""
     return (sums_by_sequence(is_trained(rows).long(), rows) > 0).sum()

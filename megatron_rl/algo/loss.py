@@ -136,6 +136,11 @@ class PolicyLoss:
         if isinstance(self.entry, TorchLoss):
             own = self._in_torch(self.entry, seen, weight, row_weights)  # [T]
             loss, sums = loss + own.sum(), sums | {"not_finite": sums["not_finite"] + (~own.isfinite()).sum()}
+        if self.options.positive_weight > 0:
+            nll = -logprobs * column("positive_weights").masked_fill(~trained, 0.0)
+            counted["positive_nll"] = nll.detach().sum()
+            nll = nll if row_weights is None else nll * row_weights
+            loss = loss + nll.masked_fill(~trained, 0.0).sum()  # of a row that is not trained anything may stand there
         sums = sums | counted
         reported = {name: sums[name] for name in self._reported}
         if DEMONSTRATED not in names:
@@ -163,6 +168,7 @@ class PolicyLoss:
         names += ["clipped_tokens"] if self.terms.mode in ("clip", "cispo") else []
         names += ["dual_clipped_tokens"] if self.terms.dual_clip > 0 else []
         names += ["left_out_tokens"] if self.correction.leaves_out else []
+        names += ["positive_nll"] if self.options.positive_weight > 0 else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
 

@@ -52,6 +52,9 @@ class Estimator:
     """The normalisation where the config does not say: none, group or batch."""
     compares_group: bool = False
     """Says nothing of a prompt with one reply."""
+    needs: tuple[str, ...] = ()
+    """The columns of tokens that it asks for beside these: `proximal_logprobs`, and `cold_logprobs`, the same at half
+    the temperature, both of the policy before the step's updates."""
     rules: Rules = field(default_factory=dict)
     """Of algo.advantage_args."""
 
@@ -140,10 +143,16 @@ def _entering(
 
 
 def estimator(
-    name: str = "", *, mean: str = "none", std: str = "none", compares_group: bool = False, rules: Rules | None = None
+    name: str = "",
+    *,
+    mean: str = "none",
+    std: str = "none",
+    compares_group: bool = False,
+    needs: tuple[str, ...] = (),
+    rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], Estimator]:
     """Decorate an estimator's function; a name enters it into the catalogue."""
-    make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, rules=rules or {})
+    make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, needs=needs, rules=rules or {})
     return _entering(ESTIMATORS, name, make)
 
 

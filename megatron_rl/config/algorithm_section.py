@@ -11,10 +11,12 @@ from megatron_rl.config.rules import Section, above, at_least, name_or_import_pa
 
 ESTIMATORS = (
     *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
-    *("maxrl", "pass@k", "gdpo", "gae", "none"),
+    *("otb", "maxrl", "pass@k", "gdpo", "gae", "none"),
 )
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
-COMPARE_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "maxrl", "pass@k", "gdpo")
+COMPARE_GROUP = (
+    *("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "otb", "maxrl", "pass@k", "gdpo"),
+)
 """Estimators that compare the replies of one prompt, so that there must be several."""
 LOSSES = (
     "ppo_clip",
@@ -78,6 +80,11 @@ class AlgorithmConfig(Section, name="algo"):
     """In the reward: divergence per token, in nats, that the coefficient is steered to; 0 keeps it fixed."""
     kl_horizon: float = above(0, "trajectories", default=10_000.0)
     """Trajectories over which a steered coefficient changes by a fifth at most."""
+    positive_weight: float = at_least(0, default=0.0, hint="0 leaves the term out")
+    """Weight of -log p of the trajectories that have positive_reward, the mean over their tokens beside the policy's
+    loss (over trajectories, where `aggregation` is): VAPO (arXiv 2504.05118) takes 0.1. 0 leaves the term out."""
+    positive_reward: float = 1.0
+    """The least reward, before shaping, of such a trajectory."""
     entropy_coefficient: float = at_least(0, default=0.0)
     entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
     """Steer the coefficient so that the entropy per token stays above this, in nats; 0 keeps it fixed."""

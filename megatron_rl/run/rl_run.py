@@ -316,7 +316,8 @@ class RLRun(Run):
                 continue
             engine = self.reference if name == "ref_logprobs" else self.engine
             assert engine is not None
-            options = {"temperature": self.config.generation.temperature, "entropy": name == "entropies"}
+            temperature = self.config.generation.temperature / (2 if name == "cold_logprobs" else 1)
+            options = {"temperature": temperature, "entropy": name == "entropies"}
             with self.timers("first_pass"):
                 batch.tokens[name] = engine.forward(batch.own(), **options)
         self.actor.compute_advantages(batch)

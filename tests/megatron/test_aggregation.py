@@ -150,7 +150,7 @@ def compared_batch():
     batch, generator = make_batch(), torch.Generator().manual_seed(5)
     batch.sequences["number"] = torch.arange(len(batch))
     batch.sequences["sample"] = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
-    for name in ("proximal_logprobs", "ref_logprobs", "values", "entropies"):
+    for name in ("proximal_logprobs", "ref_logprobs", "cold_logprobs", "values", "entropies"):
         batch.tokens[name] = torch.randint(-8, 0, (len(batch["logprobs"]),), generator=generator) / 7
     batch.sequences["part/a"] = torch.arange(len(batch)).float().sin()
     batch.sequences["part/b"] = batch["rewards"] - batch["part/a"]
@@ -167,6 +167,7 @@ COMPARED = (
     (AlgorithmConfig(advantage="opo", high_entropy_share=0.3), {}),
     (AlgorithmConfig(advantage="rloo", loss="m2po"), {}),
     (AlgorithmConfig(advantage="gdpo"), {}),
+    (AlgorithmConfig(advantage="otb", positive_weight=0.1, positive_reward=0.0), {}),
     (AlgorithmConfig(loss="clip_cov", loss_args={"share": 0.1, "low": 0.01}), {}),
     (AlgorithmConfig(loss="kl_cov", loss_args={"share": 0.2}), {}),
 )
@@ -183,4 +184,5 @@ def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit():
                 expected = alone.select(ours["number"].tolist())
                 assert 0 < len(ours) < len(alone)
                 assert torch.equal(ours["advantages"], expected["advantages"])
-                assert "marked" not in ours or torch.equal(ours["marked"], expected["marked"])
+                for name in ("marked", "positive_weights"):
+                    assert name not in ours or torch.equal(ours[name], expected[name])

@@ -26,6 +26,7 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
         "logprobs": -noise[0].abs() * mask,
         "ref_logprobs": -noise[1].abs() * mask,
         "proximal_logprobs": (-noise[0].abs() + 0.2 * noise[2]) * mask,
+        "cold_logprobs": cold_logprobs((-noise[0].abs() + 0.2 * noise[2]).clamp_max(-0.01), noise[5].sigmoid()),
         "values": noise[3],
         "entropies": noise[4].abs(),
         "versions": torch.where(mask, 0, -1),
@@ -39,6 +40,12 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
     sequences["part/right"] = torch.rand(len(LENGTHS), generator=generator).round(decimals=1)
     sequences["part/form"] = sequences["rewards"] - sequences["part/right"]
     return TrajectoryBatch(tokens, sequences, starts)
+
+
+def cold_logprobs(logprobs: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """log p at half the temperature, where the others' squared probabilities are that share of the most they can be."""
+    p = logprobs.exp()
+    return 2 * logprobs - (p.square() + share * (1 - p).square()).log()
 
 
 def parts_of(batch: TrajectoryBatch) -> list[slice]:

@@ -169,6 +169,7 @@ def expected(name, batch, args):
         "reinforce++-baseline": lambda: whitened(batch, by_token(batch, [r[i] - center[i] for i in count])),
         "remax": lambda: by_token(batch, [r[i] - float(batch["greedy_reward"][i]) for i in count]),
         "opo": lambda: by_token(batch, [r[i] - by_length(i) for i in count]),
+        "otb": lambda: from_optimal_baseline(batch, r),
         "none": lambda: torch.zeros(len(batch["input_ids"])).double(),
         "maxrl": lambda: by_token(batch, [(r[i] - center[i]) / center[i] if center[i] > 0 else 0.0 for i in count]),
         "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
@@ -182,6 +183,35 @@ def expected(name, batch, args):
             ),
         ),
     }[name]()
+
+
+def from_optimal_baseline(batch, rewards):
+    """rewards: of trajectories, whose tokens all have the same return."""
+    result, weights = torch.zeros(len(batch["input_ids"])).double(), []
+    for i in range(len(batch)):
+        names, own = ("proximal_logprobs", "cold_logprobs"), trained(batch, i)
+        p, q = (batch[name].double()[own].exp().tolist() for name in names)
+        squares = [max(1 - 2 * one + one**2 / other, 0.0) for one, other in zip(p, q, strict=True)]
+        weights.append([sum(squares[: t + 1]) for t in range(len(squares))])
+    for i in range(len(batch)):
+        for t, token in enumerate(trained(batch, i)):
+            there = [j for j in group_of(i) if len(weights[j]) > t]
+            total = sum(weights[j][t] for j in there)
+            baseline = sum(weights[j][t] * rewards[j] for j in there) / total if total else rewards[i]
+            result[token] = rewards[i] - baseline
+    return result
+
+
+def test_the_squared_probabilities_of_a_vocabulary_come_from_one_token_at_two_temperatures():
+    logits = torch.randn(50, 31, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    labels = torch.arange(50) % 31
+    warm, cold = ((logits / t).log_softmax(-1)[torch.arange(50), labels] for t in (0.7, 0.35))
+    probabilities = (logits / 0.7).softmax(-1)
+    torch.testing.assert_close((2 * warm - cold).exp(), probabilities.square().sum(-1))
+    gradients = torch.nn.functional.one_hot(labels, 31) - probabilities  # of log p by the logits
+    torch.testing.assert_close(
+        1 - 2 * warm.exp() + (2 * warm - cold).exp(), gradients.square().sum(-1), rtol=1e-9, atol=1e-12
+    )
 
 
 ARGS = [(name, {}) for name in ESTIMATORS] + [

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from megatron_rl.algo import registry
 from megatron_rl.algo.actor import PolicyActor
-from megatron_rl.algo.aggregation import set_row_weights, trained_sequences
+from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
@@ -98,6 +98,61 @@ OPTIONS = {
 def test_loss_and_gradients_are_those_of_the_definition(options, aggregation):
     options = AlgorithmConfig(**options, aggregation=aggregation, aggregation_length=AGGREGATIONS[aggregation])
     assert_same(run(options), by_definition(options))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("weight", [0.1, 2.0])
+def test_the_term_of_positive_trajectories_is_their_mean_nll(aggregation, weight):
+    common = {"aggregation": aggregation, "aggregation_length": AGGREGATIONS[aggregation], "loss": "reinforce"}
+    plain = AlgorithmConfig(**common)
+    options = AlgorithmConfig(**common, positive_weight=weight, positive_reward=0.2)
+    batch, policy, _ = policy_batch()
+    share = set_positive_weights(batch, batch["rewards"], options)
+    set_row_weights(batch, plain)
+    found = []
+    for chosen in (plain, options):
+        own, total, divisor = policy.clone().requires_grad_(), 0.0, 0
+        for split in ((0, 3, 4), (5, 1, 2, 7), (6, 8)):
+            rows, (logprobs, entropy) = packed(batch, split, (own, torch.zeros_like(own)))
+            if aggregation == "token_mean":
+                del rows["row_weights"]
+            total = total + PolicyLoss(chosen, CorrectionConfig())(logprobs, entropy, rows)[0]
+            divisor += int(trained_sequences(rows)) if aggregation != "token_mean" else int((rows["labels"] >= 0).sum())
+        found.append(total / divisor)
+    good = [i for i in range(len(batch)) if batch["rewards"][i] >= 0.2]
+    own = policy.clone().requires_grad_()
+    nll = [[-own[t] for t in range(*part.indices(10**9)) if batch["loss_mask"][t]] for part in parts_of(batch)]
+    good = [i for i in good if nll[i]]
+    length = {"sequence_mean": None, "sequence_sum": 1, "constant": AGGREGATIONS["constant"]}
+    if aggregation == "token_mean":
+        mean = sum(sum(nll[i]) for i in good) / sum(len(nll[i]) for i in good)
+        assert share == sum(len(nll[i]) for i in good) / sum(map(len, nll))
+    else:
+        mean = sum(sum(nll[i]) / (length[aggregation] or len(nll[i])) for i in good) / len(good)
+        assert share == len(good) / sum(bool(tokens) for tokens in nll)
+    torch.testing.assert_close(found[1] - found[0], weight * mean, rtol=1e-6, atol=1e-8)
+    (gradient,) = torch.autograd.grad(weight * mean, own)
+    assert gradient.count_nonzero() > 5
+    found = [run_positive(batch, policy, chosen, aggregation) for chosen in (plain, options)]
+    torch.testing.assert_close(found[1] - found[0], gradient, rtol=1e-6, atol=1e-8)
+
+
+def run_positive(batch, policy, options, aggregation):
+    """The gradient `[N]` of the batch's loss in one microbatch."""
+    own = policy.clone().requires_grad_()
+    rows, (logprobs, entropy) = packed(batch, WHOLE[0], (own, torch.zeros_like(own)))
+    if aggregation == "token_mean":
+        del rows["row_weights"]
+    loss = PolicyLoss(options, CorrectionConfig())(logprobs, entropy, rows)[0]
+    divisor = int(trained_sequences(rows)) if aggregation != "token_mean" else int((rows["labels"] >= 0).sum())
+    return torch.autograd.grad(loss / divisor, own)[0]
+
+
+def test_a_step_without_a_positive_trajectory_has_no_such_term():
+    batch, options = ragged_batch(), AlgorithmConfig(positive_weight=0.1, positive_reward=99.0)
+    actor = PolicyActor(None, options, temperature=1.0)
+    actor.compute_advantages(batch)
+    assert not batch["positive_weights"].any() and actor.metrics["policy/positive_share"] == 0
 
 
 CORRECTIONS = {

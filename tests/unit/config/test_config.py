@@ -79,6 +79,8 @@ OUR_KEYS = {
         "kl_in",
         "kl_target",
         "kl_horizon",
+        "positive_weight",
+        "positive_reward",
         "entropy_coefficient",
         "entropy_target",
         "entropy_step",

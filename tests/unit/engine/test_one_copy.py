@@ -74,4 +74,4 @@ def test_a_microbatch_costs_one_copy_of_its_rows_bounds_and_indices(share, conte
     with CountCopies() as counted:
         ids, packed = own_rows(microbatch, Axis(None, context, 0), multiple_of=4, device=torch.device("meta"))
     assert counted.copies == 1
-    assert ids.is_meta and packed.reads.is_meta and packed.keys.rows.is_meta and packed.queries.rows.is_meta
+    assert ids.is_meta and packed.reads.is_meta and packed.keys.rows.is_meta
