@@ -38,7 +38,7 @@ def predicted(batch: TrajectoryBatch) -> Tensor:
     mask = batch["loss_mask"].long()
     if DEMONSTRATED in batch:
         mask = mask * (batch[DEMONSTRATED] == 0)
-    mask[batch.cu_seqlens[:-1][batch.lengths > 0]] = 0  # nothing predicts a sequence's first token
+    mask[batch.cu_seqlens[:-1][batch.cu_seqlens.diff() > 0]] = 0  # nothing predicts a sequence's first token
     return mask
 
 

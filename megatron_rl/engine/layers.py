@@ -308,17 +308,19 @@ def layer_spec(
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm_class(arch)
     if arch.has_norms_behind:
-        # megatron.core 0.19 makes the feed-forward's spec a partial.
-        mlp = layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
-        attention.linear_proj = mlp.linear_fc2 = (
+        attention.linear_proj = submodules_of(layer.mlp).linear_fc2 = (
             OffsetNormedRowParallelLinear if arch.norm_offset else NormedRowParallelLinear
         )
     if is_mixture and arch.has_biases:
-        experts = layer.mlp.submodules.experts
-        experts.submodules.linear_fc2 = BiasedRowParallelLinear
+        submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = BiasedRowParallelLinear
     if has_delta_net:
         layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": arch.delta_net})
     return spec
+
+
+def submodules_of(spec: Any) -> Any:
+    """Return the submodules of a feed-forward's spec, which megatron.core makes a partial from 0.19 on."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
 def norm_class(arch: Architecture) -> type[RMSNorm]:

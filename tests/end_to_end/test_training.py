@@ -102,11 +102,11 @@ def first_step_skipped(arguments):
     """Train with advantages that are no number in the first step's updates."""
     update, steps = PolicyActor.update, itertools.count()
 
-    def spoiled(self, shares):
+    def spoiled(self, shares, *more):
         if next(steps) == 0:
             for share in shares:
                 share.tokens["advantages"][share["loss_mask"]] = float("nan")
-        return update(self, shares)
+        return update(self, shares, *more)
 
     PolicyActor.update = spoiled
     main(arguments)

@@ -235,7 +235,7 @@ def inside_delta_net(folder, dtype, rows):
     projected = torch.randn(
         rows, 1, net.linear_in.weight.shape[0], dtype=net.linear_in.weight.dtype, requires_grad=True
     )
-    chunks = Chunks.of(torch.tensor([[0, rows, 0, 0]]))
+    chunks = Chunks.of(torch.tensor([[0, rows, -1, 0]]))
     own = {x.untyped_storage().data_ptr() for x in (*net.parameters(), projected)}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor if tensor.untyped_storage().data_ptr() in own else Kept(tensor, live),
