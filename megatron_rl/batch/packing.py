@@ -47,13 +47,19 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch, prefix_sums
 
 
 def to_microbatch(
-    batch: TrajectoryBatch, indices: list[int], *, share_prompts: bool = False, final_rows: bool = True
+    batch: TrajectoryBatch,
+    indices: list[int],
+    *,
+    share_prompts: bool = False,
+    final_rows: bool = True,
+    families: list[Family] | None = None,
 ) -> MicroBatch:
     """Pack the trajectories `indices` into rows; one untrained token if they have none, so that a rank can keep step.
 
     Empty trajectories are left out: they predict nothing, and not every attention kernel takes a sequence of no rows.
     share_prompts: compute what several of one `group` begin with once. final_rows: compute a sequence's last row too,
-    which predicts what nobody has sampled; a loss of log-probabilities can do without.
+    which predicts what nobody has sampled; a loss of log-probabilities can do without. families: those
+    of `indices`, where they are known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
@@ -73,7 +79,11 @@ def to_microbatch(
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
     rows |= {key: value[chosen] for key, value in batch.sequences.items()}
-    found = families_of(picked, rows.get("group"), beginnings(batch, chosen)) if share_prompts else []
+    if families is None:
+        found = families_of(picked, rows.get("group"), beginnings(batch, chosen)) if share_prompts else []
+    else:
+        place = {index: number for number, index in enumerate(chosen.tolist())}
+        found = [Family([place[m] for m in family.members], family.shared) for family in families]
     needed = _needed_rows(picked, final_rows)
     computed, read, segments = _computed_rows(cu_seqlens, positions, sequence, needed, found)
     slots = batch.tokens.get(routes.COLUMN)
@@ -264,9 +274,13 @@ def _worthwhile(family: Family, tokens: list[int]) -> Family:
 
 @dataclass(frozen=True)
 class Unit:
-    """Trajectories that are computed together. rows: those a model computes. cost: as `estimated_cost`."""
+    """Trajectories that are computed together.
+
+    shared: as of a Family. rows: those a model computes. cost: as `estimated_cost`.
+    """
 
     members: list[int]
+    shared: list[int]
     rows: int
     cost: float
 
@@ -333,7 +347,7 @@ def _unit(family: Family, rows: list[int]) -> Unit:
     needed = [rows[m] for m in family.members]
     pairs = sum(n**2 - shared**2 for n, shared in zip(needed, family.shared, strict=True))
     computed = sum(needed) - sum(family.shared)
-    return Unit(family.members, computed, computed + pairs / ATTENTION_SHARE_AT)
+    return Unit(family.members, family.shared, computed, computed + pairs / ATTENTION_SHARE_AT)
 
 
 def _described_token(values: Tensor, source: Tensor) -> Tensor:
@@ -457,7 +471,13 @@ def pack(
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     parts = units(batch, tokens_per_microbatch, **options)
     chosen = plan([u.rows for u in parts], tokens_per_microbatch, count, [u.cost for u in parts])
-    return [to_microbatch(batch, sorted(i for part in bin for i in parts[part].members), **options) for bin in chosen]
+    result = []
+    for bin in chosen:
+        # Units of several members as they were counted: of a part of a family, less might seem worth sharing.
+        families = [Family(parts[part].members, parts[part].shared) for part in bin if any(parts[part].shared)]
+        indices = sorted(i for part in bin for i in parts[part].members)
+        result.append(to_microbatch(batch, indices, final_rows=final_rows, families=families))
+    return result
 
 
 def _longest_first(lengths: list[int]) -> list[int]:

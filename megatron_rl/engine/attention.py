@@ -112,7 +112,8 @@ class PackedAttention(nn.Module):
             query = packed.queries.of_values(query)
         queries = query.split([alike.pieces * alike.n for alike in packed.alike])
         keys, values = (t.split([alike.pieces * alike.m for alike in packed.alike]) for t in (key, value))
-        out = torch.cat(list(map(self._attend, queries, keys, values, packed.alike)))
+        parts = list(map(self._attend, queries, keys, values, packed.alike))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if packed.unsorted is None else packed.unsorted.of_values(out)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, alike: Alike) -> Tensor:

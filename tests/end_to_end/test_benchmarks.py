@@ -24,7 +24,7 @@ TOGETHER = [
     ("bench_ops_cpu", "bench_recovery", "bench_packing", "bench_exchange", "bench_rewards", "bench_spread"),
 ]
 """Run one after the other in a process."""
-STARTS_TRAINING = ("bench_train_step", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
+STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
 STARTS_TRAINING += ("bench_distillation",)
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
 what those processes give. `--quick` is for by hand."""

@@ -84,12 +84,12 @@ def a_branch_on_a_tensor(rank):
 
 @fault
 def rows_chosen_by_a_mask(rank):
-    before(Head, "logprob_loss", lambda self, loss, hidden, rows, packed: rows["labels"][rows["labels"] >= 0])
+    before(Head, "logprob_loss", lambda self, loss, hidden, rows, *_: rows["labels"][rows["labels"] >= 0])
 
 
 @fault
 def places_looked_up_on_the_device(rank):
-    before(Head, "logprob_loss", lambda self, loss, hidden, rows, packed: rows["labels"].nonzero())
+    before(Head, "logprob_loss", lambda self, loss, hidden, rows, *_: rows["labels"].nonzero())
 
 
 @fault
@@ -99,7 +99,7 @@ def the_device_waited_for(rank):
 
 @fault
 def logprobs_copied_to_the_host(rank):
-    before(Head, "logprob_loss", lambda self, loss, hidden, rows, packed: hidden[0].detach().cpu())
+    before(Head, "logprob_loss", lambda self, loss, hidden, *_: hidden[0].detach().cpu())
 
 
 @fault
@@ -112,7 +112,7 @@ def a_column_copied_from_pageable_memory(rank):
 
 @fault
 def logits_in_float32(rank):
-    def all_logits(self, loss, hidden, rows, packed):
+    def all_logits(self, loss, hidden, *_):
         KEPT.append(torch.nn.functional.linear(hidden.detach(), self.weight().detach()).float())
 
     before(Head, "logprob_loss", all_logits)
