@@ -49,9 +49,9 @@ class DataConfig(Section, name="data"):
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest mean reward."""
     sampling: str = one_of("all", "band", "failures", "variance", default="all")
-    """How often a prompt is trained when its turn comes, by the mean reward r of its recent groups in this run. all:
-    always; band: where r is in success_band; failures: with the chance 1 - r (Kimi k1.5, arXiv 2501.12599); variance: 4
-    r (1 - r). One not yet sampled is trained. A mixture's shares are those of turns."""
+    """Chance that a prompt is trained at its turn, from the mean reward r of its recent groups. all: 1; band: 1 where r
+    is in success_band; failures: 1 - r (Kimi k1.5, arXiv 2501.12599); variance: 4 r (1 - r). Unsampled prompts are
+    trained. A mixture's shares are those of turns."""
     least_chance: float = within("(0, 1]", default=0.1)
     """The least chance of a prompt under `sampling`, by which its rate is measured again."""
 

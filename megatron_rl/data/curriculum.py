@@ -66,7 +66,7 @@ Outcome = Sequence[float]
 
 
 class SuccessRates:
-    """How well the run's own policy has lately done on each prompt, and which prompts are trained for it.
+    """The mean recent reward of each prompt in this run, by which a curriculum samples prompts.
 
     A prompt's rate is the mean reward of its first group; each further group moves it half the way to its own. One
     without a rate is trained. What is taken follows from the rates, the seed and the prompt's number alone, so that

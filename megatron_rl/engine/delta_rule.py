@@ -28,7 +28,7 @@ class Level(NamedTuple):
 
 @dataclass
 class Chunks:
-    """How R packed rows lie in N chunks of C places. Chunks are ordered by level, by index in the segment, by segment.
+    """The layout of R packed rows in N chunks of C places, ordered by level, by index in the segment, by segment.
 
     For example:
 

@@ -72,7 +72,7 @@ class PackedRows(PackedSeqParams):
     queries: TakenRows | None = field(kw_only=True, default=None)
     """The rows of this rank in the order of `alike`; None: in their own."""
     unsorted: TakenRows | None = field(kw_only=True, default=None)
-    """Where each row is in the outputs of `alike`, one after the other; None likewise."""
+    """The place of each row in the concatenated outputs of `alike`; None where `queries` is."""
     segments: Tensor = field(kw_only=True)
     """`[S, 4]` of the microbatch with its padding, on the host."""
     _chunks: list[Chunks] = field(default_factory=list)

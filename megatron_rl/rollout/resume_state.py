@@ -82,8 +82,8 @@ class ResumeState:
         return self.replay.faults if self.replay is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """How many groups, and replies to others, of earlier processes this one has trained or is about to, and at how
-        many turns it has passed a prompt over, all since it began."""
+        """Return counts since this process began: groups and replies of earlier processes that this one trains, and
+        turns at which the curriculum passed a prompt over."""
         found: dict[str, float] = {}
         if self.ledger.rates is not None:
             found["rollout/passed_over"] = self.ledger.passed_over

@@ -137,7 +137,7 @@ class Architecture:
 
     @property
     def beyond_transformer_engine(self) -> str | None:
-        """What Transformer Engine's modules lack to build the layers of; None: they can be."""
+        """The first part of the layers that Transformer Engine's modules cannot build; None: they build all."""
         parts = {"norms behind matrices": self.has_norms_behind, "delta nets": self.delta_net, "sinks": self.has_sinks}
         return next((part for part, has in parts.items() if has), None)
 

@@ -28,11 +28,11 @@ class Family:
     attention: tuple[Rule, ...]
     """The rules of a layer's norms and attention."""
     dense: tuple[Rule, ...] = ()
-    """Those of its feed-forward."""
+    """The rules of a dense feed-forward."""
     delta_net: tuple[Rule, ...] = ()
-    """Those of norms and delta net, in layers that have one in the place of attention."""
+    """The rules of norms and of the gated delta net, in layers that have one in place of attention."""
     mixture: tuple[Rule, ...] = ()
-    """Those of its mixture of experts."""
+    """The rules of a mixture of experts."""
     classifiers: tuple[str, ...] = ()
     """The same models with one number per token, where they are not called ForSequenceClassification."""
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
