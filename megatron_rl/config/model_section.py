@@ -24,6 +24,10 @@ class ModelConfig(Section, name="model"):
     """Attention's kernel in bfloat16 on CUDA: torch's own FlashAttention 2, FA3 of a flash_attn_interface that is
     installed, which is faster on Hopper and computes on no other GPU, or TE, which is what Transformer Engine chooses
     of cuDNN's and FlashAttention's kernels."""
+    shared_keys: str = one_of("copied", "flex", default="copied")
+    """Keys that branches of a dialogue share, in bfloat16 on CUDA: `copied` for each branch before flash_attention's
+    kernel; `flex` leaves them where they are, for FlexAttention, which torch compiles at the first step. For dialogues
+    of many turns that fork often. Microbatches that do not fork take flash_attention's kernel either way."""
 
 
 PIPELINE_CUTS = (

@@ -1,8 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-CUDA uses a kernel of variable lengths, torch's or Transformer Engine's. Elsewhere pieces of one shape are attended
-together with SDPA, so that a batch costs as many calls as it has different shapes. No padding, and nothing crosses a
-segment.
+CUDA uses a kernel of variable lengths, torch's or Transformer Engine's, or FlexAttention (forks.py). Elsewhere pieces
+of one shape are attended together with SDPA, so a batch costs as many calls as it has different shapes. No padding,
+and nothing crosses a segment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_rl.engine import forks
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import Alike, PackedRows, has_varlen_kernel
 from megatron_rl.engine.rope import Rope, rotate
@@ -46,14 +47,18 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         if self.expand is not None:
             key, value = self.expand(key, packed)
-        elif packed.keys is None:
+        elif packed.keys is None and packed.context.size == 1:
             query, key = self._rotated(query, packed), self._rotated(key, packed)
         else:
             # One gather and one copy, not two of each; queries are rotated while keys are on their way.
             gathering = Gathering(torch.cat([self._rotated(key, packed), value], dim=-1), packed.context)
             query = self._rotated(query, packed)
-            key, value = packed.keys.of_values(gathering.rows()).split([key.shape[-1], value.shape[-1]], dim=-1)
-        if has_varlen_kernel(query.device, query.dtype):
+            rows = gathering.rows()
+            taken = rows if packed.keys is None else packed.keys.of_values(rows)
+            key, value = taken.split([key.shape[-1], value.shape[-1]], dim=-1)
+        if packed.forks is not None:
+            out = self._in_place(query, key, value, packed)
+        elif has_varlen_kernel(query.device, query.dtype):
             attend = self._transformer_engine if self.uses_transformer_engine else self._varlen_kernel
             out = attend(query, key, value, packed)
         else:
@@ -106,6 +111,9 @@ class PackedAttention(nn.Module):
             **options,
         )
         return out[..., :width] if is_narrow else out
+
+    def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        return forks.attend(query, key, value, packed.blocks(self.window), self.scale)[0]
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         if packed.queries is not None:

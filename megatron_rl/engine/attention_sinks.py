@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_rl.engine import forks
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.sharded_module import ShardedModule
@@ -57,6 +58,10 @@ class SinkAttention(ShardedModule, PackedAttention):
             return torch.ops.aten._flash_attention_backward(grad, *tensors, *bounds, *state, **options)
 
         return WithSinks.apply(query, key, value, self.sinks, forward, backward)
+
+    def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        out, log_sum = forks.attend(query, key, value, packed.blocks(self.window), self.scale)
+        return out * (log_sum - self.sinks.float()).sigmoid()[..., None].to(out.dtype)
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         return self._varlen_kernel(query, key, value, packed)

@@ -100,6 +100,7 @@ class MegatronEngine(ModelEngine):
                 "which this one's state is moved to the host as a whole; leave it out, or give it GPUs of its own."
             )
         platform.use_flash_attention(config.model.flash_attention)
+        platform.check_shared_keys(config.model.shared_keys)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
         assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
@@ -325,6 +326,7 @@ class MegatronEngine(ModelEngine):
             config=self.tf_config,
             device=self.device,
             mixtures=None if self.routing is None else self.routing.mixtures,
+            copies_shared_keys=self.config.model.shared_keys == "copied",
         )
         if self.routing is not None:
             self.routing.finish_pass(self.groups.control)

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_rl.engine.delta_rule import Chunks
+from megatron_rl.engine.forks import Forks
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope, Rotation
 from megatron_rl.ops import TakenRows
@@ -58,7 +60,7 @@ class PackedRows(PackedSeqParams):
     """True where row t of the loss reads row t."""
     keys: TakenRows | None = field(kw_only=True)
     """Rows of the context axis, as they are gathered, that the keys are, one piece after the other (in the order of
-    `alike` where attention is dense); None: all in order."""
+    `alike` where attention is dense); None: all rows that are gathered."""
     routes: Tensor | None = field(kw_only=True, default=None)
     """`[R, mixtures of this rank, slots]`: the servers' experts, as megatron_rl/routes.py has them."""
     context: Axis = field(kw_only=True)
@@ -75,6 +77,9 @@ class PackedRows(PackedSeqParams):
     """The place of each row in the concatenated outputs of `alike`; None where `queries` is."""
     segments: Tensor = field(kw_only=True)
     """`[S, 4]` of the microbatch with its padding, on the host."""
+    forks: Forks | None = field(kw_only=True, default=None)
+    """Where dialogues fork and keys are read where they lie: all rows of the context axis, as they are gathered."""
+    _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
     _chunks: list[Chunks] = field(default_factory=list)
     _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # by identity: layers share a Rope
 
@@ -83,6 +88,13 @@ class PackedRows(PackedSeqParams):
         if rope not in self._rotations:
             self._rotations[rope] = rope.rotation(self.positions)
         return self._rotations[rope]
+
+    def blocks(self, window: int | None) -> BlockMask:
+        """Return which blocks of scores are computed, found once for all layers with this window. It takes `forks`."""
+        if window not in self._blocks:
+            assert self.forks is not None
+            self._blocks[window] = self.forks.blocks(window)
+        return self._blocks[window]
 
     def chunks(self, device: torch.device) -> Chunks:
         """Return how the rows lie in chunks of delta nets, planned once for all layers."""
@@ -116,12 +128,14 @@ def own_rows(
     dtype: torch.dtype = torch.float32,
     parts: int = 1,
     mixtures: list[int] | None = None,
+    copies_shared_keys: bool = True,
 ) -> tuple[Tensor, PackedRows]:
     """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
 
     Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys. parts: tensor
     ranks of which each gathers its share of the rows over the context axis, before they gather these from each other.
-    mixtures: of the microbatch's routes, the layers that this rank has; None replays none.
+    mixtures: of the microbatch's routes, the layers that this rank has; None replays none. copies_shared_keys: False
+    where a kernel reads the keys of dialogues that fork where they lie.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -133,25 +147,31 @@ def own_rows(
     own = torch.cat([torch.arange(start, stop) for start, stop in ranges])  # [R]
     segment, rows, own_keys = _pieces(segments, ranges)
     keys = segments[segment, 3] + own_keys  # of each piece: those before its segment, then its own
-    is_plain = context.size == 1 and not bool(segments[:, 3].any())
-    if has_varlen_kernel(device, dtype):
-        attention: dict[str, Any] = {name: prefix_sums(n).int() for name, n in (("query_cu", rows), ("key_cu", keys))}
+    is_forked = bool(segments[:, 3].any())
+    is_plain = context.size == 1 and not is_forked
+    gathered = None if context.size == 1 else _gathered(total, context, parts)
+    positions = torch.nn.functional.pad(microbatch.positions[microbatch.computed], (0, padding))
+    attention: dict[str, Any]
+    if is_forked and not copies_shared_keys and has_varlen_kernel(device, dtype):
+        in_order = torch.arange(total) if gathered is None else gathered.argsort()
+        attention = {"forks": Forks.of(segments, positions, own, in_order)}
+    elif has_varlen_kernel(device, dtype):
+        attention = {name: prefix_sums(n).int() for name, n in (("query_cu", rows), ("key_cu", keys))}
     else:
         attention, order = _dense(rows, keys)
         segment, own_keys = segment[order], own_keys[order]
     taken = None
     # Plain rows are their own keys, which spares a copy of keys and values where they are in order.
-    if not is_plain or attention.get("queries"):
+    if "forks" not in attention and (not is_plain or attention.get("queries")):
         row_of_key = _runs(*_key_runs(segments, segment, own_keys))
-        taken = TakenRows.of(row_of_key if context.size == 1 else _gathered(total, context, parts)[row_of_key])
-    padded = torch.nn.functional.pad
+        taken = TakenRows.of(row_of_key if gathered is None else gathered[row_of_key])
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
     reads = place[microbatch.read]  # [T]: from the microbatch's computed rows to this rank's
     trained = ((microbatch.rows["labels"] >= 0) & (reads >= 0)).nonzero()[:, 0]
     whole = torch.tensor([0, len(own)], dtype=torch.int32)
     host: dict[str, Any] = {
-        "positions": padded(microbatch.positions[microbatch.computed], (0, padding))[own],
+        "positions": positions[own],
         "cu_seqlens_q": whole,
         "cu_seqlens_kv": whole,
         "reads": reads,
@@ -161,7 +181,7 @@ def own_rows(
     } | attention
     if mixtures is not None and microbatch.routes is not None:
         host["routes"] = with_no_routes(microbatch.routes[:, mixtures], total)[own]
-    ids = padded(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
+    ids = torch.nn.functional.pad(microbatch.rows["input_ids"][microbatch.computed], (0, padding))[own]
     ids, on_device = one_copy((ids, host), device)
     return ids, PackedRows(
         qkv_format="thd",

@@ -81,11 +81,13 @@ def run(
     config: Any,
     device: torch.device,
     mixtures: list[int] | None = None,
+    copies_shared_keys: bool = True,
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
     Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Each
-    context rank computes its share of a microbatch's rows. config: upstream's, of the model. mixtures: as own_rows.
+    context rank computes its share of a microbatch's rows. config: upstream's, of the model. mixtures,
+    copies_shared_keys: as own_rows.
     """
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)
@@ -103,6 +105,7 @@ def run(
                 dtype=config.params_dtype,
                 parts=split if config.multi_latent_attention else 1,
                 mixtures=mixtures,
+                copies_shared_keys=copies_shared_keys,
             )
         ids, packed = prepared.pop(number) if model is chunks[-1] else prepared[number]
         hidden = model(

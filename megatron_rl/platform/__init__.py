@@ -78,6 +78,15 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
     return is_installed
 
 
+def check_shared_keys(kernel: str) -> None:
+    """Raise ValueError where `model.shared_keys` names a kernel that this machine cannot compile."""
+    if kernel == "flex" and not has_cuda():
+        raise ValueError(
+            "model.shared_keys = 'flex': there is no CUDA device, and FlexAttention has no gradient elsewhere; set "
+            "model.shared_keys=copied."
+        )
+
+
 def use_flash_attention(kernel: str) -> None:
     """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had.
 

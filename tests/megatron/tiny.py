@@ -293,6 +293,7 @@ def make_engine(
     groups: ParallelGroups | None = None,
     head: str = "policy",
     flash_attention: str = "torch",
+    shared_keys: str = "copied",
     lora: LoraConfig | None = None,
     dtype: str = "float32",
     routing_replay: str = "off",
@@ -303,7 +304,7 @@ def make_engine(
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
     engine = MegatronEngine(
         EngineConfig(
-            model=ModelConfig(path=str(folder), flash_attention=flash_attention, dtype=dtype),
+            model=ModelConfig(path=str(folder), flash_attention=flash_attention, shared_keys=shared_keys, dtype=dtype),
             parallel=parallel,
             optimizer=optimizer,
             lora=lora or LoraConfig(),

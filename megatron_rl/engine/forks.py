@@ -1,0 +1,113 @@
+"""Attention of dialogues that fork without a copy of the keys they share: FlexAttention reads keys where they lie.
+
+Rows stand depth first, so all rows that go on from a segment follow it without a gap: a key is seen from its own row on
+until its branch ends. Of the scores only those blocks are computed that hold one which is seen, and only blocks at an
+edge ask for each score. torch compiles the kernel at the first step (arXiv 2412.05496).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+BLOCK = 128
+"""Queries and keys of a block of scores, which is what FlexAttention's kernels take by default."""
+
+
+class Forks(NamedTuple):
+    """What decides which of K keys each of R queries sees. All int32."""
+
+    query_row: Tensor
+    """`[R]` the query's row in the microbatch."""
+    query_position: Tensor
+    """`[R]` its place in its dialogue, for windows."""
+    key_row: Tensor
+    """`[K]`"""
+    key_position: Tensor
+    """`[K]`"""
+    key_end: Tensor
+    """`[K]` one past the last row that goes on from the key."""
+
+    @classmethod
+    def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
+        """segments `[S, 4]` of a microbatch, positions of its rows, and which rows the queries and the keys are."""
+        ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
+        return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
+
+    def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Return FlexAttention's mask: is this key seen from this query? window: most keys a query sees, or None."""
+        query_row, query_position, key_row, key_position, key_end = self
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            row = query_row[query]
+            is_seen = (key_row[key] <= row) & (row < key_end[key])
+            if window is not None:
+                is_seen = is_seen & (query_position[query] - key_position[key] < window)
+            return is_seen
+
+        return mask
+
+    def blocks(self, window: int | None) -> BlockMask:
+        """Return which blocks of scores are computed, found where the rows are, so that no host waits for it."""
+        first, last = _extremes(self.query_row)  # [query blocks]
+        earliest, latest = _extremes(self.key_row)  # [key blocks]
+        shortest, longest = _extremes(self.key_end)
+        some = (earliest <= last[:, None]) & (longest > first[:, None])
+        every = (latest <= first[:, None]) & (shortest > last[:, None])
+        if window is not None:
+            (nearest, farthest), (oldest, newest) = _extremes(self.query_position), _extremes(self.key_position)
+            some &= nearest[:, None] - newest < window
+            every &= farthest[:, None] - oldest < window
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~every),
+            *_listed(every),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self.seen(window),
+            seq_lengths=(len(self.query_row), len(self.key_row)),
+        )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+    """query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]` -> `[R, heads, E]`, `[R, heads]`.
+
+    The second is the log of each softmax's sum, float32. Gradients of keys are summed in float32, block after block.
+    """
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, width]
+    is_grouped = query.shape[1] != key.shape[1]
+    out, aux = compiled()(
+        q, k, v, block_mask=blocks, scale=scale, enable_gqa=is_grouped, return_aux=AuxRequest(lse=True)
+    )
+    return out[0].transpose(0, 1), aux.lse[0].T
+
+
+@functools.cache
+def compiled() -> Callable:
+    """Return FlexAttention as torch compiles it, once for rows of any number."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def branch_ends(segments: Tensor) -> Tensor:
+    """`[S]` int64: one past the last row of all segments that go on from each; `[S, 4]` as in packed_rows.py."""
+    ends = (segments[:, 0] + segments[:, 1]).tolist()
+    for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[segment])
+    return torch.tensor(ends)
+
+
+def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """`[R]` -> the smallest and the largest number of each block."""
+    beyond = torch.nn.functional.pad(numbers[None], (0, -len(numbers) % BLOCK), mode="replicate")[0]
+    return beyond.view(-1, BLOCK).amin(1), beyond.view(-1, BLOCK).amax(1)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """`[query blocks, key blocks]` bool -> how many key blocks of each query block, and these before all others."""
+    count = chosen.sum(-1, dtype=torch.int32)
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+    return count[None, None], order[None, None]

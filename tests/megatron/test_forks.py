@@ -1,0 +1,86 @@
+"""Updates by the attention that CUDA has for dialogues that fork, with torch's own definitions in place of its kernels.
+
+Keys that are copied before each segment, and keys that are read where they lie, against the update on a CPU.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+import torch.nn.attention.varlen as torch_varlen
+from ranks import run_ranks
+from test_gradients import assert_same_updates, two_updates
+from tiny import LAYOUTS, make_groups, make_model
+
+from megatron_rl import platform
+from megatron_rl.engine import attention, attention_sinks, forks, packed_rows
+
+
+def piece_by_piece(query, key, value, query_cu, key_cu, *longest, window_size, scale, **options):
+    """torch's kernel of variable lengths: each piece's queries are the last of its keys."""
+    out, bounds = [], zip(query_cu[:-1], query_cu[1:], key_cu[:-1], key_cu[1:], strict=True)
+    for first, stop, first_key, stop_key in bounds:
+        q, k, v = (x.transpose(0, 1) for x in (query[first:stop], key[first_key:stop_key], value[first_key:stop_key]))
+        n, m = q.shape[1], k.shape[1]
+        mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        if window_size[0] >= 0:
+            mask = mask.triu(m - n - window_size[0])
+        part = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        out.append(part.transpose(0, 1))
+    return torch.cat(out)
+
+
+def as_on_cuda(folder, layout, shared_keys, tokens):
+    """Two updates with the kernels of CUDA; of the microbatches, how many had keys that were read where they lie."""
+    in_place = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (packed_rows, attention):
+            patch.setattr(module, "has_varlen_kernel", lambda device, dtype: True)
+        patch.setattr(torch_varlen, "varlen_attn", piece_by_piece)
+        patch.setattr(attention, "takes_grouped_queries", lambda attend: True)
+        patch.setattr(flex, "_validate_device", lambda *tensors: None)
+        patch.setattr(forks, "compiled", lambda: forks.flex_attention)
+        patch.setattr(platform, "check_shared_keys", lambda kernel: None)
+        for kind in (attention.PackedAttention, attention_sinks.SinkAttention):
+            attend = kind._in_place
+            patch.setattr(kind, "_in_place", lambda *given, attend=attend: in_place.append(1) or attend(*given))
+        options = {"shared_keys": shared_keys}
+        return *two_updates(folder, layout, make_groups(), "logprobs", tokens, options), len(in_place)
+
+
+@functools.cache
+def on_a_cpu(folder):
+    return run_ranks(1, two_updates, folder, "1", make_groups(), "logprobs", 200)[0]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @functools.cache
+    def make(family):
+        folder = tmp_path_factory.mktemp(family)
+        make_model(family, folder)
+        return folder
+
+    return make
+
+
+LAYOUTS_HERE = ["1", "cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2_sp", "pp2_vpp2", "dp2"))]
+
+
+@pytest.mark.parametrize("shared_keys", ["copied", "flex"])
+@pytest.mark.parametrize("layout", LAYOUTS_HERE)
+@pytest.mark.parametrize("family", ["qwen3_tied_one_kv_head", "gemma3", "deepseek_v3"])
+def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(family, layout, shared_keys, folder_of):
+    folder = folder_of(family)
+    for tokens in (40, 200):
+        *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder, layout, shared_keys, tokens)[0]
+        assert_same_updates(updates, on_a_cpu(folder))
+        assert (in_place > 0) == (shared_keys == "flex")
+
+
+@pytest.mark.parametrize("layout", ["1", "cp2"])
+def test_a_head_with_a_sink_has_its_share_of_the_sum(layout, folder_of):
+    *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder_of("gpt_oss"), layout, "flex", 200)[0]
+    assert_same_updates(updates, on_a_cpu(folder_of("gpt_oss")))
+    assert in_place > 0
