@@ -146,7 +146,9 @@ def _table(name: str, claimed: set[Cell], unproven: set[Cell]) -> str:
 def _layouts(cells: list[tuple[str, str, bool]]) -> str:
     """Layouts that are proven alike share a line."""
     columns = [
-        c for c in ("policy", "SFT", "critic", "HF round trip", "checkpoint") if c in {cell[1] for cell in cells}
+        c
+        for c in ("policy", "SFT", "critic", "trees", "HF round trip", "checkpoint")
+        if c in {cell[1] for cell in cells}
     ]
     proven: dict[str, list[str]] = {row: [] for row in _by_axes({row for row, _, _ in cells})}
     for row, column, holds in cells:

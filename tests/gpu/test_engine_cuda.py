@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import LAYOUTS, make_batch, make_engine, make_model
+from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
@@ -68,6 +68,19 @@ def test_an_offloaded_engine_leaves_the_device_and_trains_on_where_it_was(tmp_pa
     train(engine, 2)
     for ours, theirs in zip(engine.parameters(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_shared_keys_that_are_read_where_they_lie_give_the_update_of_copied_ones(family, tmp_path):
+    make_model(family, tmp_path)
+    copied, flex = (
+        make_engine(tmp_path, LAYOUTS["1"][1], dtype="bfloat16", shared_keys=kind, tokens_per_microbatch=200)
+        .train()
+        .train_batch(make_groups(), LogprobLoss(supervised))
+        for kind in ("copied", "flex")
+    )
+    assert flex.loss == pytest.approx(copied.loss, rel=1e-2)
+    assert flex.grad_norm == pytest.approx(copied.grad_norm, rel=3e-2)
 
 
 def test_training_lowers_the_loss(tmp_path):

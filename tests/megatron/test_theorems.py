@@ -1,7 +1,8 @@
 """Theorems: loss, every gradient and the weights after two updates are those of one process, to 1e-5 relative.
 
 Whatever the layout, the number of microbatches, the loss, what its weight counts, and where the trained tokens are;
-and the gradients of one process are those of float64 autograd over transformers' model.
+also where dialogues fork and each row they share is computed once, against every dialogue computed alone; and the
+gradients of one process are those of float64 autograd over transformers' model.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from test_fsdp_referee import make_fsdp
-from tiny import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
+from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_model, make_value_model, share_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss, supervised
@@ -26,6 +27,7 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine.packed_rows import own_rows
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.parallel import Axis
+from megatron_rl.types import TrajectoryBatch
 
 TOLERANCE = 1e-5
 
@@ -49,9 +51,9 @@ class Row:
 
 
 MIXTURE = "qwen3_moe"
-EPS = {"qwen3_tied_one_kv_head": (("eps", 1e-5),), MIXTURE: (("eps", 1e-4),)}
+EPS = (("eps", 1e-4),)
 """Near gradients as small as make_engine's eps Adam makes 1e-6 of rounding in the first gradient into 1e-5 of the
-weights' change and of the second gradient. Those of experts of few tokens are the smallest."""
+weights' change and of the second gradient. Those of few tokens are the smallest."""
 DISTRIBUTED = (("distributed", True),)
 OVERLAP = (*DISTRIBUTED, ("overlap", True))
 GRID = {
@@ -114,26 +116,35 @@ LOSSES: dict[str, tuple[LogprobLoss | ValueLoss | Callable, Callable]] = {
     "critic": (ValueLoss(ValueClipLoss(clip=0.2)), trained_tokens),
 }
 COUNTS = (1, 2, 5)
+SEEDS = (0, 1, 2)
+"""Of the random trees."""
 
 
 def cases_of(line):
-    """(loss, batch, microbatches) of a line: each loss and each count, two losses with the sparse batch.
+    """(loss, batch, microbatches) of a line: each loss and each count, two losses with the sparse batch and with trees.
 
     Any three lines in a row have all pairs of loss and count; one process runs all but what it is compared with.
     """
     number, losses = list(GRID).index(line), list(LOSSES)
     if line == "1":
-        return [(loss, *rest) for loss in losses for rest in (("sparse", 2), ("full", 2), ("full", 5))]
+        some = [(loss, *rest) for loss in losses for rest in (("sparse", 2), ("full", 2), ("full", 5))]
+        return some + [(loss, f"trees {seed}", None) for loss in losses for seed in SEEDS]
     full = [(loss, "full", COUNTS[(number + i) % 3]) for i, loss in enumerate(losses)]
-    return full + [(losses[(number + i) % len(losses)], "sparse", 2) for i in range(2)]
+    sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in range(2)]
+    return full + sparse + [(losses[(number + i) % len(losses)], f"trees {(number + i) % 3}", None) for i in (0, 2)]
 
 
 def batch_of(kind):
     """Twelve trajectories; of the "sparse" ones only the last trains, three tokens at its end.
 
-    So every replica but one, every context rank but one and every microbatch but one has no trained token.
+    So every replica but one, every context rank but one and every microbatch but one has no trained token. Of "trees"
+    and a seed they are dialogues that fork, of "alone" and the seed the same ones without the groups that tell so.
     """
     batch = make_batch(lengths=(16, 12, 7, 12, 8, 9, 24, 8, 13, 4, 16, 11))
+    if kind.startswith(("trees", "alone")):
+        batch = make_trees(int(kind[-1]))
+        if kind.startswith("alone"):
+            del batch.sequences["group"]
     if kind == "sparse":
         batch.tokens["loss_mask"] = torch.arange(len(batch["input_ids"])) >= len(batch["input_ids"]) - 3
     generator = torch.Generator().manual_seed(5)
@@ -144,8 +155,35 @@ def batch_of(kind):
     return batch
 
 
+def make_trees(seed):
+    """Three groups of four dialogues, each of which goes on from a random token of one of those before it."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))  # noqa: E731
+    ids, masks = [], []
+    for number in range(12):
+        begin = ids[-1 - drawn(0, number % 4)] if number % 4 else torch.empty(0, dtype=torch.int64)
+        own = torch.randint(0, VOCAB, (drawn(2, 12),), generator=generator)
+        ids.append(torch.cat([begin[: drawn(1, 2 + len(begin))], own]))
+        masks.append((torch.rand(len(ids[-1]), generator=generator) < 0.6) & (torch.arange(len(ids[-1])) > 0))
+    mask, lengths = torch.cat(masks), list(map(len, ids))
+    tokens = {
+        "input_ids": torch.cat(ids),
+        "loss_mask": mask,
+        "logprobs": -torch.rand(sum(lengths), generator=generator) * mask,
+        "versions": torch.where(mask, 0, -1),
+        "advantages": torch.randn(sum(lengths), generator=generator),
+    }
+    sequences = {"rewards": torch.rand(12, generator=generator), "group": torch.arange(12) // 4}
+    return TrajectoryBatch(tokens, sequences, torch.tensor([0, *lengths]).cumsum(0))
+
+
 def budget_for(count, batch, replicas):
-    """A token budget at which the replica that needs most needs `count` microbatches, final rows computed or not."""
+    """A token budget at which the replica that needs most needs `count` microbatches, final rows computed or not.
+
+    None: one at which every replica needs several, and families are cut.
+    """
+    if count is None:
+        return int(batch.lengths.max()) + 2
     shares = [batch.lengths[rank::replicas] for rank in range(replicas)]
 
     def counts(budget):
@@ -162,7 +200,7 @@ def run_cases(folders, row, cases):
     """Return the weights as loaded, by head; and of each case (stats, gradients of both updates, weights after)."""
     loaded, results, groups = {}, {}, None
     for head, folder in folders.items():
-        options = dict(row.options + EPS.get(row.family, ()))
+        options = dict(row.options + EPS)
         engine = row.make(folder, row.layout, groups=groups, head=head, **options).train()
         groups, gradients = engine.groups, record_gradients(engine)
         loaded[head] = {key: tensor.clone() for key, tensor in engine.hf_tensors()}
@@ -185,7 +223,7 @@ def run_case(engine, gradients, name, kind, count):
         return torch.tensor(weighed[-1])
 
     stats = [engine.train_batch(share_of(batch, engine), loss, weigh_and_count) for _ in range(2)]
-    if engine.groups.is_last_stage:
+    if engine.groups.is_last_stage and count is not None:
         is_interleaved = engine.config.parallel.virtual_pipeline > 1  # such a schedule runs whole rounds
         passes = -(-count // pipeline.size) * pipeline.size if is_interleaved else count
         assert len(weighed) == 2 * passes
@@ -210,7 +248,8 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder_of):
     """The results of one process with one microbatch, by family."""
-    cases = [(loss, kind, 1) for loss in LOSSES for kind in ("full", "sparse")]
+    kinds = ("full", "sparse", *(f"alone {seed}" for seed in SEEDS))
+    cases = [(loss, kind, 1) for loss in LOSSES for kind in kinds]
     return cache(lambda family: run_ranks(1, run_cases, folder_of(family), Row("1", family=family), cases)[0][1])
 
 
@@ -224,6 +263,7 @@ def assert_close(ours, expected, what):
 @pytest.mark.proves("layouts", "{line}", "policy")
 @pytest.mark.proves("layouts", "{line}", "SFT")
 @pytest.mark.proves("layouts", "{line}", "critic")
+@pytest.mark.proves("layouts", "{line}", "trees")
 @pytest.mark.proves("layouts", "{line}", "HF round trip")
 @pytest.mark.parametrize("line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.slow) for line in GRID])
 def test_update_is_that_of_one_process(line, folder_of, one_process):
@@ -236,7 +276,7 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
     expected = one_process(row.family)
     for case, (stats, gradients, weights, _) in first.items():
         loss, kind, _ = case
-        one_stats, one_gradients, one_weights, _ = expected[loss, kind, 1]
+        one_stats, one_gradients, one_weights, _ = expected[loss, kind.replace("trees", "alone"), 1]
         for update, (ours, one) in enumerate(zip(stats, one_stats, strict=True)):
             assert ours.weight == one.weight and ours.loss == pytest.approx(one.loss, rel=TOLERANCE), case
             assert_close(gradients[update], one_gradients[update], f"{case}, gradient of update {update + 1}")
