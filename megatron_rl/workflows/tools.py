@@ -107,6 +107,14 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
         return f"error: {error}"
 
 
+def middle_left_out(text: str, characters: int) -> str:
+    """Return the text, or of one that is longer than `characters` the beginning and the end."""
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"
+
+
 class Calculator(Tool):
     """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code.
 
