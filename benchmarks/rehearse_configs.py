@@ -29,7 +29,7 @@ from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse, wo
 from megatron_rl.tools.rehearsal.sent_bytes import traffic
 
 MODELS = frame.ROOT / "tests" / "model_configs"
-CLUSTERS = "qwen3|llama3|deepseek"
+CLUSTERS = "qwen3|llama3|deepseek|glm"
 COLUMNS = {
     "ranks": "6,",
     "GiB": "8.1f",

@@ -27,15 +27,16 @@ ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "tests" / "model_configs"
 PAGE = ROOT / "docs" / "cluster.md"
 TABLE = re.compile(r"(?<=<!-- configs -->\n).*?(?=<!-- end -->)", re.DOTALL)
-LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek", path.name)]
+LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)]
 PARAMETERS = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.3-70b-instruct": 70_553_706_496,
     "qwen3-235b-a22b": 235_093_634_560,
+    "glm-4.5-air": 106_852_245_504,
     "deepseek-v3": 671_026_404_352,
 }
-"""As their model cards have them; of DeepSeek-V3 without its module for multi-token prediction."""
+"""As their model cards have them; of DeepSeek-V3 and GLM-4.5-Air without their modules for multi-token prediction."""
 
 
 def nodes_of(path: Path) -> int:
