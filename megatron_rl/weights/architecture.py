@@ -39,6 +39,12 @@ def read_architecture(folder: str | Path) -> Architecture:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); copy the model folder again.") from error
     head, names = _head(config, path)
+    of_text = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+    if of_text != names and of_text[0] in FAMILY_OF:
+        raise ValueError(
+            f"{path}: architectures = {names}: reads images too, and only text is trained; write its language model, "
+            f"{of_text[0]}, to a folder of its own (docs/troubleshooting.md shows how) and give that one."
+        )
     if len(names) != 1 or names[0] not in FAMILY_OF:
         raise ValueError(
             f"{path}: architectures = {names}: supported are {', '.join(FAMILY_OF)}; convert or pick one of these."
