@@ -98,10 +98,10 @@ def settings(plan: Plan) -> dict[str, dict[str, Plan]]:
     rollout = plan.config.rollout
 
     def changed(servers: int = plan.servers, **changes: object) -> Plan | None:
-        config = replace(plan.config, rollout=replace(rollout, **changes))  # type: ignore[arg-type]
         try:
+            config = replace(plan.config, rollout=replace(rollout, **changes))  # type: ignore[arg-type]
             plans = plans_of(config, plan.tokens, replace(plan.cluster, servers=servers))
-        except ValueError:  # no layout has so many
+        except ValueError:  # no layout has so many servers, or the publication knows one way to interrupt
             return None
         fitting = [p for p in plans if p.fits and (servers != plan.servers or p.trainer_gpus == plan.trainer_gpus)]
         return max(fitting, key=lambda p: p.trainer_gpus, default=None)

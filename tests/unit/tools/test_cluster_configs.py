@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "tests" / "model_configs"
 PAGE = ROOT / "docs" / "cluster.md"
 TABLE = re.compile(r"(?<=<!-- configs -->\n).*?(?=<!-- end -->)", re.DOTALL)
-LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)]
+LARGE = [
+    path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)
+]
 PARAMETERS = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-30b-a3b": 30_532_122_624,

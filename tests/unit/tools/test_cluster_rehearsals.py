@@ -24,7 +24,9 @@ from megatron_rl.weights.architecture import read_architecture
 from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
-LARGE = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)]
+LARGE = [
+    path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)
+]
 COMPARED = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several: these have all their layers."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

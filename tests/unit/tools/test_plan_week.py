@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.cli import main
 from megatron_rl.tools.plan import chances as drawn
+from megatron_rl.tools.plan import week_text
 from megatron_rl.tools.plan.chances import Chances
 from megatron_rl.tools.plan.simulation import Workload, simulate
 from megatron_rl.tools.plan.week import Days, Job
@@ -173,6 +174,15 @@ def test_a_day_of_two_configs_is_what_the_results_say(monkeypatch, capsys):
         printed = capsys.readouterr().out.strip()
         command = f"$ python benchmarks/plan_weeks.py --only {only} --days 1 --weeks 1"
         assert f"{command}\n{printed}" in RESULTS.read_text(), f"{command[2:]} --write"
+
+
+def test_settings_that_a_config_may_not_have_are_left_out(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_weeks
+
+    plan = plan_weeks.planned(ROOT / "configs" / "math_llama3_70b_lora_2nodes.yaml")
+    assert plan.config.rollout.publication == "adapters", "which knows one way to interrupt"
+    assert list(week_text.settings(plan)["interruption"]) == ["abort"]
 
 
 def test_the_command_says_what_a_week_gives(capsys):
