@@ -357,7 +357,7 @@ def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
-    """Add the common step count where it is 0: `MixedPrecisionOptimizer.sharded_state_dict` of 0.16 leaves it out."""
+    """Add the common step count where it is 0: upstream leaves it out, 0.16 to 0.19."""
     for number, optimizer in enumerate(optimizers):
         part = state[number] if 0 in state else state
         inner = part.get("optimizer", part)

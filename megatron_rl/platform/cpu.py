@@ -1,7 +1,7 @@
 """Stand-ins that megatron.core finds for CUDA on a machine without it: constants in its code and a few torch functions.
 
 Streams and events become no-ops, the CUDA random generator becomes the CPU one. Checked by tests/megatron, which train
-on the real Megatron-Core over gloo.
+on the real Megatron-Core over gloo. Every version up to 0.19.2 needs them, that for triton from 0.18 on.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
 Python imports a module of this name first thing in every process that has this folder on PYTHONPATH; the supervisor
 puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 
-The wheel of torchvision on PyPI is a CUDA build: its operators do not load on a CPU build of torch, and importing it
-fails for want of `torchvision::nms`. Returning routed experts registers a host buffer with CUDA, taking checksums of
-weights waits for the device (up to 0.5.22), and adapters are kept in memory that is pinned for it. Versions before
-0.5.23 register configs that transformers 5.19 has too. DeepSeek's models read prompts with whole keys beside the cache,
-from which torch's attention takes its keys. Each hook runs just before the module that needs it is imported.
+Each hook runs just before the module that needs it is imported, and HOOKS says from which version of SGLang it is
+unneeded: it does not run there.
 
 Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
 through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
@@ -24,17 +21,26 @@ from collections.abc import Callable
 class BeforeImport(importlib.abc.MetaPathFinder):
     """Runs a hook once, before the module of that name is searched for; finds nothing itself."""
 
-    def __init__(self, hooks: dict[str, Callable[[], None]]) -> None:
+    def __init__(self, hooks: dict[str, tuple[Callable[[], None], str | None]]) -> None:
         self.hooks = hooks
 
     def find_spec(self, name, path=None, target=None):
-        hook = self.hooks.pop(name, None)  # out first: the hook itself may import the module
-        if hook is not None:
+        hook, unneeded_from = self.hooks.pop(name, (None, None))  # out first: the hook itself may import the module
+        if hook is not None and not (unneeded_from and is_at_least(unneeded_from)):
             hook()
         return None
 
 
+def is_at_least(version: str) -> bool:
+    from importlib import metadata
+
+    from packaging.version import Version
+
+    return Version(metadata.version("sglang")) >= Version(version)
+
+
 def define_torchvision_operators() -> None:
+    """The wheel of torchvision on PyPI is a CUDA build, which wants `torchvision::nms` of a torch without CUDA."""
     import torch
 
     if torch.version.cuda:  # torchvision's own load then, with a device or without
@@ -48,6 +54,7 @@ def define_torchvision_operators() -> None:
 
 
 def replace_cudart() -> None:
+    """Returning routed experts registers a host buffer with CUDA."""
     import torch
 
     class Cudart:
@@ -66,12 +73,14 @@ def replace_cudart() -> None:
 
 
 def replace_synchronize() -> None:
+    """Taking checksums of weights waits for the device."""
     import torch
 
     torch.cuda.synchronize = lambda device=None: None
 
 
 def leave_memory_unpinned() -> None:
+    """Adapters are kept in memory that is pinned for CUDA."""
     if "--enable-lora" not in sys.argv:
         return
     import torch
@@ -85,6 +94,7 @@ def leave_memory_unpinned() -> None:
 
 
 def let_configs_be_registered_twice() -> None:
+    """SGLang registers configs that transformers 5.19 has too."""
     from transformers import AutoConfig
 
     register = AutoConfig.register
@@ -92,12 +102,14 @@ def let_configs_be_registered_twice() -> None:
 
 
 def keep_to_latent_attention() -> None:
+    """DeepSeek's models read prompts with whole keys beside the cache, from which torch's attention takes its keys."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def fork_processes() -> None:
+    """Start SGLang's processes in a fraction of a second."""
     set_start_method = multiprocessing.set_start_method
 
     def set_fork(method, force=False):
@@ -107,18 +119,16 @@ def fork_processes() -> None:
     multiprocessing.set_start_method = set_fork
 
 
+HOOKS: dict[str, tuple[Callable[[], None], str | None]] = {
+    "torchvision": (define_torchvision_operators, None),
+    "sglang.srt.configs": (let_configs_be_registered_twice, "0.5.23"),
+    "sglang.srt.entrypoints.engine": (fork_processes, None),
+    "sglang.srt.lora.lora_manager": (leave_memory_unpinned, None),
+    "sglang.srt.mem_cache.pool_host.common": (replace_cudart, None),
+    "sglang.srt.models.deepseek_v2": (keep_to_latent_attention, None),
+    "sglang.srt.utils.weight_checker": (replace_synchronize, "0.5.23"),
+}
+"""By module: what it needs on a CPU, and the version of SGLang that does without it, None where 0.5.23 does not."""
+
 gc.set_threshold(100_000, 10, 10)
-sys.meta_path.insert(
-    0,
-    BeforeImport(
-        {
-            "torchvision": define_torchvision_operators,
-            "sglang.srt.configs": let_configs_be_registered_twice,
-            "sglang.srt.entrypoints.engine": fork_processes,
-            "sglang.srt.lora.lora_manager": leave_memory_unpinned,
-            "sglang.srt.mem_cache.pool_host.common": replace_cudart,
-            "sglang.srt.models.deepseek_v2": keep_to_latent_attention,
-            "sglang.srt.utils.weight_checker": replace_synchronize,
-        }
-    ),
-)
+sys.meta_path.insert(0, BeforeImport(dict(HOOKS)))
