@@ -53,7 +53,10 @@ EXTRAS_REQUIRE = {
     "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
     "data": ["datasets>=3", "pyarrow>=15"],
     "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],
-    "gpu": ["transformer-engine[pytorch]>=2.5"],
+    "gpu": [
+        "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",  # which has one norm for all
+        "transformer-engine[pytorch]>=2.5; python_version < '3.12'",
+    ],
     "sglang": ["sglang>=0.5.4"],
 }
 

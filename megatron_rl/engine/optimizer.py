@@ -74,7 +74,8 @@ class CheckedOptimizer(ChainedOptimizer):
         return applied, self._norm
 
     def get_grad_norm(self) -> float:
-        self._norm = float(super().get_grad_norm() or 0.0)
+        norm = super().get_grad_norm()  # with Transformer Engine 2.14 a tensor, which is read once
+        self._norm = 0.0 if norm is None else float(norm)
         return self._norm
 
     def step_with_ready_grads(self) -> bool:

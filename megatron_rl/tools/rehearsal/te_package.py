@@ -15,6 +15,8 @@ What it stands in for, read off Transformer Engine's published sources at v2.9, 
 - Adam, the gradients' norm and their scaling are a launch for every 320 blocks of 65,536 elements or 30 to 110 tensors.
   Moments of 16 bits are unpacked to float32 for the whole step.
 - With `fuse_wgrad_accumulation` products add to `main_grad`.
+- `multi_tensor_scale_tensor` came with 2.14. megatron.core imports it together with the fused norm from 0.17 on, and
+  without it reads the norm of each tensor by itself. Nobody calls it here: the engine reads the norm before it clips.
 
 Left out: the 32 MiB that cuBLAS works in, for each of up to 5 streams, what cuDNN works in, and a bias' gradient
 as a part of the product. What is not stood in for raises ImportError, NotImplementedError or AssertionError:
@@ -140,6 +142,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "multi_tensor_applier": functions.multi_tensor_applier,
         "multi_tensor_l2norm": functions.multi_tensor_l2norm,
         "multi_tensor_scale": functions.multi_tensor_scale,
+        "multi_tensor_scale_tensor": _not_here("multi_tensor_scale_tensor"),
     },
     f"{_PYTORCH}.permutation": {
         "moe_permute": functions.moe_permute,
