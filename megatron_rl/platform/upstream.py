@@ -1,7 +1,7 @@
 """Bugs of megatron.core that we meet, mended after import. Each has a test in tests/megatron that fails without it.
 
-FIXES says from which version a fix is unneeded: it is not applied there. The bugs exist on GPUs too, where neither
-Transformer Engine nor apex is installed.
+FIXES says from which version a fix is unneeded: it is not applied there. The bugs exist on GPUs too, most of them only
+where neither Transformer Engine nor apex is installed.
 """
 
 from __future__ import annotations
@@ -152,6 +152,15 @@ def checkpoint_results_without_a_server(module: ModuleType) -> None:
     module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
 
 
+def storages_pickled_by_torchs_name(module: ModuleType) -> None:
+    """From 0.17 on it puts its own function in the place of torch's that reads pickled tensors.
+
+    A tensor that is pickled afterwards names megatron.core, which servers have not, and SGLang refuses.
+    """
+    if function := vars(module).get("safe_load_from_bytes"):
+        function.__module__, function.__qualname__ = "torch.storage", "_load_from_bytes"
+
+
 @dataclass(frozen=True)
 class Fix:
     """A function that mends a module after its import, and the version of megatron.core that does without it."""
@@ -164,6 +173,7 @@ class Fix:
 FIXES = {
     "megatron.core.transformer.multi_latent_attention": Fix(latent_attention_without_transformer_engine, "0.17.0"),
     "megatron.core.jit": Fix(no_jit_fuser),
+    "megatron.core.safe_globals": Fix(storages_pickled_by_torchs_name),
     "megatron.core.transformer.moe.moe_utils": Fix(router_without_transformer_engine, "0.17.0"),
     "megatron.core.optimizer.distrib_optimizer": Fix(distributed_adam_resume),
     "megatron.core.tensor_parallel.layers": Fix(embedding_without_a_mask_as_index),

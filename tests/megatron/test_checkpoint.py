@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import pickle
+import pickletools
 import random
 import re
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -510,9 +512,16 @@ def test_moe_router_runs_without_transformer_engine_only_with_the_fix():
         run_ranks(1, router, False)
 
 
+def test_a_pickled_tensor_names_nothing_that_servers_have_not():
+    assert "megatron.core" in sys.modules
+    words = [word for _, word, _ in pickletools.genops(pickle.dumps(torch.ones(2))) if isinstance(word, str)]
+    assert "_load_from_bytes" in words and not [word for word in words if "megatron" in word]
+
+
 def test_every_fix_has_its_module():
     assert set(upstream.FIXES) == {
         "megatron.core.jit",
+        "megatron.core.safe_globals",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.core.tensor_parallel.layers",

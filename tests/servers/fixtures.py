@@ -50,7 +50,7 @@ def real_supervisor(
     config = RolloutConfig(
         backend="sglang",
         start_timeout_s=400,
-        server_args=["--max-total-tokens", "8192", "--random-seed", "1"],
+        server_args=["--max-total-tokens", "8192", "--random-seed", "1", "--mem-fraction-static", "0.5"],
         token_file=TOKEN_FILE,
     )
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("sglang")) as supervisor:

@@ -161,7 +161,7 @@ def with_adapters(request, tiny_model, tmp_path):
     arguments = []
     if request.param == "sglang":
         request.getfixturevalue("needs_sglang")
-        arguments = ["--max-total-tokens", "8192", "--random-seed", "1"]
+        arguments = ["--max-total-tokens", "8192", "--random-seed", "1", "--mem-fraction-static", "0.5"]
     config = RolloutConfig(backend=request.param, start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE)
     (folder := tmp_path / "servers").mkdir()
     lora = replace(ADAPTERS, targets=last_parts(read_architecture(tiny_model), ADAPTERS))
