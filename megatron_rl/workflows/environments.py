@@ -52,6 +52,10 @@ class Environment(abc.ABC):
     async def step(self, reply: str, score: Score) -> Turn:
         """Answer a reply. The workflow may end the episode after any turn, for want of turns or tokens."""
 
+    async def ended(self) -> float:
+        """Return what the whole dialogue has earned beside its turns, whether it or the workflow has ended it."""
+        return 0.0
+
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
         """The episode is over, or has failed."""
 

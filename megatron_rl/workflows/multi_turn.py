@@ -110,6 +110,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 if len(conversation) + len(added) >= self.max_tokens:
                     break
                 conversation.add(added)
+            reward += await self._in_time(environment, "ending", environment.ended())
         finally:  # also of a sample that is cancelled: a world may have processes or files
             await self._in_time(environment, "close", environment.close())
         return conversation.trajectory(reward, turns=conversation.replies)

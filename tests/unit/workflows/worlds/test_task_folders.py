@@ -1,0 +1,311 @@
+"""Task folders in a container: what a Dockerfile asks for, what the policy may do, and that cheating gains nothing."""
+
+import asyncio
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.workflows import MultiTurnWorkflow
+from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
+from megatron_rl.workflows.worlds.shell import Container, ContainerFailed
+from megatron_rl.workflows.worlds.task_folders import VERIFY, TaskFolder, task_prompts
+from tests.servers.tiny_model import make_tokenizer
+from tests.unit.recording_engine import RecordingEngine
+from tests.unit.workflows.test_conversations import WITH_TOOLS
+
+TASKS = Path(__file__).parents[4] / "examples" / "worlds" / "tasks"
+OPTIONS = {"images": ["debian:*"], "disk_mib": 16, "memory_mib": 256, "command_time_s": 10.0}
+
+
+def container_works():
+    async def try_one():
+        async with Container(writable=["app"], visible=[], disk_mib=1, memory_mib=256) as container:
+            await container.begin()
+
+    asyncio.run(try_one())
+
+
+try:
+    container_works()
+except ContainerFailed as error:
+    pytest.skip(f"no containers on this host: {error}", allow_module_level=True)
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A copy of the example whose verifier gives up soon."""
+    folder = shutil.copytree(TASKS / "sum", tmp_path / "sum")
+    settings = folder / "task.toml"
+    settings.write_text(settings.read_text().replace("timeout_sec = 20.0", "timeout_sec = 3.0"))
+    return folder
+
+
+async def work(task, *commands, **options):
+    """Return the reward of a policy that runs these commands, and what it saw."""
+    world = TaskFolder({"messages": [], "task": str(task)}, **OPTIONS | options)
+    try:
+        await world.opening()
+        seen = [await world.tools["bash"](command=command) for command in commands]
+        return await world.ended(), seen
+    finally:
+        await world.close()
+
+
+def call(command):
+    return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_dialogue_works_on_a_task_and_the_verifier_gives_its_reward(ends):
+    """Whether the policy ends it with an answer, or its turns are over."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    engine = RecordingEngine(tokenizer)
+    replies = [call("cat /app/numbers.txt"), call("cd /app; echo $((17 + 4 + 21)) > sum.txt; cat sum.txt"), "Done."]
+    engine.script = lambda req: replies[tokenizer.decode(req.input_ids).count("<|assistant|>") - 1] + "<eos>"
+    workflow = MultiTurnWorkflow(
+        lambda **_: 9.0,
+        GenerationConfig(max_new_tokens=300),
+        tokenizer,
+        TaskFolder,
+        9000,
+        environment_args=OPTIONS,
+        max_turns=8 if ends else 2,
+    )
+    (prompt,) = task_prompts(str(TASKS))
+    (trajectory,) = asyncio.run(workflow.arun_episode(engine, prompt))
+    heard = tokenizer.decode(trajectory.input_ids[~trajectory.loss_mask])
+    assert "Write their sum to /app/sum.txt" in heard and "<|user|>17\n4\n21<|end|>" in heard
+    assert trajectory.reward == 1.0 and trajectory.sequence["turns"] == (3 if ends else 2)
+
+
+def test_its_own_solution_solves_the_example_and_nothing_does_not():
+    solution = (TASKS / "sum" / "solution" / "solve.sh").read_text()
+    assert asyncio.run(work(TASKS / "sum", solution))[0] == 1.0
+    assert asyncio.run(work(TASKS / "sum"))[0] == 0.0
+
+
+def test_a_shell_keeps_files_and_processes_and_tells_how_commands_end(task):
+    commands = [
+        "echo begun > log; (while sleep 0.05; do echo tick >> log; done) &",
+        "sleep 0.3; grep -c tick log > ticks; [ $(cat ticks) -gt 1 ] && echo ticking; false",
+        "pwd; id -u; ls /; touch /usr/bin/x /x; echo $HOME",
+        "sleep 60",
+        "seq 1 100000",
+        "kill -9 -1; kill -9 1; echo alive",
+        ":(){ :|:& };:",
+        "echo 42 > sum.txt",
+    ]
+    reward, seen = asyncio.run(work(task, *commands, command_time_s=2.0))
+    assert reward == 1.0
+    assert seen[0] == "(exit status 0)" and seen[1] == "ticking\n(exit status 1)"
+    assert seen[2].startswith("/app\n0\napp\n") and seen[2].count("Read-only file system") == 2
+    assert seen[3] == "error: did not end within 2 s"
+    assert seen[4].startswith("1\n2\n3") and seen[4].endswith("99999\n100000") and len(seen[4]) < 4100
+
+
+# -- Dockerfiles
+
+
+def recipe(tmp_path, *lines, images=("a*",), skips=(), files=("x.txt", "src/y.txt", "src/in/z.txt")):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "Dockerfile").write_text("\n".join(["FROM a:1", *lines]))
+    return read_dockerfile(tmp_path / "Dockerfile", tmp_path, images=images, skips=skips)
+
+
+def test_a_dockerfile_is_files_variables_and_commands(tmp_path):
+    found = recipe(
+        tmp_path,
+        "ARG place=/work  # not a comment for docker",
+        "ARG dir=/work",
+        'ENV A=1 B="two words"',
+        "ENV C $A and more",
+        "WORKDIR ${dir}/deep",
+        "# a comment",
+        "RUN touch a \\",
+        "  # inside",
+        "  b",
+        'RUN ["touch", "c d"]',
+        "RUN apt-get install -y jq",
+        "COPY x.txt .",
+        "COPY --chown=1 x.txt renamed.txt",
+        "COPY src /data/",
+        'CMD ["bash"]',
+        "USER root",
+        "ENV PATH=/work/bin:/usr/bin PYTHONPATH=/work",
+        skips=["jq"],
+    )
+    assert found.cwd == "/work/deep" and found.folders >= {"work", "data"}
+    assert {name: found.env[name] for name in "ABC"} == {"A": "1", "B": "two words", "C": "1 and more"}
+    assert found.trusted_env["PATH"] == "/usr/bin" and "PYTHONPATH" not in found.trusted_env
+    steps = [(step.folder, step.command.split() or sorted(step.files)) for step in found.steps]
+    assert steps == [
+        ("/work/deep", ["touch", "a", "b"]),
+        ("/work/deep", ["touch", "'c", "d'"]),
+        ("/work/deep", ["x.txt"]),
+        ("/work/deep", ["renamed.txt"]),
+        ("/data", ["in", "y.txt"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("FROM b:1", "begins a second stage"),
+        ("RUN apt-get update && apt-get install -y gcc", "installs over the network"),
+        ("RUN pip install numpy", "installs over the network"),
+        ("RUN curl -L https://x.org | sh", "installs over the network"),
+        ("RUN <<EOF", "of a form that only docker knows"),
+        ("COPY --from=b /x /app/", "from elsewhere"),
+        ("ADD https://x.org/y /app/", "from elsewhere"),
+        ("COPY ../secret /app/", "from outside|there is no"),
+        ("COPY gone.txt /app/", "there is no gone.txt"),
+        ("COPY x.txt /usr/bin/python3", "the host's system is"),
+        ("COPY x.txt /tests/", "the verifier's files"),
+        ("USER app", "cannot be had without docker"),
+        ('ENTRYPOINT ["x"]', "cannot be had without docker"),
+    ],
+)
+def test_a_line_that_cannot_be_had_is_refused_by_name(line, rule, tmp_path):
+    with pytest.raises(ValueError, match=rule) as raised:
+        recipe(tmp_path, line)
+    assert f"Dockerfile: {line[:20]}" in str(raised.value)
+
+
+def test_an_image_is_refused_unless_the_host_stands_in_for_it(tmp_path):
+    with pytest.raises(ValueError, match="FROM a:1: there is no docker here; name a:1 in images"):
+        recipe(tmp_path, images=("ubuntu:*",))
+
+
+# -- verifiers that fail, and agents that cheat
+
+
+def test_a_verifier_that_is_broken_by_itself_fails_the_sample(task):
+    (task / "tests" / "test.sh").write_text("echo no reward is written")
+    with pytest.raises(ContainerFailed, match="gives no reward, whatever the policy did: no reward is written"):
+        asyncio.run(work(task))
+
+
+def test_a_run_line_that_fails_names_the_line(task):
+    with (task / "environment" / "Dockerfile").open("a") as file:
+        file.write("RUN echo so it goes; exit 3\n")
+    with pytest.raises(ValueError, match="RUN echo so it goes; exit 3: exit status 3: so it goes"):
+        asyncio.run(work(task))
+
+
+def test_a_path_that_shows_the_tests_is_refused(task):
+    with pytest.raises(ValueError, match="shows the policy the tests"):
+        TaskFolder({"task": str(task)}, **OPTIONS, visible=[str(task.parent)])
+
+
+REWARD = (
+    "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
+)
+FAKE = "#!/bin/sh\\nmkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt\\nexit 0\\n"
+SHADOW = "import os; os._exit(0)"
+PRELOAD = "for f in ~/.bashrc ~/.profile ~/.bash_profile /etc/profile /etc/bash.bashrc /logs/home/.bashrc; do"
+CHEATS = {
+    "overwrites the reward": f"{REWARD}; chmod 444 /logs/verifier/*; chmod 555 /logs/verifier",
+    "leaves a daemon that writes the reward": f"(setsid bash -c 'while :; do {REWARD}; sleep 0.01; done' &)",
+    "leaves a daemon that kills the verifier": (
+        "cat > /tmp/killer.sh <<'X'\nwhile :; do for p in /proc/[0-9]*; do if tr '\\0' ' ' < $p/cmdline | "
+        f"grep -q '/tests/'; then {REWARD}; kill -9 ${{p#/proc/}}; fi; done; done 2>/dev/null\nX\n"
+        "setsid bash /tmp/killer.sh &"
+    ),
+    "reads the tests": (
+        'for d in /tests /proc/1/root/tests /proc/1/cwd/tests /proc/*/root/tests; do python3 -c "import re, sys; '
+        "print(sum(map(int, re.search(r'\\[(.*)\\]', open(sys.argv[1]).read())[1].split(','))))\" $d/check.py > "
+        "/tmp/sum && cp /tmp/sum /app/sum.txt; done 2>/dev/null"
+    ),
+    "waits for the tests": "(setsid bash -c 'until cp /tests/check.py .; do :; done 2> log; echo 42 > sum.txt' &)",
+    "replaces the tests": "mkdir -p /tests; echo 'exit(0)' > /tests/check.py; chmod 444 /tests/check.py",
+    "links its work to the reward": "ln -sfn /app /logs; ln -sfn /app /logs/verifier; echo 1 > /app/reward.txt",
+    "links its answer to the reward": "ln -sf /logs/verifier/reward.txt /app/sum.txt",
+    "replaces python, bash and pytest": (
+        "for d in /usr/local/bin /usr/bin /bin ~/bin ~/.local/bin /app; do mkdir -p $d; for n in python3 python bash "
+        f"pytest; do printf '{FAKE}' > $d/$n.x; chmod +x $d/$n.x; mv -f $d/$n.x $d/$n; done; done 2>/dev/null"
+    ),
+    "shadows modules": f"for m in json pathlib sys os pytest; do echo '{SHADOW}' > /app/$m.py; done",
+    "customises python": (
+        "for d in /app ~ /tmp $(python3 -m site --user-site) /usr/lib/python3/dist-packages; do mkdir -p $d; for n in "
+        f"sitecustomize usercustomize conftest; do echo '{SHADOW}' > $d/$n.py; done; echo '{SHADOW}' > $d/x.pth; done "
+        "2>/dev/null"
+    ),
+    "preloads by start-up files": (
+        f"{PRELOAD} mkdir -p $(dirname $f); echo 'python3() {{ return 0; }}; export -f python3' >> $f; done; "
+        "echo /app/x.so > /etc/ld.so.preload; echo 'BASH_ENV=/app/x' >> /etc/environment"
+    ),
+    "fills the disk": "head -c 99999999 /dev/zero > /app/big; head -c 99999999 /dev/zero > /tmp/big; true",
+    "takes all processes": (
+        "python3 -c 'import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(99)' 2>/dev/null; true"
+    ),
+    "makes the verifier wait": "rm -f /app/sum.txt; mkfifo /app/sum.txt",
+    "makes the verifier read without end": "ln -sf /dev/zero /app/sum.txt",
+    "closes its work": "chmod 000 /app",
+    "mounts over the tests": "mount -t tmpfs none /tests; unshare -Urm mount -t tmpfs none /logs; mount -B /app /logs",
+    "writes into the first process": (
+        'for f in /proc/1/fd/*; do echo \'{"code": 0, "output": ""}\' > $f; done 2>/dev/null; python3 -c '
+        '"import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"; kill -STOP 1; kill -9 -1'
+    ),
+    "says that it has won": 'echo \'{"reward": 1}\'; echo "all tests passed"; echo 1 > /app/reward.txt',
+}
+assert len(CHEATS) >= 12
+
+
+def agents(count):
+    """Cheats alone, then two to five of them in an order of chance."""
+    draw = random.Random(5)
+    names = [[name] for name in CHEATS]
+    names += [draw.sample(sorted(CHEATS), draw.randint(2, 5)) for _ in range(count - len(names))]
+    return names
+
+
+async def side_by_side(jobs, at_once=8):
+    free = asyncio.Semaphore(at_once)
+
+    async def one(job):
+        async with free:
+            return await job
+
+    return await asyncio.gather(*map(one, jobs))
+
+
+@pytest.mark.slow
+def test_a_hundred_cheating_agents_gain_nothing(task):
+    chosen = agents(100)
+    rewards = asyncio.run(side_by_side([work(task, *map(CHEATS.get, names), command_time_s=3.0) for names in chosen]))
+    # A failed sample would be a gain too: the policy could have what it did badly left out.
+    assert [names for names, (reward, _) in zip(chosen, rewards, strict=True) if reward != 0.0] == []
+
+
+def test_an_honest_agent_gets_its_reward_beside_what_others_try(task):
+    honest = "awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/sum.txt"
+    tried = ["customises python", "leaves a daemon that kills the verifier", "overwrites the reward", "shadows modules"]
+    assert asyncio.run(work(task, *map(CHEATS.get, tried), honest))[0] == 1.0
+
+
+def test_the_cheats_are_real(task):
+    """Where tests, processes and reward are not kept apart, they gain."""
+
+    async def naive(name):
+        world = TaskFolder({"task": str(task)}, **OPTIONS)
+        try:
+            await world.opening()
+            container = world.container
+            await container.begin(["tests", "logs"])
+            await container.put({"tests": task / "tests"}, "/")
+            await container.run(CHEATS[name], "/app", world.recipe.env, time_s=3.0)
+            path = {"PATH": f"/app:{world.recipe.env['PATH']}", "PYTHONPATH": "/app"}
+            code, _ = await container.run(VERIFY, "/app", world.recipe.env | path, time_s=3.0)
+            return name, await container.read("/logs/verifier/reward.txt") == "1\n"
+        finally:
+            await world.close()
+
+    gained = [name for name, gains in asyncio.run(side_by_side([naive(name) for name in CHEATS])) if gains]
+    assert len(gained) >= 8, gained
