@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLING = {
     "rollout/rpc.py": "what the trainer and its own child send each other over a pair of sockets",
-    "rewards/worker.py": "what the rollout process sends the workers that it started; they answer in JSON",
+    "rewards/worker.py": "what the rollout process sends its reward and agent workers; they answer in JSON",
     "platform/upstream.py": "what forked writers put into a nameless file of their parent",
     "tools/rehearsal/rehearsed_rank.py": "what ranks forked from one process leave for each other in a folder it made",
     "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",

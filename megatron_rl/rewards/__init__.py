@@ -4,8 +4,9 @@
 evaluates the model's text as code, and each takes time in proportion to its length. Those that do run it are in
 `code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`; `sandbox.py` is the lock).
 
-A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker.py` is what they run,
-`recipe.py` adds several up.
+A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker_pool.py` keeps them,
+`worker.py` is what they run, `recipe.py` adds several up. Agents of the workflows run in such processes, too
+(`agent_worker.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The processes that compute rewards: python -m megatron_rl.rewards --control FD [--stacks FD]
+"""The processes of a worker pool: python -m megatron_rl.rewards --control FD [--stacks FD]
 
-One process imports the rewards' modules and forks a worker whenever the service asks for one, so that a killed worker
-is replaced within milliseconds. It ends, with all its workers, as soon as the other end of its control socket is gone.
+One process imports what its workers run and forks one whenever the pool asks for it, so that a killed worker is
+replaced within milliseconds. It ends, with all its workers, as soon as the other end of its control socket is gone.
 
 A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
-JSON, as what a worker says may be what a model wrote: `{"values": [[value, seconds], ..]}`, one for each reward, a
-value being a number or an object of those of its parts, or `{"error": [reward, words, traceback, file:line]}`.
+JSON, as what a worker says may be what a model wrote. Those of rewards are `{"values": [[value, seconds], ..]}`, one
+for each reward, a value being a number or an object of those of its parts, or `{"error": [reward, words, traceback,
+file:line]}`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import argparse
 import ctypes
 import faulthandler
 import functools
+import importlib
 import inspect
 import json
 import os
 import pickle
 import resource
+import selectors
 import shutil
 import signal
 import socket
@@ -28,52 +31,71 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_rl.config.import_path import resolve
+from megatron_rl.launch.start_up import importing
 from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.sandbox import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 
 LENGTH = struct.Struct("<I")
+PR_SET_CHILD_SUBREAPER = 36
+MOST_MESSAGE_BYTES = 8192
+"""Of a command with a file's path."""
+MOST_PRINTED_BYTES = 256 << 10
+"""Of one worker; what comes later is dropped."""
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+Answering = Callable[[Any], dict[str, Any]]
+"""Takes a request, returns its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The settings that the service gives its processes at their start."""
+    """The settings that a pool gives its processes at their start."""
 
-    rewards: list[tuple[str, str, dict[str, Any]]]
-    """Each reward's name, import path and further arguments."""
-    import_from: list[str] | None
+    prepare: str
+    """Import path of a function of `given` that returns what answers requests; called once, before the forks."""
+    given: dict[str, Any]
     sys_path: list[str]
     folder: str
     """The folder in which each worker has one of its own."""
     memory_bytes: int
-    """Most memory that a worker may take beside what its imports have taken."""
+    """Most memory that a worker may take beside what its imports have taken; 0 for any."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("megatron_rl.rewards", description="Workers of a reward service.")
+    parser = argparse.ArgumentParser("megatron_rl.rewards", description="Workers of a pool.")
     parser.add_argument("--control", type=int, required=True, help="open end of a socket pair")
     parser.add_argument("--stacks", type=int, help="open file for the stacks of workers")
     args = parser.parse_args()
-    for number in THE_TRAINERS:  # not SIG_IGN, which programs that a reward starts would inherit
+    for number in THE_TRAINERS:  # not SIG_IGN, which programs that a worker starts would inherit
         signal.signal(number, lambda *_: None)
     for descriptor in filter(None, (args.control, args.stacks)):
         os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=args.control)
     setup: Setup = pickle.load(sys.stdin.buffer)
     sys.path[:] = setup.sys_path
-    rewards = {
-        name: with_args(resolve(path, key="reward", kind="reward", import_from=setup.import_from), arguments)
-        for name, path, arguments in setup.rewards
+    module, _, name = setup.prepare.partition(":")
+    with importing():
+        answering = vars(importlib.import_module(module))[name](**setup.given)
+    if args.stacks is not None:  # here, so that no worker is without it when the signal comes
+        faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=True)
+    # What a worker leaves behind becomes this process's child, and is found here.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    Parent(control, answering, setup).run()
+
+
+def computing(rewards: list[tuple[str, str, dict[str, Any]]], import_from: list[str] | None) -> Answering:
+    """Prepare to compute rewards: each with its name, import path and further arguments."""
+    functions = {
+        name: with_args(resolve(path, key="reward", kind="reward", import_from=import_from), arguments)
+        for name, path, arguments in rewards
     }
     # What a model wrote may run in a child of a worker; it cannot read a worker's memory then, where the answers are.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
-    if args.stacks is not None:  # here, so that no worker is without it when the signal comes
-        faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=True)
-    Parent(control, rewards, setup).run()
+    return functools.partial(answer, functions)
 
 
 def with_args(reward: Callable[..., Any], args: dict[str, Any]) -> Callable[..., Any]:
@@ -82,42 +104,69 @@ def with_args(reward: Callable[..., Any], args: dict[str, Any]) -> Callable[...,
 
 
 class Parent:
-    """Forks workers, kills them and removes their folders, as the service says."""
+    """Forks workers, kills them and removes their folders, as the pool says."""
 
-    def __init__(self, control: socket.socket, rewards: dict[str, Callable[..., Any]], setup: Setup) -> None:
-        self._control, self._rewards, self._setup = control, rewards, setup
+    def __init__(self, control: socket.socket, answering: Answering, setup: Setup) -> None:
+        self._control, self._answering, self._setup = control, answering, setup
         self._workers: dict[str, tuple[int, str]] = {}
+        self._printed: dict[str, Printed] = {}
 
     def run(self) -> NoReturn:
         # Without threads of our own: a fork would take along whatever lock another one holds.
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
-            if not message:
-                break
-            verb, _, number = message.decode().partition(" ")
-            if verb == "start":
-                self._start(number, descriptors[0])
-            elif verb == "end":
-                self._end(number)
-            else:
-                for pid, _ in self._workers.values():
-                    os.kill(pid, signal.SIGUSR2)
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._control, selectors.EVENT_READ)
+            while all(self._hear(key) for key, _ in self._selector.select()):
+                pass
         for number in list(self._workers):
             self._end(number)
+        self._kill_strays()
         shutil.rmtree(self._setup.folder, ignore_errors=True)
         os._exit(0)
 
-    def _start(self, number: str, end: int) -> None:
+    def _hear(self, key: selectors.SelectorKey) -> bool:
+        """Do what the pool says, or keep what a worker prints; False where the pool is gone."""
+        if key.data is not None:
+            if key.data in self._printed and not self._printed[key.data].read():
+                self._forget_printed(key.data)
+            return True
+        message, descriptors, _, _ = socket.recv_fds(self._control, MOST_MESSAGE_BYTES, 1)
+        verb, number, log = [*message.decode().split(" ", 2), "", ""][:3]
+        if verb == "start":
+            self._start(number, descriptors[0], log)
+        elif verb in ("end", "sweep"):
+            self._end(number)
+            if verb == "sweep":
+                self._kill_strays()
+        elif verb:
+            for pid, _ in self._workers.values():
+                os.kill(pid, signal.SIGUSR2)
+        return bool(message)
+
+    def _forget_printed(self, number: str) -> None:
+        if printed := self._printed.pop(number, None):
+            self._selector.unregister(printed.reader)
+            os.close(printed.reader)
+
+    def _start(self, number: str, end: int, log: str) -> None:
         folder, parent = tempfile.mkdtemp(dir=self._setup.folder), os.getpid()
+        reader, writer = os.pipe() if log else (-1, -1)
         pid = os.fork()
         if pid == 0:
             try:
                 self._control.close()
+                if log:
+                    os.dup2(writer, 1)
+                    os.dup2(writer, 2)
+                    os.closerange(reader, writer + 1)
                 os.set_inheritable(end, False)
-                work(socket.socket(fileno=end), folder, self._rewards, self._setup.memory_bytes, parent)
+                work(socket.socket(fileno=end), folder, self._answering, self._setup.memory_bytes, parent)
             finally:
                 os._exit(1)
         os.close(end)
+        if log:
+            os.close(writer)
+            self._printed[number] = Printed(reader, log)
+            self._selector.register(reader, selectors.EVENT_READ, number)
         try:
             # Here and in the worker, whoever is first: it may be killed, with its group, before it has run at all.
             os.setpgid(pid, pid)
@@ -132,25 +181,68 @@ class Parent:
         except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        if number in self._printed:
+            while self._printed[number].read():  # its last words
+                pass
+            self._forget_printed(number)
         shutil.rmtree(folder, ignore_errors=True)
 
+    def _kill_strays(self) -> None:
+        """Kill what dead workers started and was not of their process group any more."""
+        known = {pid for pid, _ in self._workers.values()}
+        # Living workers keep their own orphans, so any child that is no worker is a dead one's. Its children come next.
+        while strays := children_here() - known:
+            for pid in strays:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
-def work(
-    end: socket.socket, folder: str, rewards: dict[str, Callable[..., Any]], memory_bytes: int, parent: int
-) -> None:
-    """Answer requests until the service hangs up. The first frame says that this worker is ready."""
+
+class Printed:
+    """What a worker and its children print, on its way to a file that the first word makes. It survives them."""
+
+    def __init__(self, reader: int, log: str) -> None:
+        self.reader, self._log, self._left = reader, log, MOST_PRINTED_BYTES
+        os.set_blocking(reader, False)
+
+    def read(self) -> bool:
+        """Take what has come; False where nothing has, or nothing more will."""
+        try:
+            part = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        if part[: self._left]:
+            with suppress(OSError), open(self._log, "ab") as file:  # a full disk ends no agent
+                file.write(part[: self._left])
+        self._left = max(0, self._left - len(part))
+        return bool(part)
+
+
+def children_here() -> set[int]:
+    """Return this process's children, dead ones that nobody has waited for as well."""
+    found, here = set(), str(os.getpid())
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            if file.read().rpartition(")")[2].split()[1] == here:  # behind its state
+                found.add(int(name))
+    return found
+
+
+def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
+    """Answer requests until the pool hangs up. The first frame says that this worker is ready."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # It may have died before the kernel was told to watch it.
     if os.getppid() != parent:
         return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(folder)
     limit(resource.RLIMIT_CORE, 0)
-    # Beside what it has: a module such as torch maps gigabytes that it never touches.
-    limit(resource.RLIMIT_AS, address_space() + memory_bytes)
+    if memory_bytes:  # beside what it has: a module such as torch maps gigabytes that it never touches
+        limit(resource.RLIMIT_AS, address_space() + memory_bytes)
     send(end, {"ready": os.getpid()})
     while (request := receive(end)) is not None:
-        send(end, answer(rewards, pickle.loads(request)))
+        send(end, answering(pickle.loads(request)))
         del request  # which may be large
 
 
@@ -173,7 +265,7 @@ def send(end: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(end: socket.socket) -> bytearray | None:
-    """Return the next frame's content; None where the service is gone."""
+    """Return the next frame's content; None where the pool is gone."""
     length = read(end, LENGTH.size)
     return None if length is None else read(end, LENGTH.unpack(length)[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import RolloutWorkflow
@@ -107,6 +108,8 @@ def make_workflow(
         make = factory.evaluating if evaluates else factory
         named = [name for name in factory.IMPORT_PATHS if name in own]
         own |= {name: _resolved(own[name], name, allowed) for name in named}
+        if "log_folder" in inspect.signature(factory).parameters:
+            own.setdefault("log_folder", str(Path(config.run.folder) / "agents"))
     try:
         inspect.signature(factory).bind(**arguments, **own)
     except TypeError as error:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +13,7 @@ from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
-from megatron_rl.workflows.agent_threads import AgentThreads, AgentTimeout
-from megatron_rl.workflows.attempts import RunBroken
+from megatron_rl.workflows.agent_workers import AgentFailed, AgentWorkers
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
@@ -31,12 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, in a thread each.
+    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, in a process each.
 
     The agent, a function or a coroutine function, returns its reward, or None to have the reward function score the
     last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
     that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
     counts a dialogue's replies, `sequence["sample"]` numbers its sample.
+
+    The agent is a function of a module: its processes import it. Each is killed at the end of its run, with all that
+    it started.
 
         def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -51,26 +50,29 @@ class AgentWorkflow(RolloutWorkflow):
         reward_fn: RewardFn | str,
         gconfig: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
-        agent: Callable[..., Any],
+        agent: Callable[..., Any] | str,
         max_tokens: int,
         agent_args: dict[str, Any] | None = None,
         agent_timeout_s: float = 1800.0,
-        concurrent_agents: int = 128,
+        agent_workers: int = 128,
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
         tool_format: str = "auto",
         proxy: dict[str, str] | None = None,
+        log_folder: str = "",
     ) -> None:
-        """max_tokens: longest dialogue, prompt and all, at most the model's context. concurrent_agents: threads at a
-        time, of all episodes; an agent's time begins with its thread. tool_format: how the model writes calls, as
-        `tool_formats.FORMATS` names it; auto: as its chat template shows. proxy: the fields of a ProxyAddress, for
-        agents that are not on this host.
+        """max_tokens: longest dialogue, prompt and all, at most the model's context. agent_workers: processes at a
+        time, of all episodes; an agent's time begins with its process, and the next one waits until one is free.
+        tool_format: how the model writes calls, as `tool_formats.FORMATS` names it; auto: as its chat template shows.
+        proxy: the fields of a ProxyAddress, for agents that are not on this host. log_folder: for what agents print, a
+        file for each sample; a config's is `agents` in run.folder.
         """
-        if concurrent_agents < 1:
-            raise ValueError(f"concurrent_agents = {concurrent_agents}: must be at least 1; agents run in threads.")
-        check_call(agent, 3, agent_args or {}, key="rollout.workflow_args.agent_args")
-        self.agent, self.agent_args, self.agent_timeout_s = agent, agent_args or {}, agent_timeout_s
-        self.n_samples, self.threads = gconfig.n_samples, AgentThreads(repr(agent), concurrent_agents)
+        if agent_workers < 1:
+            raise ValueError(f"agent_workers = {agent_workers}: must be at least 1; each agent runs in a process.")
+        if not isinstance(agent, str):
+            check_call(agent, 3, agent_args or {}, key="rollout.workflow_args.agent_args")
+        self.workers = AgentWorkers(agent, agent_args or {}, most=agent_workers, folder=log_folder)
+        self.n_samples, self.agent_timeout_s = gconfig.n_samples, agent_timeout_s
         template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         tools = named_format(tool_format, tokenizer)
         self.options = ProxyOptions(
@@ -90,34 +92,23 @@ class AgentWorkflow(RolloutWorkflow):
         session = AgentSession(engine, self.options, sample_key(data, sample))
         # The prompt as its file has it: `sample_key` is the run's own bookkeeping.
         given = {name: value for name, value in data.items() if name != "sample_key"}
-        call = partial(self.agent, proxy.base_url, session.key, given, **self.agent_args)
+        name = f"{data.get('sample_key', 'episode')}-{sample}"
         async with proxy.serving(session):
             try:
-                value = await self.threads.run(lambda: finished(call()), timeout_s=self.agent_timeout_s)
-            except (AgentTimeout, RunBroken):
-                raise
-            except Exception as error:  # of the agent's or its client's
+                value = await self.workers.run(
+                    proxy.base_url, session.key, given, name=name, timeout_s=self.agent_timeout_s
+                )
+            except AgentFailed as error:
                 # OpenAI's clients raise when they are told that the context is full: then the dialogue is over, and
                 # nothing has failed.
                 if session.outgrown is None:
                     raise
                 if session.last_reply is None:
                     raise ContextOutgrown(session.outgrown) from error
-                logger.info("agent %s ended with its context: %s", self.threads.name, session.outgrown)
+                logger.info("agent %s ended with its context: %s", self.workers.path, session.outgrown)
                 value = None
         # Here the session is closed: nothing changes its dialogues while they are scored.
         if value is None and session.last_reply is None:
             return []
         reward = float(await self.reward(session.last_reply, data) if value is None else value)
-        if not math.isfinite(reward):
-            raise ValueError(f"agent {self.agent!r}: returned {value!r}; must be a finite number or None.")
         return session.trajectories(reward, sample=sample)
-
-
-def finished(result: Any) -> Any:
-    """Return a function's result, or await it on an event loop of this thread where it is a coroutine."""
-    return asyncio.run(as_coroutine(result)) if inspect.isawaitable(result) else result
-
-
-async def as_coroutine(awaitable: Any) -> Any:
-    return await awaitable  # asyncio.run takes coroutines alone before Python 3.14

@@ -16,6 +16,7 @@ from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows import AgentWorkflow
 from tests.servers.reference import reference_logprobs, used_tokens
 from tests.servers.tiny_model import make_tiny_model, make_tokenizer
+from tests.unit.agent_relay import here
 
 platform.prepare()
 from megatron_rl.cli import main  # noqa: E402
@@ -147,7 +148,7 @@ def test_agents_generation_goes_on_after_an_interruption_token_by_token(
         engine.update_weights(other_tiny_model, 21)
 
     gconfig = GenerationConfig(max_new_tokens=200, ignore_eos=True)
-    workflow = AgentWorkflow(lambda **_: 0.0, gconfig, make_tokenizer(), agent, max_tokens=480)
+    workflow = AgentWorkflow(lambda **_: 0.0, gconfig, make_tokenizer(), max_tokens=480, **here(agent))
     meanwhile = threading.Thread(target=interrupt)
     meanwhile.start()
     data = {"messages": [{"role": "user", "content": "What is 12 + 30?"}]}

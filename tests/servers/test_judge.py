@@ -203,7 +203,7 @@ def test_a_recipes_judge_grades_beside_other_rewards_and_ends_with_the_engine(sc
     session = judge.function._servers._session
     assert not session.closed
     engine.destroy(recipe.close())
-    assert session.closed and recipe.service._process.poll() == 0
+    assert session.closed and recipe.service.pool.process.poll() == 0
 
 
 def test_a_judge_without_a_verdict_is_a_failed_reward(scripted):

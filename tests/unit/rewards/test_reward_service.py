@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rewards import reward_service as service_module
+from megatron_rl.rewards import worker_pool as pool_module
 from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
@@ -145,8 +145,8 @@ def test_a_worker_that_dies_is_no_reward_and_is_replaced(serve, what):
 
 
 def kill_the_forking_process(service):
-    os.kill(service._process.pid, signal.SIGKILL)
-    service._process.wait()
+    os.kill(service.pool.process.pid, signal.SIGKILL)
+    service.pool.process.wait()
 
 
 def test_the_process_that_forks_workers_is_started_again_where_it_dies(serve, tmp_path, caplog):
@@ -170,11 +170,11 @@ def test_the_process_that_forks_workers_is_started_again_where_it_dies(serve, tm
     assert "the reward service's process ended (exit code -9)" in caplog.text
     kill_the_forking_process(service)
     assert service.call_now({"completions": "right"})[0].value == 1.0
-    assert service._count == 1 and len(list((tmp_path / "workers").iterdir())) == 1
+    assert service.pool._count == 1 and len(list((tmp_path / "workers").iterdir())) == 1
 
 
 def test_a_process_that_dies_again_and_again_is_not_started_for_ever(serve, monkeypatch):
-    monkeypatch.setattr(service_module, "MOST_QUICK_DEATHS", 1)
+    monkeypatch.setattr(pool_module, "MOST_QUICK_DEATHS", 1)
     service = serve("misbehaves")
 
     def is_replaced():
@@ -182,9 +182,9 @@ def test_a_process_that_dies_again_and_again_is_not_started_for_ever(serve, monk
         return ask(service, "right") == 1.0
 
     assert is_replaced()
-    monkeypatch.setattr(service_module, "QUICK_S", 0.0)
+    monkeypatch.setattr(pool_module, "QUICK_S", 0.0)
     assert is_replaced(), "the one before lived long enough"
-    monkeypatch.setattr(service_module, "QUICK_S", 60.0)
+    monkeypatch.setattr(pool_module, "QUICK_S", 60.0)
     assert is_replaced()
     with pytest.raises(RewardFailed, match=r"the service's process \(exit code -9\) died"):
         is_replaced()
@@ -199,7 +199,7 @@ def test_a_worker_has_a_folder_of_its_own_which_is_removed(serve, tmp_path):
 
 
 def test_a_request_has_a_bound(serve, monkeypatch):
-    monkeypatch.setattr(service_module, "MOST_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(pool_module, "MOST_REQUEST_BYTES", 1000)
     with pytest.raises(ValueError, match="take .* bytes; they may take 1000"):
         ask(serve("misbehaves"), "a" * 1000)
 
@@ -242,7 +242,7 @@ async def hang():
     call = asyncio.create_task(service.call({"completions": "start a process and hang", "path": sys.argv[1]}, 60))
     while not (os.path.exists(sys.argv[1]) and open(sys.argv[1]).read()):
         await asyncio.sleep(0.01)
-    print(service._process.pid, flush=True)
+    print(service.pool.process.pid, flush=True)
     await call
 asyncio.run(hang())
 """
@@ -455,7 +455,7 @@ def test_two_hundred_hostile_answers_change_nothing_and_are_answered_in_time(ser
         if right:  # a text that is right is found so
             assert ask(service, right, **data) == 1.0
         asyncio.run(all_answered(service, texts, data))
-        sessions = service._process.pid
+        sessions = service.pool.process.pid
         service.close()
         left = [pid for pid in psutil.pids() if session_of(pid) == sessions]
         assert not left, f"{service.names}: processes {left} are left"

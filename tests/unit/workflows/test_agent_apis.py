@@ -15,6 +15,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow, agent_proxy
 from megatron_rl.workflows.agent_proxy import ProxyAddress
 from tests.servers.tiny_model import make_tokenizer
+from tests.unit.agent_relay import here
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
 from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
 
@@ -33,7 +34,9 @@ def tokenizer():
 
 def run(agent, engine, *, max_tokens=600, **options):
     gconfig = GenerationConfig(max_new_tokens=200)
-    workflow = AgentWorkflow(lambda **_: 0.0, gconfig, engine.tokenizer, agent, max_tokens, **options)
+    workflow = AgentWorkflow(
+        lambda **_: 0.0, gconfig, engine.tokenizer, max_tokens=max_tokens, **here(agent), **options
+    )
     return asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "sample_key": "k"}))
 
 

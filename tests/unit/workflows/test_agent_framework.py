@@ -10,30 +10,8 @@ from tests.servers.tiny_model import make_tokenizer
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
 from tests.unit.workflows.test_agent_proxy import TEMPLATE
 
-smolagents = pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
-
-
-@smolagents.tool
-def add(x: int, y: int) -> int:
-    """Add two numbers.
-
-    Args:
-        x: the first
-        y: the second
-    """
-    return x + y
-
-
-def calling(base_url, api_key, data):
-    model = smolagents.OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
-    agent = smolagents.ToolCallingAgent([add], model, max_steps=3, verbosity_level=0)
-    return float(str(agent.run("What is 12 + 30?")).strip() == "42")
-
-
-def in_code(base_url, api_key, data):
-    model = smolagents.OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
-    agent = smolagents.CodeAgent([add], model, max_steps=3, verbosity_level=0)
-    return float(agent.run("What is 12 + 30?") == 42)
+pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
+AGENTS = "tests.unit.smol_agents"
 
 
 def call(name, arguments):
@@ -43,8 +21,11 @@ def call(name, arguments):
 @pytest.mark.parametrize(
     ("agent", "replies"),
     [
-        (calling, [call("add", '{"x": 12, "y": 30}'), call("final_answer", '{"answer": "42"}')]),
-        (in_code, ["Thought: add.\n<code>\nz = add(12, 30)\n</code><eos>", "<code>\nfinal_answer(z)\n</code><eos>"]),
+        (f"{AGENTS}:calling", [call("add", '{"x": 12, "y": 30}'), call("final_answer", '{"answer": "42"}')]),
+        (
+            f"{AGENTS}:in_code",
+            ["Thought: add.\n<code>\nz = add(12, 30)\n</code><eos>", "<code>\nfinal_answer(z)\n</code><eos>"],
+        ),
     ],
 )
 def test_an_agent_of_smolagents_is_trained_on_what_it_was_served(agent, replies):

@@ -15,12 +15,13 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
-from megatron_rl.workflows import AgentWorkflow, agent_threads
+from megatron_rl.workflows import AgentWorkflow
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
-from megatron_rl.workflows.agent_threads import AgentTimeout
+from megatron_rl.workflows.agent_workers import AgentFailed
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
 from tests.servers.tiny_model import make_tokenizer
+from tests.unit.agent_relay import here
 from tests.unit.recording_engine import RecordingEngine, check_trajectory
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
@@ -42,7 +43,7 @@ def tokenizer():
 
 def run(agent, engine, *, n_samples=1, reward=lambda **_: 0.0, max_tokens=400, **options):
     gconfig = GenerationConfig(n_samples=n_samples, max_new_tokens=40)
-    workflow = AgentWorkflow(reward, gconfig, engine.tokenizer, agent, max_tokens, **options)
+    workflow = AgentWorkflow(reward, gconfig, engine.tokenizer, max_tokens=max_tokens, **here(agent), **options)
     return asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "sample_key": "k"}))
 
 
@@ -317,27 +318,14 @@ def test_tools_that_the_chat_template_cannot_show_are_refused(tokenizer):
     run(agent, RecordingEngine(strict))
 
 
-def test_an_agent_that_fails_or_does_not_end_fails_the_episode(tokenizer):
+def test_an_agent_that_fails_fails_the_episode(tokenizer):
     def failing(base_url, api_key, data):
         raise KeyError("bug")
 
-    release = threading.Event()
-    with pytest.raises(KeyError, match="bug"):
+    with pytest.raises(AgentFailed, match="KeyError: 'bug'"):
         run(failing, RecordingEngine(tokenizer))
-    with pytest.raises(AgentTimeout, match="within 0.05 s"):
-        run(lambda *_: release.wait(5), RecordingEngine(tokenizer), agent_timeout_s=0.05)
-    release.set()
-    with pytest.raises(ValueError, match="must be a finite number"):
+    with pytest.raises(ValueError, match="returned nan; must be a finite number"):
         run(lambda *_: float("nan"), RecordingEngine(tokenizer))
-
-
-@pytest.mark.parametrize("ends_by", [SystemExit(3), StopIteration("no more"), asyncio.CancelledError()])
-def test_an_agent_that_exits_ends_its_episode_and_not_the_run(tokenizer, ends_by):
-    def agent(base_url, api_key, data):
-        raise ends_by
-
-    with pytest.raises(RuntimeError, match=f"the agent ended by {type(ends_by).__name__}"):
-        run(agent, RecordingEngine(tokenizer), agent_timeout_s=5.0)
 
 
 def test_log_probabilities_are_given_to_agents_that_ask(tokenizer):
@@ -360,7 +348,9 @@ def test_the_agent_of_the_documentation_is_trained_on_both_tries(tokenizer):
     exec(code.split("```")[0], names)
     replies = iter(["41<eos>", "42<eos>"])
     engine = RecordingEngine(tokenizer, script=lambda _: next(replies))
-    workflow = AgentWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=8), tokenizer, names["solve"], 400)
+    workflow = AgentWorkflow(
+        lambda **_: 0.0, GenerationConfig(max_new_tokens=8), tokenizer, max_tokens=400, **here(names["solve"])
+    )
     (trajectory,) = asyncio.run(workflow.arun_episode(engine, {"messages": QUESTION, "answer": "42"}))
     assert trajectory.reward == 1.0 and len(check_trajectory(trajectory, engine.served)) == 2
 
@@ -386,7 +376,7 @@ class Counting(RecordingEngine):
 
 def workflow_of(agent, tokenizer, n_samples=1, max_tokens=150, **options):
     gconfig = GenerationConfig(n_samples=n_samples, max_new_tokens=40)
-    return AgentWorkflow(lambda **_: 0.25, gconfig, tokenizer, agent, max_tokens, **options)
+    return AgentWorkflow(lambda **_: 0.25, gconfig, tokenizer, max_tokens=max_tokens, **here(agent), **options)
 
 
 def test_an_agent_that_outgrows_its_context_is_scored_as_it_stands_and_costs_its_group_nothing(tokenizer):
@@ -443,70 +433,6 @@ def test_only_the_agent_that_failed_runs_again_with_the_replies_that_it_had(toke
     batch, metrics = in_an_executor(workflow_of(agent, tokenizer, n_samples=3, max_tokens=400), engine)
     assert len(batch) == 3 and len(started) == 4 and metrics["rollout/episodes_retried"] == 1
     assert len(engine.served) == 6, "nothing is generated twice"
-
-
-def test_requests_of_an_agent_whose_time_is_over_fail_at_once_and_its_thread_ends(tokenizer):
-    hears, ended = [], threading.Event()
-
-    class Slow(Counting):
-        async def agenerate(self, req):
-            await asyncio.sleep(60)
-
-    def agent(base_url, api_key, data):
-        for _ in range(2):
-            try:
-                client_of(base_url, api_key).chat.completions.create(model="policy", messages=QUESTION)
-            except openai.OpenAIError as error:
-                hears.append(type(error).__name__)
-        ended.set()
-
-    async def main():
-        workflow = workflow_of(agent, tokenizer, agent_timeout_s=0.2)
-        with pytest.raises(AgentTimeout):
-            await workflow.arun_episode(Slow(tokenizer), {"messages": QUESTION})
-        assert await asyncio.to_thread(ended.wait, 10.0), "the request that was under way ended with the agent"
-        assert hears[0] in ("PermissionDeniedError", "APIConnectionError") and len(hears) == 2
-
-    asyncio.run(main())
-
-
-def test_agents_are_so_many_at_a_time_and_their_time_begins_with_their_thread(tokenizer):
-    lock, running, most = threading.Lock(), [], []
-
-    def agent(base_url, api_key, data):
-        with lock:
-            running.append(1)
-            most.append(len(running))
-        threading.Event().wait(0.05)
-        with lock:
-            running.pop()
-        return 1.0
-
-    run(agent, RecordingEngine(tokenizer), n_samples=8, concurrent_agents=2, agent_timeout_s=0.15)
-    assert len(most) == 8 and max(most) == 2
-
-
-def test_agents_that_never_end_end_the_run_by_their_name(tokenizer, monkeypatch):
-    monkeypatch.setattr(agent_threads, "MOST_ABANDONED", 2)
-    release = threading.Event()
-
-    def stuck_for_ever(base_url, api_key, data):
-        release.wait(20)
-
-    workflow = workflow_of(stuck_for_ever, tokenizer, agent_timeout_s=0.02)
-
-    async def main():
-        executor = RolloutExecutor(Counting(tokenizer), RolloutConfig(episode_attempts=1), RolloutMetrics())
-        try:
-            for _ in range(5):
-                with pytest.raises(RuntimeError):
-                    await executor.rollout_batch([{"messages": QUESTION}], workflow)
-        finally:
-            release.set()
-        with pytest.raises(RuntimeError, match="stuck_for_ever.*: 3 of its threads have not ended"):
-            executor.raise_if_fatal()
-
-    asyncio.run(main())
 
 
 def test_long_messages_are_tokenised_beside_the_event_loop_and_longer_than_any_context_not_at_all(tokenizer):

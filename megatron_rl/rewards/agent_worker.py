@@ -1,0 +1,72 @@
+"""What a worker process does for an agent: one run of it.
+
+Imported without torch: hundreds of these processes are forked, each for one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_rl.config.import_path import resolve
+from megatron_rl.rewards.faults import shortened, words_of
+
+NICENESS = 10
+"""Agents leave the cores to the process that serves them: hundreds may wake up at once."""
+
+
+def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Prepare to run the agent of that import path, with further arguments."""
+    os.nice(NICENESS)
+    agent = resolve(path, key="rollout.workflow_args.agent", kind="agent", import_from=None)
+    return partial(run, partial(agent, **args), os.getcwd())
+
+
+def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run the agent and say how it ended: by a `value`, an `error` (words and traceback), or what is wrong with it.
+
+    It works in the run's folder `home`, and its temporary files are removed after it. `is_alone`: it left no child.
+    """
+    tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()
+    os.chdir(home)
+    try:
+        found = agent(request["base_url"], request["api_key"], request["data"])
+        answer = value_of(asyncio.run(as_coroutine(found)) if inspect.isawaitable(found) else found)
+    except BaseException as error:  # users' code may raise anything
+        answer = {"error": [words_of(error)[:2000], traceback.format_exc()[-8000:]]}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return answer | {"is_alone": has_no_child()}
+
+
+async def as_coroutine(awaitable: Any) -> Any:
+    return await awaitable  # asyncio.run takes coroutines alone before Python 3.14
+
+
+def value_of(found: Any) -> dict[str, Any]:
+    if found is None:
+        return {"value": None}
+    try:
+        value = float(found)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return {"wrong": shortened(found)}
+    return {"value": value}
+
+
+def has_no_child() -> bool:
+    """Wait for the children that have ended; True where none is left. Orphans below this process are its children."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False

@@ -1,0 +1,350 @@
+"""A pool of worker processes: at most so many at a time, each really killed by who gives it up, with all it started.
+
+The event loop writes to a worker's socket and waits for its answer, without a thread between. A worker that is
+discarded makes room for another. The process that forks them (worker.py) is replaced too where it dies, unless each
+dies at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from megatron_rl.launch.start_up import python_path
+from megatron_rl.rewards.worker import LENGTH, Setup
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0
+"""For a first worker, which waits for the imports of what it runs."""
+STOP_S = 5.0
+MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
+"""A process that forks workers and lives less than QUICK_S is followed by another at most so many times in a row."""
+MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process ended unasked, or the process that forks them did."""
+
+
+class WorkerPool:
+    """Forked workers that answer requests, for any thread and loop.
+
+    pool = WorkerPool("reward", "megatron_rl.rewards.worker:computing", {"rewards": rewards}, workers=4)
+    worker = await pool.acquire()
+    content = await worker.ask(pool.frame(request))  # then pool.release(worker), or pool.discard(worker)
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        prepare: str,
+        given: dict[str, Any],
+        *,
+        workers: int,
+        memory_bytes: int = 0,
+        stacks: int | None = None,
+    ) -> None:
+        """kind: of work, in words. prepare, given, memory_bytes: as Setup has them. stacks: an open file for
+        `show_stacks`.
+        """
+        self.kind = kind
+        self._setup = Setup(
+            prepare=prepare,
+            given=given,
+            sys_path=sys.path,
+            folder=tempfile.mkdtemp(prefix=f"{kind}-"),
+            memory_bytes=memory_bytes,
+        )
+        self._workers, self._stacks = workers, stacks
+        self._lock = threading.Lock()
+        self._idle: list[Worker] = []
+        self._waiting: deque[Future[Worker | None]] = deque()
+        self._count = 0
+        self._numbers = itertools.count()
+        self._quick_deaths = 0
+        self._is_closed = False
+        self._start()
+
+    def close(self) -> None:
+        """End all workers. May be called twice."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:  # in a module's import
+            self.process.kill()
+            self.process.wait()
+        self._control.close()
+        for worker in self._idle:
+            worker.socket.close()
+        self._idle.clear()
+        shutil.rmtree(self._setup.folder, ignore_errors=True)  # where it was killed
+
+    def show_stacks(self) -> None:
+        """Have every worker write its stacks to the file `stacks`."""
+        with suppress(OSError):  # they are all gone
+            tell(self._control, "stacks")
+
+    # -- workers
+
+    def _start(self) -> None:
+        """Start the process that forks workers; it removes their folder at its end."""
+        shutil.rmtree(self._setup.folder, ignore_errors=True)  # what one before, which was killed, has left
+        os.mkdir(self._setup.folder, 0o700)
+        # A message is received as it was sent, so that a descriptor comes with the command that it belongs to.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -P: without the current folder in front of the path, which comes with the setup.
+        command = [sys.executable, "-P", "-m", "megatron_rl.rewards", "--control", str(theirs.fileno())]
+        command += [] if self._stacks is None else ["--stacks", str(self._stacks)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path()},
+            pass_fds=[theirs.fileno(), *([] if self._stacks is None else [self._stacks])],
+            # A terminal's Ctrl-C is the run's to answer; this process ends with its socket.
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control, self._started_s = ours, time.monotonic()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # one that died is found out by who needs it
+            pipe.write(pickle.dumps(self._setup))
+
+    def _revive(self) -> None:
+        """Start the process that forks workers again where it has died; they died with it."""
+        with self._lock:
+            if self._is_closed or self.process.poll() is None:
+                return
+            lived_s = time.monotonic() - self._started_s
+            self._quick_deaths = self._quick_deaths + 1 if lived_s < QUICK_S else 0
+            if self._quick_deaths > MOST_QUICK_DEATHS:
+                return  # who asks for a worker is told so
+            logger.warning(
+                "the %s service's process ended (exit code %d) after %.0f s; it is started again.",
+                self.kind,
+                self.process.returncode,
+                lived_s,
+            )
+            for worker in self._idle:
+                worker.socket.close()
+            # The busy ones are counted on until their callers find them dead.
+            self._count -= len(self._idle)
+            self._idle.clear()
+            self._control.close()
+            self._start()
+
+    async def acquire(self, log: str = "") -> Worker:
+        """Wait for a worker that is idle, or start one. WorkerDied where none can be started.
+
+        log: file to which is added what one that is started prints, up to worker.MOST_PRINTED_BYTES.
+        """
+        self._revive()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            waiter: Future[Worker | None] | None = None
+            if self._count < self._workers:
+                self._count += 1
+            else:
+                waiter = Future()
+                self._waiting.append(waiter)
+        worker = await self._wait(waiter) if waiter is not None else None
+        if worker is not None:
+            return worker
+        worker = self._new_worker(log)
+        try:
+            async with asyncio.timeout(START_S):
+                await worker.hear()
+        # A cancelled caller gives the place back too, or there would be one worker less for ever.
+        except BaseException as error:
+            self.discard(worker)
+            if isinstance(error, TimeoutError):
+                raise WorkerDied(f"no {self.kind} worker was ready within {START_S:g} s.") from error
+            if isinstance(error, WorkerDied):
+                raise WorkerDied(self.died()) from error
+            raise
+        worker.is_ready = True
+        return worker
+
+    def acquire_now(self) -> Worker:
+        """The same without waiting: one more than the bound is started where all are busy."""
+        self._revive()
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+            self._count += worker is None
+        return worker or self._new_worker()
+
+    async def _wait(self, waiter: Future[Worker | None]) -> Worker | None:
+        """Return the worker that another call gives up, or None for the place of one."""
+        try:
+            return await asyncio.wrap_future(waiter)
+        except asyncio.CancelledError:
+            with self._lock:
+                # Given at the moment of the cancellation, it is known to nobody else.
+                is_given = waiter.done() and not waiter.cancelled()
+            if is_given:
+                self.release(waiter.result())
+            raise
+
+    def _new_worker(self, log: str = "") -> Worker:
+        """Start a worker in a place that is counted already."""
+        self._revive()  # it may have died while the place was waited for
+        ours, theirs = socket.socketpair()
+        worker = Worker(next(self._numbers), ours, self._control)
+        try:
+            tell(worker.control, f"start {worker.number} {log}", theirs.fileno())
+        except OSError as error:
+            ours.close()
+            self.release(None)
+            raise WorkerDied(self.died()) from error
+        finally:
+            theirs.close()
+        return worker
+
+    def release(self, worker: Worker | None) -> None:
+        """Give a worker, or the place of one that is gone, to who waits first."""
+        with self._lock:
+            if worker is not None and worker.control is not self._control:  # dead with the process that forked it
+                worker.socket.close()
+                worker = None
+            if self._count > self._workers and worker is None:  # one that did not wait
+                self._count -= 1
+                return
+            while self._waiting:
+                waiter = self._waiting.popleft()
+                # False for one that was cancelled; later it no longer can be.
+                if waiter.set_running_or_notify_cancel():
+                    waiter.set_result(worker)
+                    return
+            if worker is not None and self._count <= self._workers:
+                self._idle.append(worker)
+                return
+            self._count -= worker is None
+        if worker is not None:
+            self.discard(worker)
+
+    def discard(self, worker: Worker, *, is_alone: bool = False) -> None:
+        """Kill a worker and all that it has started. is_alone: it has said that it has no child left."""
+        worker.socket.close()
+        with suppress(OSError):  # they are all gone
+            tell(worker.control, f"{'end' if is_alone else 'sweep'} {worker.number}")
+        self.release(None)
+
+    # -- words
+
+    def frame(self, request: Any) -> bytes:
+        """Return what `Worker.ask` sends. ValueError for more than MOST_REQUEST_BYTES."""
+        content = pickle.dumps(request, protocol=5)
+        if len(content) > MOST_REQUEST_BYTES:
+            raise ValueError(
+                f"a {self.kind}'s arguments take {len(content)} bytes; they may take {MOST_REQUEST_BYTES}. Keep large "
+                f"things out of the prompts."
+            )
+        return LENGTH.pack(len(content)) + content
+
+    def died(self) -> str:
+        """Say that a worker's end came unasked."""
+        code = self.process.poll()
+        who = "a worker" if code is None else f"the service's process (exit code {code})"
+        return (
+            f"{who} died. Its words are in the rollout process's log; of a worker that the kernel killed it has none: "
+            f"look for a lack of memory, or a call of os._exit."
+        )
+
+
+def tell(control: socket.socket, message: str, *descriptors: int) -> None:
+    """Say something to the process that forks workers. OSError where it is gone."""
+    socket.send_fds(control, [message.encode()], descriptors)
+
+
+class Worker:
+    """The service's end of one worker."""
+
+    def __init__(self, number: int, end: socket.socket, control: socket.socket) -> None:
+        """control: of the process that forked it, which ends it."""
+        self.number, self.socket, self.control, self.is_ready = number, end, control, False
+        end.setblocking(False)
+
+    async def ask(self, frame: bytes) -> bytes:
+        """Return the content of the answer."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.socket, frame)
+        except OSError as error:
+            raise WorkerDied from error
+        return await self.hear()
+
+    async def hear(self) -> bytes:
+        """Return the content of the next frame."""
+        loop, frame = asyncio.get_running_loop(), bytearray()
+        while (missing := missing_bytes(frame)) > 0:
+            frame += await received(loop.sock_recv(self.socket, missing))
+        return bytes(frame[LENGTH.size :])
+
+    def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
+        """Blocking. A worker that is new says first that it is ready."""
+        try:
+            if not self.is_ready:
+                self._hear_now(time.monotonic() + START_S)
+                self.is_ready = True
+            deadline = time.monotonic() + timeout_s
+            self.socket.settimeout(timeout_s)
+            self.socket.sendall(frame)
+            return self._hear_now(deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise WorkerDied from error
+        finally:
+            self.socket.setblocking(False)
+
+    def _hear_now(self, deadline: float) -> bytes:
+        frame = bytearray()
+        while (missing := missing_bytes(frame)) > 0:
+            # 0 would be non-blocking, and its error not a timeout's.
+            self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = self.socket.recv(missing)
+            if not part:
+                raise WorkerDied
+            frame += part
+        return bytes(frame[LENGTH.size :])
+
+
+async def received(receiving: Awaitable[bytes]) -> bytes:
+    try:
+        part = await receiving
+    except OSError as error:
+        raise WorkerDied from error
+    if not part:
+        raise WorkerDied
+    return part
+
+
+def missing_bytes(frame: bytearray) -> int:
+    """Return how many bytes to ask for next; 0 where the frame is whole. A frame has the next one not before an answer.
+
+    WorkerDied for one that is longer than an answer may be: its worker is not to be listened to any more.
+    """
+    if len(frame) < LENGTH.size:
+        # With its length a small answer has come as a whole: one call of the system instead of two.
+        return 1 << 16
+    (length,) = LENGTH.unpack_from(frame)
+    if length > MOST_ANSWER_BYTES:
+        raise WorkerDied(f"it announced an answer of {length} bytes")
+    return max(0, LENGTH.size + length - len(frame))

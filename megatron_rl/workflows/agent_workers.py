@@ -1,0 +1,128 @@
+"""Worker processes for agents: at most so many at a time, each for one run and killed at its end, in time or not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_rl.config.given import path_of
+from megatron_rl.rewards.reward_service import WorkersTraceback
+from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
+
+AT_ONCE = 16
+"""Processes that are started at a time: forking one is quick, and hundreds at once would only wait for each other."""
+MOST_LOGS = 1024
+"""Logs that are kept; the oldest go first."""
+DRAIN_S = 0.1
+"""The last words of a process that died are for a moment with the one that has forked it."""
+SHOWN = 2000
+"""Characters of a failed agent's last words."""
+
+
+class AgentTimeout(RuntimeError):
+    """An agent took longer than it may, and was killed with all that it had started."""
+
+
+class AgentFailed(RuntimeError):
+    """An agent raised. Its own traceback is the cause."""
+
+
+class AgentDied(RuntimeError):
+    """An agent's process died, by no deadline of ours. Never a reward."""
+
+
+class AgentWorkers:
+    """The processes of one workflow's agents. They are started with the first run, all in one event loop.
+
+    workers = AgentWorkers("my_agents:solve", {}, most=64, folder="runs/mine/agents")
+    value = await workers.run(base_url, api_key, data, name="12-3", timeout_s=600.0)  # a number, or None
+    """
+
+    def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
+        """agent: a function of a module, or its import path. folder: for what agents print, one file a sample."""
+        self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
+        self._args, self._most, self._given_folder = args, most, folder
+        self._pool: WorkerPool | None = None
+        self._starting = asyncio.Semaphore(AT_ONCE)
+        self._logs: deque[Path] = deque()
+
+    async def run(self, base_url: str, api_key: str, data: dict[str, Any], *, name: str, timeout_s: float) -> Any:
+        """Return the agent's value, a number or None, at most `timeout_s` after its process was there.
+
+        AgentTimeout after that, AgentFailed and AgentDied where it ended otherwise, ValueError for a value that is
+        none. A call that is cancelled kills its process, too.
+        """
+        pool = self._started()
+        log = self._log(name)
+        frame = pool.frame({"base_url": base_url, "api_key": api_key, "data": data})
+        is_alone = False
+        async with self._starting:
+            try:
+                worker = await pool.acquire(str(log.absolute()))
+            except WorkerDied as error:
+                raise AgentDied(f"agent {self.path}: {error}") from error
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = orjson.loads(await worker.ask(frame))
+            is_alone = bool(answer["is_alone"])
+        except TimeoutError as error:
+            raise AgentTimeout(
+                f"agent {self.path}: did not end within {timeout_s:g} s, and was killed with all that it had started; "
+                f"raise the workflow's agent_timeout_s, or let it give up earlier.{last_words(log)}"
+            ) from error
+        except WorkerDied as error:
+            await asyncio.sleep(DRAIN_S)
+            raise AgentDied(f"agent {self.path}: {pool.died()}{last_words(log)}") from error
+        finally:
+            # Its process ends here also where all went well: no agent finds what another one has left.
+            pool.discard(worker, is_alone=is_alone)
+        return self._value(answer, log)
+
+    def close(self) -> None:
+        """End all processes. Without it they end with this object, or with its process."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _value(self, answer: dict[str, Any], log: Path) -> float | None:
+        if "error" in answer:
+            words, trace = map(str, answer["error"])
+            raise AgentFailed(f"agent {self.path}: {words}{last_words(log)}") from WorkersTraceback(trace)
+        if "wrong" in answer:
+            raise ValueError(f"agent {self.path}: returned {answer['wrong']}; must be a finite number or None.")
+        value: float | None = answer["value"]
+        return value
+
+    def _started(self) -> WorkerPool:
+        if self._pool is None:
+            # What an agent imports is imported once, in the process that its workers are forked from.
+            given = {"path": self.path, "args": self._args}
+            self._pool = WorkerPool("agent", "megatron_rl.rewards.agent_worker:running", given, workers=self._most)
+            self._folder = Path(self._given_folder or tempfile.mkdtemp(prefix="agent-logs-"))
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return self._pool
+
+    def _log(self, name: str) -> Path:
+        """Return the file for a sample's output. A further try of the sample is written behind the first one's."""
+        path = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.log"
+        if path not in self._logs:
+            self._logs.append(path)
+        while len(self._logs) > MOST_LOGS:
+            self._logs.popleft().unlink(missing_ok=True)
+        return path
+
+
+def last_words(log: Path) -> str:
+    """Return the end of what an agent has printed, for an error's message."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - SHOWN))
+            text = file.read().decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return ""
+    return f" Its last words, in {log}:\n{text}" if text else ""

@@ -1,0 +1,191 @@
+"""Agents run in processes that end with them: in time or not, and with all that they have started."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+
+import psutil
+import pytest
+
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rewards.worker import MOST_PRINTED_BYTES
+from megatron_rl.workflows import AgentWorkflow, agent_workers
+from megatron_rl.workflows.agent_workers import AgentDied, AgentFailed, AgentTimeout, AgentWorkers
+from tests.servers.tiny_model import make_tokenizer
+from tests.unit import trying_agents
+from tests.unit.recording_engine import RecordingEngine
+from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
+
+
+def is_alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_until_none_lives(folder, count):
+    pids = [int(path.name) for path in folder.iterdir()]
+    assert len(pids) == count
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, [psutil.Process(pid) for pid in pids if is_alive(pid)]
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def workers(tmp_path):
+    """Make the workers of an agent of trying_agents."""
+    made = []
+
+    def make(agent, most=2, **args):
+        made.append(AgentWorkers(agent, args, most=most, folder=str(tmp_path / "logs")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def run(workers, data, *, name="prompt-0", timeout_s=20.0):
+    return asyncio.run(workers.run("http://127.0.0.1:1/v1", "key", data, name=name, timeout_s=timeout_s))
+
+
+@pytest.mark.parametrize("how", ["busy", "sleep", "in C"])
+def test_an_agent_is_killed_at_its_deadline_with_all_that_it_started(workers, tmp_path, how):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    many = workers(trying_agents.never_ends, most=1)
+
+    async def both():
+        late = many.run("", "", {"how": how, "pids": str(pids)}, name="late", timeout_s=1.0)
+        begin = time.monotonic()
+        with pytest.raises(AgentTimeout, match=r"did not end within 1 s, and was killed.*late.log:\nit has begun"):
+            await late
+        return time.monotonic() - begin
+
+    assert asyncio.run(both()) < 10
+    wait_until_none_lives(pids, 3)
+
+
+def test_a_cancelled_agent_is_killed_too_and_its_place_is_free(workers, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    one = workers(trying_agents.never_ends, most=1)
+
+    async def cancelled():
+        for _ in range(2):
+            call = asyncio.create_task(one.run("", "", {"how": "sleep", "pids": str(pids)}, name="gone", timeout_s=60))
+            before = len(list(pids.iterdir()))
+            while len(list(pids.iterdir())) < before + 3:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 30))
+    wait_until_none_lives(pids, 6)
+
+
+def test_what_an_agent_leaves_running_ends_with_it(workers, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    assert run(workers(trying_agents.leaves_a_daemon), {"pids": str(pids)}) == 1.0
+    wait_until_none_lives(pids, 1)
+
+
+def test_what_an_agent_raises_comes_back_with_its_traceback_and_its_last_words(workers, tmp_path):
+    of_prints = workers(trying_agents.prints)
+    with pytest.raises(AgentFailed, match="OSError: its database is down") as raised:
+        run(of_prints, {"said": "first"}, name="version 0 12/3")
+    assert re.search(r'trying_agents.py", line [0-9]+, in prints', str(raised.value.__cause__))
+    with pytest.raises(AgentFailed):
+        run(of_prints, {"said": "again"}, name="version 0 12/3")
+    log = (tmp_path / "logs" / "version-0-12-3.log").read_text()
+    first = "to stdout first\nto stderr\nof a child\n"
+    assert first in str(raised.value) + "\n" and log == first + first.replace("first", "again")
+
+
+def test_what_an_agent_prints_has_a_bound(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_workers, "MOST_LOGS", 2)
+    many = workers(trying_agents.prints)
+    for number in range(4):
+        with pytest.raises(AgentFailed):
+            run(many, {"said": "much", "much": True}, name=str(number))
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "logs").iterdir()}
+    assert sizes == {"2.log": MOST_PRINTED_BYTES, "3.log": MOST_PRINTED_BYTES}
+
+
+def test_an_agent_whose_process_dies_is_no_failure_of_its_own_and_is_replaced(workers):
+    many = workers(trying_agents.dies, most=1)
+    for _ in range(2):
+        with pytest.raises(AgentDied, match=r"a worker died.*\nin a moment"):
+            run(many, {})
+
+
+@pytest.mark.parametrize(("how", "name"), [("exit", "SystemExit"), ("stop", "StopIteration"), ("cancel", "Cancelled")])
+def test_an_agent_that_exits_ends_its_own_process_alone(workers, how, name):
+    with pytest.raises(AgentFailed, match=name):
+        run(workers(trying_agents.raises_what_is_no_exception), {"how": how})
+
+
+@pytest.mark.parametrize(("value", "found"), [(2, 2.0), (None, None), (True, 1.0)])
+def test_coroutines_are_awaited_and_give_numbers_or_none(workers, value, found):
+    assert run(workers(trying_agents.is_awaited, value=value), {}) == found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", [1.0]])
+def test_a_value_that_is_no_number_is_refused(workers, value):
+    with pytest.raises(ValueError, match="must be a finite number or None"):
+        run(workers(trying_agents.is_awaited, value=value), {})
+
+
+def test_each_run_has_a_process_of_its_own_without_torch_in_the_runs_folder(workers, tmp_path):
+    many, found = workers(trying_agents.tells, most=1), []
+    for _ in range(2):
+        assert run(many, {"to": str(tmp_path / "told")}) is None
+        found.append(json.loads((tmp_path / "told").read_text()))
+    assert found[0]["pid"] != found[1]["pid"] and [one["marks"] for one in found] == [1, 1]
+    assert {one["cwd"] for one in found} == {os.getcwd()} and not any(one["torch"] for one in found)
+    deadline = time.monotonic() + 5
+    while os.path.exists(found[0]["temporary"]):
+        assert time.monotonic() < deadline, "its temporary files are left"
+        time.sleep(0.01)
+
+
+def test_agents_are_so_many_at_a_time_and_their_time_begins_with_their_process(workers, tmp_path):
+    folder = tmp_path / "met"
+    folder.mkdir()
+    many = workers(trying_agents.meets)
+
+    async def all_of_them():
+        runs = (many.run("", "", {"folder": str(folder)}, name=str(n), timeout_s=1.5) for n in range(12))
+        return await asyncio.gather(*runs)
+
+    assert max(asyncio.run(all_of_them())) == 2
+
+
+def test_a_function_that_no_other_process_can_import_is_refused():
+    with pytest.raises(ValueError, match="agents run in other processes, which import them"):
+        AgentWorkers(lambda base_url, api_key, data: None, {}, most=1)
+
+
+def test_many_agents_at_once_leave_the_event_loop_free(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    gconfig = GenerationConfig(n_samples=24, max_new_tokens=40)
+    workflow = AgentWorkflow(lambda **_: 0.0, gconfig, tokenizer, trying_agents.asks, 600)
+    engine = RecordingEngine(tokenizer, ends=("stop",))
+
+    async def lags():
+        episode, found = asyncio.create_task(workflow.arun_episode(engine, {"messages": QUESTION})), []
+        while not episode.done():
+            begin = time.monotonic()
+            await asyncio.sleep(0.001)
+            found.append(time.monotonic() - begin - 0.001)
+        return await episode, found
+
+    trajectories, found = asyncio.run(lags())
+    assert len(trajectories) == 24 and len(engine.served) == 72
+    assert sorted(found)[int(0.99 * len(found))] < 0.25
