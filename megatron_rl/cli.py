@@ -108,6 +108,9 @@ def run(argv: list[str] | None = None) -> None:
     convert.add_argument("target", type=Path, help="folder to write")
     report = commands.add_parser("report", help="write report.html and report.png of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
+    watched = commands.add_parser("watch", help="a live page of a run that goes on, or has ended, for a browser here")
+    watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
+    watched.add_argument("--port", type=int, default=8765, help="of 127.0.0.1; 0 for any that is free (default 8765)")
     against = commands.add_parser("compare", help="several runs side by side: a table, and compare.html beside them")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
@@ -174,6 +177,10 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl.tools.option_pages import options_text, rewrite
 
                 print(rewrite(args.write) if args.write else options_text(args.section))
+            elif args.command == "watch":
+                from megatron_rl.tools.watch.watch import watch
+
+                watch(args.run, args.port)
             elif args.command == "compare":
                 from rich import print as show
 

@@ -32,6 +32,8 @@ class Episode:
     """Above 0 a batch waits for it rather than pass it over again."""
     version: int = 0
     """Policy version when it was started."""
+    started_s: float = 0.0
+    """On the monotonic clock."""
     replies: KeptReplies = field(default_factory=KeptReplies)
     """The replies that it has so far, until it has its group."""
     ending: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +95,8 @@ class RolloutExecutor:
         self._failed = self._rejected = 0  # since the last batch, of admitted episodes
         self._first_error: BaseException | None = None
         self._fatal: str | None = None
+        self.failures: Counter[str] = Counter()
+        """Tries of samples and episodes that failed, and episodes that were given up, by the kind of their error."""
 
     # -- what the trainer asks for
 
@@ -349,11 +351,27 @@ class RolloutExecutor:
 
     # -- episodes
 
+    @property
+    def running(self) -> list[Episode]:
+        """The episodes under way, in the order of their starts."""
+        return list(self._running.values())
+
+    def state_counts(self) -> dict[str, int]:
+        """Count the episodes by state."""
+        evaluations = sum(not episode.is_training for episode in self._running.values())
+        return {
+            "queued": len(self._queue) + len(self._asked),
+            "running": len(self._running) - evaluations,
+            "finished, not yet trained": len(self._finished),
+            "evaluations queued": len(self._evaluations),
+            "evaluations running": evaluations,
+        }
+
     def _start(self) -> None:
         """Start the episodes that there is room for."""
         while self._fatal is None and (episode := self._take_next()) is not None:
             self._gate.start(is_admitted=episode.outcome is None)
-            episode.version = self._engine.get_version()
+            episode.version, episode.started_s = self._engine.get_version(), time.monotonic()
             for events in self._observers(episode):
                 events.started(episode)
             task = asyncio.get_running_loop().create_task(self._fly(episode))
@@ -436,6 +454,7 @@ class RolloutExecutor:
         else:
             logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
             self._metrics.add(failed=1)
+            self.failures[f"{type(error).__name__}, given up"] += 1
             if is_admitted:
                 self._failed += 1
                 self._first_error = self._first_error or error
@@ -452,6 +471,7 @@ class RolloutExecutor:
             self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
             what = f"{type(error).__name__}: {error}"
             logger.info("episode %d: try %d failed (%s)", episode.number, failures, what)
+            self.failures[type(error).__name__] += 1
             await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
 
         tries = self._config.episode_attempts

@@ -25,7 +25,7 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.data.curriculum import Outcome
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.launch.run_token import servers_of
-from megatron_rl.rollout import journal
+from megatron_rl.rollout import journal, status
 from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.hang_report import HangReport
@@ -34,6 +34,7 @@ from megatron_rl.rollout.replay_buffer import with_replayed
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
 from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
+from megatron_rl.rollout.status import StatusFile
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import model_config
 from megatron_rl.servers.event_loop import Beat, allow_blocking_steps, cancel_others, in_own_thread
@@ -103,14 +104,23 @@ class RolloutRank(RolloutService):
         self._taught = workflow if isinstance(workflow, TaughtWorkflow) else None
         self.workflow = self.resume_state.replaying(workflow)
         self._evaluating: dict[str, RolloutWorkflow] = {}
+        self._status = StatusFile(
+            folder / status.FOLDER / f"rollout-{point.rank}.json",
+            lambda: self.executor,
+            self.tokenizer,
+            version=self.client.get_version,
+            servers=lambda: self._fleet.members.states(),
+        )
 
     async def connect(self, urls: list[str]) -> None:
         """Connect to the servers, to which a run publishes: ValueError also for one that takes no weights."""
         await super().connect(urls)
         self._fleet.check_publishable()
+        self._status.begin()
 
     async def close(self) -> None:
         """End in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
+        await self._status.close()
         # In this order: episodes ask for rewards, and both are recorded.
         await super().close()
         await cancel_others()

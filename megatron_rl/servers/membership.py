@@ -36,6 +36,8 @@ BAD_REPLIES = 4
 """So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
 LAG_SHARE = 0.1
 """Of its patience: where this event loop stood still for longer while a server was asked, it is asked again."""
+MOST_STATES = 256
+"""Servers that are described to whoever looks at the run."""
 VISITS = 10
 """Most times that it is asked so: a loop that always stands still would never find a server dead."""
 
@@ -154,6 +156,24 @@ class Membership:
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
         return "; ".join(m.trouble for s, m in self._members.items() if s not in self.serving)
+
+    def states(self) -> list[dict[str, Any]]:
+        """Describe each server for whoever looks at the run: its state, its calls, its weights and what ails it."""
+        return [
+            {
+                "url": member.server.url,
+                "state": "serving"
+                if member.server in self.serving
+                else "catching up"
+                if member.is_catching_up
+                else "out",
+                "calls": len(member.server.calls),
+                "weights": member.weights,
+                "failures": member.failures,
+                "trouble": "" if member.server in self.serving else member.trouble,
+            }
+            for member in list(self._members.values())[:MOST_STATES]
+        ]
 
     async def wait_for_one(self, timeout_s: float) -> None:
         """Return once a server serves; ServerError where none does for `timeout_s`."""

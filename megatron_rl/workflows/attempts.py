@@ -69,6 +69,10 @@ class KeptReplies:
         self._replies[name] = reply
         return reply
 
+    def newest(self, count: int) -> list[LLMResponse]:
+        """Return the last replies that were begun, the newest last."""
+        return list(self._replies.values())[-count:]
+
     def keep(self, name: str, reply: LLMResponse) -> None:
         self._replies[name] = reply
 

@@ -1,0 +1,113 @@
+"""What a rollout process has under way, in a small file for whoever looks at the run: `megatron-rl watch`.
+
+The file `status/rollout-N.json` of the run's folder is replaced every few seconds. Its size does not depend on how
+many episodes are in flight: it counts them, and shows the slowest alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.rollout.events import Episode
+from megatron_rl.rollout.executor import RolloutExecutor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "status"
+EVERY_S = 2.0
+SLOWEST, TURNS, KINDS = 12, 2, 20
+"""Most episodes, replies of each, and kinds of failures."""
+LETTERS, TOKENS = 300, 100
+"""Of a prompt or reply, and the tokens that these are decoded from."""
+
+
+class StatusFile:
+    """Writes the status of one rollout process while its event loop runs.
+
+    status = StatusFile(folder / FOLDER / "rollout-0.json", executor, tokenizer, servers=membership.states)
+    status.begin()
+    await status.close()  # with a last word that the process ended
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        executor: Callable[[], RolloutExecutor],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        version: Callable[[], int],
+        servers: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self.path, self._executor, self._tokenizer = path, executor, tokenizer
+        self._version, self._servers = version, servers
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to write; does nothing where it has begun."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._write_on())
+
+    async def close(self) -> None:
+        """Say that the process has ended. May be called twice."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+            self._write(self.status() | {"ended": True})
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of all, as JSON takes it. On the event loop; takes no longer the more there is under way."""
+        executor, now = self._executor(), time.monotonic()
+        running = executor.running
+        return {
+            "time": time.time(),
+            "pid": os.getpid(),
+            "version": self._version(),
+            "episodes": executor.state_counts(),
+            "slowest": [self._episode(episode, now) for episode in running[:SLOWEST]],
+            "failures": dict(executor.failures.most_common(KINDS)),
+            "servers": self._servers(),
+            "ended": False,
+        }
+
+    def _episode(self, episode: Episode, now: float) -> dict[str, Any]:
+        turns = episode.replies.newest(TURNS)
+        return {
+            "prompt": str(episode.data["sample_key"])[:LETTERS],
+            "seconds": round(now - episode.started_s, 1),
+            "version": episode.version,
+            "replies": len(episode.replies),
+            "turns": [{"tokens": reply.output_len, "text": self._text(reply.output_tokens)} for reply in turns],
+        }
+
+    def _text(self, tokens: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(tokens[-TOKENS:], skip_special_tokens=True))[-LETTERS:]
+
+    async def _write_on(self) -> None:
+        while True:
+            # On a slow disk not the loop but this alone waits.
+            await asyncio.to_thread(self._write, self.status())
+            await asyncio.sleep(EVERY_S)
+
+    def _write(self, status: dict[str, Any]) -> None:
+        unfinished = self.path.with_suffix(".unfinished")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(status), encoding="utf-8")
+            os.replace(unfinished, self.path)
+        except OSError as error:  # nothing depends on it
+            logger.warning("%s: %s; the run goes on without this file.", self.path, error)

@@ -1,0 +1,197 @@
+"""A live page of a run, from the files that the run writes: it may be another process's, or have ended.
+
+    GET /            the page (watch_page.py)
+    GET /state.json  its data, bounded however long the run is and however much it has in flight
+
+Listens on 127.0.0.1 alone, and answers requests for that name alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.telemetry.run_log import CONFIG, METRICS, is_line
+from megatron_rl.tools.watch.watch_page import PAGE
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+SILENT_S = 15.0
+"""A rollout process that has written nothing for so long has ended without a word, or stands still."""
+POINTS = 400
+"""Most steps of a chart; of more, every second is left out, and so on."""
+SHOWN, LETTERS = 12, 400
+TAIL_BYTES = 1 << 18
+"""Of the prompts given up: the file holds each with its traceback."""
+CURVES = {"reward": "reward/mean", "staleness": "rollout/staleness", "tokens_per_s": "rollout/tokens_per_s"}
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+class StepLines:
+    """The steps of metrics.jsonl, of which each call reads what has been added since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_id, self._read = (0, 0), 0
+        self.steps: dict[int, dict[str, Any]] = {}
+
+    def read(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                # Another file, or a shorter one: the run has been resumed at an earlier step.
+                if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._read:
+                    self._file_id, self._read, self.steps = (about.st_dev, about.st_ino), 0, {}
+                file.seek(self._read)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            row = parsed(line)
+            if is_line(row, of_samples=False) and row.get("kind") == "step":
+                self.steps[row["step"]] = {name: row.get(key) for name, key in CURVES.items()}
+
+
+class Watch:
+    """The state of one run as the page shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        """ValueError where no run has begun in the folder."""
+        if not any((folder / name).exists() for name in (METRICS, CONFIG, "status")):
+            raise ValueError(f"run = {str(folder)!r}: no run has begun there; give the run.folder of one.")
+        self.folder, self._lines = folder, StepLines(folder / METRICS)
+
+    def state(self) -> dict[str, Any]:
+        """Return the newest state. Not from several threads at once."""
+        self._lines.read()
+        now, told = time.time(), self._told()
+        alive = [one for one in told if not one.get("ended") and now - number(one.get("time")) < SILENT_S]
+        words = "running" if alive else "ended" if all(one.get("ended") for one in told) else "silent"
+        slowest = [episode for one in alive for episode in one.get("slowest", [])]
+        servers = {server["url"]: server for one in alive for server in one.get("servers", [])}
+        return {
+            "run": self.folder.resolve().name,
+            "state": words,
+            "about": self._about(told, alive, now),
+            "steps": self._curves(),
+            "episodes": dict(sum((Counter(one.get("episodes", {})) for one in alive), Counter())),
+            "failures": dict(sum((Counter(one.get("failures", {})) for one in told), Counter()).most_common(20)),
+            "slowest": sorted(slowest, key=lambda one: -number(one.get("seconds")))[:SHOWN],
+            "servers": list(servers.values()),
+            "lost": self._lost(),
+        }
+
+    def _told(self) -> list[dict[str, Any]]:
+        """Return what each rollout process has told last."""
+        found = []
+        for path in sorted((self.folder / "status").glob("rollout-*.json")):
+            try:
+                status = parsed(path.read_bytes())
+            except FileNotFoundError:
+                continue
+            if isinstance(status, dict):
+                found.append(status)
+        return found
+
+    def _about(self, told: list[dict[str, Any]], alive: list[dict[str, Any]], now: float) -> str:
+        steps = f"{len(self._lines.steps)} steps"
+        if alive:
+            return f"policy version {max(one['version'] for one in alive)}, {steps}, {len(alive)} rollout process(es)"
+        last_s = max((number(one.get("time")) for one in told), default=0.0)
+        return f"{steps}, last heard of {round(now - last_s)} s ago" if last_s else steps
+
+    def _curves(self) -> dict[str, list[Any]]:
+        steps = sorted(self._lines.steps)
+        while len(steps) > POINTS:
+            steps = steps[-1::-2][::-1]  # the last one stays
+        curves: dict[str, list[Any]] = {"step": steps}
+        return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
+
+    def _lost(self) -> list[dict[str, str]]:
+        """Return the last prompts that were given up, without their tracebacks."""
+        found = []
+        for path in self.folder.glob("dead_letters*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                rows = [parsed(line) for line in file.read().splitlines()]
+            found += [row for row in rows if isinstance(row, dict)]  # the first may be cut
+        newest = sorted(found, key=lambda row: str(row.get("time")))[-SHOWN:]
+        return [{name: str(row.get(name))[:LETTERS] for name in ("time", "error")} for row in newest]
+
+
+def parsed(line: bytes) -> Any:
+    """Return the JSON value, or None for what is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    timeout = 5.0
+    """Of a connection on which nothing is asked, seconds."""
+
+    def do_GET(self) -> None:
+        # A page of a foreign site, whose name was made to lead here, is not told of the run.
+        if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
+            self.send_error(403)
+        elif self.path == "/":
+            self._answer("text/html; charset=utf-8", PAGE.encode())
+        elif self.path == "/state.json":
+            self._answer("application/json", json.dumps(self.server.state()).encode())
+        else:
+            self.send_error(404)
+
+    def _answer(self, kind: str, content: bytes) -> None:
+        self.send_response(200)
+        headers = {"Content-Type": kind, "Content-Length": len(content), "Cache-Control": "no-store"}
+        for name, value in (headers | {"Content-Security-Policy": POLICY}).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Serves the page of one run."""
+
+    daemon_threads = True  # browsers hold connections open on which they ask nothing
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._watch, self._one_reads = Watch(folder), threading.Lock()
+        try:
+            super().__init__((LOOPBACK, port), Handler)
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; give another one, or 0 for any.") from error
+
+    def state(self) -> dict[str, Any]:
+        with self._one_reads:
+            return self._watch.state()
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+
+
+def watch(folder: Path, port: int) -> None:
+    """Serve the page until Ctrl-C."""
+    with WatchServer(folder, port) as server:
+        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
