@@ -211,8 +211,6 @@ class TrainConfig:
         key = f"algo.routing_replay = {self.algo.routing_replay!r}"
         if self.learns_from_data:
             raise ValueError(f"{key}: {self.chosen_data} has replies that no server has sampled; leave it out.")
-        if self.rollout.backend == "embedded" and self.rollout.starts_servers:
-            raise ValueError(f"{key}: the embedded server has no mixtures of experts; set rollout.backend=sglang.")
         if any(teacher.path == POLICY for teacher in self.teacher.teachers.values()):
             raise ValueError(
                 f"{key}: a teacher that is the policy itself reads prompts that no server has routed; leave one "

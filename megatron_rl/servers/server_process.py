@@ -99,11 +99,6 @@ class ServerLauncher:
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
-        if self.routes is not None and self.backend == "embedded":
-            raise ValueError(
-                "rollout.backend = 'embedded': has no mixtures of experts, whose routes algo.routing_replay asks for; "
-                "set rollout.backend=sglang."
-            )
 
     @property
     def token_file(self) -> Path:
@@ -149,14 +144,14 @@ class ServerLauncher:
         command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(self.model_path)]
         command += ["--host", self.host, "--token-file", str(self.token_file)]
         command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
+        if self.routes is not None and self.routes.has_weights:
+            command.append("--return-expert-weights")
         return command + self._shared_arguments()
 
     def sglang_command(self, port: int) -> list[str]:
         command = [sys.executable, "-m", "megatron_rl.servers.sglang_launch", "--token-file", str(self.token_file)]
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
-        if self.routes is not None:
-            command.append("--enable-return-routed-experts")
         command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER]
         if self.lora is not None:
             command += ["--enable-lora", "--max-lora-rank", str(self.lora.rank), "--max-loras-per-batch", "2"]
@@ -174,6 +169,8 @@ class ServerLauncher:
             arguments += ["--context-length", str(self.context_length)]
         if self.dummy_weights:
             arguments += ["--load-format", "dummy"]
+        if self.routes is not None:
+            arguments.append("--enable-return-routed-experts")
         return arguments
 
     def environment(self, number: int) -> dict[str, str]:

@@ -441,6 +441,8 @@ class Batcher:
     def _finish(self, request: Request, reason: dict[str, Any]) -> None:
         if request.row is not None:
             self._running.remove(request)
+            if request.routes_from is not None and request.filled == len(request.tokens) - 1:
+                request.routes = self.cache.routes[request.row, request.routes_from : request.filled].clone()
             # Keys from before an update are of no use to new requests.
             self.kv_rows.release(request, keep=self.kv_rows[request.row].epoch == self.kv_rows.epoch)
         self._accepted.discard(request)

@@ -1,6 +1,6 @@
 """The part of a Hugging Face `config.json` that the embedded server's forward pass needs, and its rotary frequencies.
 
-Unlike the trainer's Architecture it knows dense Llama-like models only, and refuses all others by name.
+Unlike the trainer's Architecture it knows Llama-like models and Qwen3's mixtures only, and refuses all others by name.
 """
 
 import json
@@ -11,6 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in some layers."""
+
+    count: int
+    per_token: int
+    size: int
+    """Width of one."""
+    renormalised: bool
+    """The chosen experts' weights sum to 1."""
+    layers: frozenset[int]
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Experts":
+        dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+        return cls(
+            count=raw["num_experts"]
+            if "num_experts" in raw
+            else raw["num_local_experts"],  # as transformers 5 writes it
+            per_token=raw["num_experts_per_tok"],
+            size=raw["moe_intermediate_size"],
+            renormalised=raw.get("norm_topk_prob", False),
+            layers=frozenset(i for i in range(raw["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +63,7 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: frozenset[int]
+    experts: Experts | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
@@ -42,10 +71,10 @@ class DecoderConfig:
             raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
         raw = json.loads((folder / "config.json").read_text())
         kind = raw.get("model_type")
-        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        if kind not in KINDS:
             raise ValueError(
-                f"config.json: model_type = {kind!r}: the embedded server runs llama, mistral, qwen2 and qwen3; serve "
-                f"this model with SGLang"
+                f"config.json: model_type = {kind!r}: the embedded server runs {', '.join(KINDS)}; serve this model "
+                f"with SGLang"
             )
         window = raw.get("sliding_window") if kind == "mistral" else None
         if window is not None and window < raw.get("max_position_embeddings", 2048):
@@ -75,7 +104,7 @@ class DecoderConfig:
             num_layers=raw["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            # Qwen3 alone has a default that does not follow from the hidden size.
+            # Qwen3's dense models alone have a default that does not follow from the hidden size.
             head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
             vocab_size=raw["vocab_size"],
             max_positions=raw.get("max_position_embeddings", 2048),
@@ -85,8 +114,9 @@ class DecoderConfig:
             qkv_bias=kind == "qwen2" or attention_bias,
             o_bias=kind != "qwen2" and attention_bias,
             mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+            experts=Experts.read(raw) if kind == "qwen3_moe" else None,
         )
 
 

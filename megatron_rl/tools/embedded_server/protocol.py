@@ -1,13 +1,15 @@
-"""SGLang's `/generate` and OpenAI's chat: JSON bodies to requests, finished requests to JSON. No HTTP, no torch.
+"""SGLang's `/generate` and OpenAI's chat: JSON bodies to requests, finished requests to JSON. No HTTP.
 
 Whatever is wrong with a body raises ValueError with the field, the value and the rule; the HTTP layer answers 400.
 """
 
 import time
 import uuid
+from base64 import b64encode
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.routes import experts_of
 from megatron_rl.tools.embedded_server.fields import flag, shown
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
@@ -22,7 +24,6 @@ _UNSUPPORTED = {
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_hidden_states": (None, False),
-    "return_routed_experts": (None, False),
     "return_sampling_mask": (None, False),
     "sampling_logprobs_mode": (None, "selected"),
     "custom_logit_processor": (None,),
@@ -64,6 +65,9 @@ MAX_SCALARS = 64
 class Limits:
     vocab_size: int
     context_length: int
+    tells_routes: bool = False
+    tells_weights: bool = False
+    """Of the experts in them."""
 
     @property
     def letters(self) -> int:
@@ -82,6 +86,7 @@ class GenerateCall:
     return_logprob: bool
     return_text_in_logprobs: bool
     return_prompt_token_ids: bool
+    tells_weights: bool
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
     start = -1 if start is None else start
     if type(start) is not int or start < -1:
         raise ValueError(f"logprob_start_len = {shown(start)}: must be an integer >= -1")
+    routes_from = _routes_from(body, limits)
     requests = []
     for i, prompt in enumerate(prompts):
         _check_ids(prompt, limits)
@@ -127,13 +133,31 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
         if len(requests) + sampling.n > MAX_SAMPLES:
             raise ValueError(f"{len(prompts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
         requests += make_requests(prompt, sampling, rids[i], limits, text, start if return_logprob else -1)
+    for request in requests:
+        request.routes_from = routes_from
     single = not batch and len(requests) == 1
     if stream and not single:
         raise ValueError("stream: true needs one prompt and n = 1; send one request per sample")
     in_text = flag(body, "return_text_in_logprobs")
     if in_text and text is None:
         raise ValueError("return_text_in_logprobs: true needs a tokenizer, and the model folder has none")
-    return GenerateCall(requests, single, stream, return_logprob, in_text, flag(body, "return_prompt_token_ids"))
+    flags = flag(body, "return_prompt_token_ids"), limits.tells_weights
+    return GenerateCall(requests, single, stream, return_logprob, in_text, *flags)
+
+
+def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
+    """Return the position from which routes are asked for, None where they are not."""
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or start < 0:
+        raise ValueError(f"routed_experts_start_len = {shown(start)}: must be an integer >= 0")
+    if not flag(body, "return_routed_experts"):
+        return None
+    if not limits.tells_routes:
+        raise ValueError(
+            "return_routed_experts: the server was started without it; start it with --enable-return-routed-experts "
+            "and a model that has experts"
+        )
+    return start
 
 
 def make_requests(
@@ -170,6 +194,9 @@ def generate_response(
         "output_ids": output,
         "meta_info": meta_info(request, output, finished, version),
     }
+    if finished and request.routes is not None:
+        told = request.routes if call.tells_weights else experts_of(request.routes)
+        response["meta_info"]["routed_experts"] = b64encode(told.cpu().numpy().tobytes()).decode()
     if call.return_prompt_token_ids:
         response["prompt_token_ids"] = request.prompt
     if call.return_logprob:

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 
 
@@ -24,6 +26,8 @@ class Request:
     params: SamplingParams
     logprob_start: int | None = None
     """Score the prompt from this position on (None: no scoring)."""
+    routes_from: int | None = None
+    """Tell the routes of its tokens from this position on (None: tell none)."""
     on_progress: Callable[["Request"], None] | None = None
     """Called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
@@ -32,6 +36,8 @@ class Request:
     """Prompt and output so far."""
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
+    routes: Tensor | None = None
+    """`[tokens, layers, slots]` int32, packed: of all tokens but the last, from `routes_from` on, at its end."""
     filled: int = 0
     """Tokens whose keys and values lie in the row."""
     row: int | None = None

@@ -31,7 +31,7 @@ from megatron_rl.tools.embedded_server import protocol
 from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
-from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
+from megatron_rl.tools.embedded_server.decoder_config import KINDS, DecoderConfig
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.information import InformationEndpoints
@@ -80,7 +80,12 @@ class RolloutServer:
         self.text = text
         self.weights = WeightEndpoints(batcher, model_path)
         self.information = InformationEndpoints(batcher, self.weights, options)
-        self.limits = protocol.Limits(batcher.model.config.vocab_size, batcher.kv_rows.context_length)
+        self.limits = protocol.Limits(
+            batcher.model.config.vocab_size,
+            batcher.kv_rows.context_length,
+            tells_routes=options.get("enable_return_routed_experts", False),
+            tells_weights=options.get("return_expert_weights", False),
+        )
         self.live: dict[str, Request] = {}
         self.live_tokens = 0
         """Of the prompts of those."""
@@ -250,6 +255,8 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         raise ValueError(f"--context-length {context_length}: must lie in [2, {config.max_positions}], the model's own")
     if args.max_running_requests < 1:
         raise ValueError(f"--max-running-requests {args.max_running_requests}: must be at least 1")
+    if args.enable_return_routed_experts and config.experts is None:
+        raise ValueError(f"--enable-return-routed-experts: {config.model_type} has no experts; leave it out")
     model = Decoder(config, dtype=dtype, device=device, context_length=context_length)
     if args.load_format == "dummy":
         model.draw()
@@ -374,7 +381,7 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatron-rl serve", description="Serve rollouts with SGLang's HTTP protocol.")
-    parser.add_argument("model", type=Path, help="folder in Hugging Face format (llama, mistral, qwen2, qwen3)")
+    parser.add_argument("model", type=Path, help=f"folder in Hugging Face format ({', '.join(KINDS)})")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; other hosts reach 0.0.0.0")
     parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free one (default 30000)")
     parser.add_argument(
@@ -388,6 +395,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-length", type=int, help="default: the model's, on CPU at most 4096")
     parser.add_argument("--max-total-tokens", type=int, help="tokens the KV cache may hold; default: 30%% of memory")
     parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
+    parser.add_argument(
+        "--enable-return-routed-experts", action="store_true", help="tell the experts of tokens, on demand"
+    )
+    parser.add_argument("--return-expert-weights", action="store_true", help="and their weights, in the upper bits")
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")

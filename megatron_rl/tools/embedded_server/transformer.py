@@ -1,4 +1,4 @@
-"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3 dense) in plain torch, with a KV cache of rows.
+"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3 and its mixtures) in plain torch, with a KV cache of rows.
 
 Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name is a view of the tensor the
 forward pass multiplies with, so an update is a `copy_` by HF name and a checksum reads what is used. Tested: logits
@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
+from megatron_rl import routes
+from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, Experts, inverse_frequencies
 from megatron_rl.weights.update_group import checksum
 
 
@@ -24,7 +26,8 @@ class KVCache:
     """Keys and values of `rows` sequences: per layer `[rows, kv_heads, capacity, head_dim]`, zero where never written.
 
     Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and whoever leaves NaN in
-    a row calls `clear_row`.
+    a row calls `clear_row`. Beside them the routes of a mixture, `[rows, capacity, layers, slots]` int32 as
+    megatron_rl/routes.py packs experts and weights: whoever takes a prefix has its tokens' routes, too.
 
         cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
         cache.resize(rows=4, capacity=64, kept=[])
@@ -35,6 +38,8 @@ class KVCache:
         self.shape = (config.num_kv_heads, config.head_dim)
         self.dtype, self.device = dtype, device
         self.rows = self.capacity = 0
+        self.slots = (config.num_layers, config.experts.per_token if config.experts else 0)
+        self.routes = torch.zeros(0, 0, *self.slots, dtype=torch.int32, device=device)
         self.keys = [self._empty(0, 0) for _ in range(config.num_layers)]
         self.values = [self._empty(0, 0) for _ in range(config.num_layers)]
 
@@ -49,11 +54,15 @@ class KVCache:
                 layers[i] = new = self._empty(rows, capacity)
                 for source, target, tokens in kept:
                     new[target, :, :tokens] = old[source, :, :tokens]
+        old, self.routes = self.routes, self.routes.new_zeros(rows, capacity, *self.slots)
+        for source, target, tokens in kept:
+            self.routes[target, :tokens] = old[source, :tokens]
         self.rows, self.capacity = rows, capacity
 
     def copy_prefix(self, source: int, targets: list[int], tokens: int) -> None:
         for layer in (*self.keys, *self.values):
             layer[targets, :, :tokens] = layer[source, :, :tokens]
+        self.routes[targets, :tokens] = self.routes[source, :tokens]
 
     def clear_row(self, row: int) -> None:
         for layer in (*self.keys, *self.values):
@@ -82,10 +91,11 @@ class _Layer:
     o: Tensor  # [H, heads * head_dim]
     o_bias: Tensor | None
     post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 * intermediate, H]
+    gate_up: Tensor  # [2 * intermediate, H], in a mixture [experts, 2 * size, H]
     gate_up_bias: Tensor | None
-    down: Tensor  # [H, intermediate]
+    down: Tensor  # [H, intermediate], in a mixture [experts, H, size]
     down_bias: Tensor | None
+    router: Tensor | None = None  # [experts, H]
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +118,7 @@ class Decoder:
         self._checksums: dict[str, str] = {}
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.layers = [self._new_layer(i) for i in range(config.num_layers)]
         self.norm = self._new("model.norm.weight", config.hidden_size)
         self.head = (
             self.embedding if config.tied else self._new("lm_head.weight", config.vocab_size, config.hidden_size)
@@ -128,7 +138,8 @@ class Decoder:
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
         return whole
 
-    def _new_layer(self, prefix: str) -> _Layer:
+    def _new_layer(self, number: int) -> _Layer:
+        prefix = f"model.layers.{number}."
         c, hidden = self.config, self.config.hidden_size
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qkv = [(f"{prefix}self_attn.{n}_proj", size) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))]
@@ -146,6 +157,15 @@ class Decoder:
             for i, name in enumerate("qk"):
                 self.parameters[f"{prefix}self_attn.{name}_norm.weight"] = qk_norm[i]
         o, down = [(f"{prefix}self_attn.o_proj", hidden)], [(f"{prefix}mlp.down_proj", hidden)]
+        if c.experts is not None and number in c.experts.layers:
+            feed_forward = self._new_mixture(f"{prefix}mlp.", c.experts)
+        else:
+            feed_forward = dict(
+                gate_up=weight(gate_up, hidden),
+                gate_up_bias=bias(c.mlp_bias, gate_up),
+                down=weight(down, c.intermediate_size),
+                down_bias=bias(c.mlp_bias, down),
+            )
         return _Layer(
             input_norm=self._new(f"{prefix}input_layernorm.weight", hidden),
             qkv=weight(qkv, hidden),
@@ -154,11 +174,18 @@ class Decoder:
             o=weight(o, q_size),
             o_bias=bias(c.o_bias, o),
             post_norm=self._new(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=weight(gate_up, hidden),
-            gate_up_bias=bias(c.mlp_bias, gate_up),
-            down=weight(down, c.intermediate_size),
-            down_bias=bias(c.mlp_bias, down),
+            **feed_forward,
         )
+
+    def _new_mixture(self, prefix: str, experts: Experts) -> dict[str, Any]:
+        hidden, size = self.config.hidden_size, experts.size
+        gate_up = torch.empty(experts.count, 2 * size, hidden, dtype=self.dtype, device=self.device)
+        down = torch.empty(experts.count, hidden, size, dtype=self.dtype, device=self.device)
+        for expert in range(experts.count):
+            parts = {"gate_proj": gate_up[expert, :size], "up_proj": gate_up[expert, size:], "down_proj": down[expert]}
+            self.parameters |= {f"{prefix}experts.{expert}.{name}.weight": part for name, part in parts.items()}
+        router = self._new(f"{prefix}gate.weight", experts.count, hidden)
+        return dict(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None, router=router)
 
     # Weights
 
@@ -293,7 +320,7 @@ class Decoder:
                 out[part] = result[0].transpose(0, 1)
             return out
 
-        return self._forward(tokens, positions, attend)
+        return self._forward(tokens, positions, attend, cache.routes, rows)
 
     def decode(self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache) -> Tensor:
         """Run one token of each row (`rows` ascending), write its key and value, return hidden states `[B, H]`."""
@@ -327,9 +354,10 @@ class Decoder:
             out = out.view(high - low, -1, head_dim)
             return out if gapless else out[row - low]
 
-        return self._forward(torch.tensor(tokens, device=self.device), at, attend)
+        return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
+        """taken: the cache's routes, in whose `rows` those of the tokens are written."""
         c = self.config
         hidden = self.embedding[tokens]
         cos, sin = self.cos[positions], self.sin[positions]
@@ -346,9 +374,27 @@ class Decoder:
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
             hidden = hidden + _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
             x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+            if layer.router is not None:
+                out, taken[rows, positions, i] = _mixture(x, layer, c.experts)
+                hidden = hidden + out
+                continue
             gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = hidden + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
         return F.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps)
+
+
+def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:
+    """`[T, H]` -> what the chosen experts make of it, weighted, and the routes `[T, slots]`."""
+    weights, chosen = _linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
+    if experts.renormalised:
+        weights /= weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = _linear(x[rows], layer.gate_up[expert]).chunk(2, -1)
+        made = _linear(F.silu(gate) * up, layer.down[expert])
+        out.index_add_(0, rows, made * weights[rows, slots, None].to(x.dtype))
+    return out, routes.pack(chosen, weights)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

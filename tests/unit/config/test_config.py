@@ -468,10 +468,6 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             "batch.updates_per_step = 17: .* 2 x 8 trajectories, and every update needs one at least; lower it",
         ),
         (
-            ["algo.routing_replay=experts", "rollout.backend=embedded"],
-            "algo.routing_replay = 'experts': the embedded server has no mixtures of experts; set rollout.backend",
-        ),
-        (
             ["algo.routing_replay=experts", "rollout.backend=sglang", "rollout.max_staleness=1"],
             "algo.routing_replay = 'experts': rollout.interruption = 'retract' .*set rollout.interruption=abort",
         ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from megatron_rl import routes
 from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.batcher import Batcher
@@ -17,14 +18,29 @@ from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inve
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
+from megatron_rl.types import Trajectory, TrajectoryBatch
+from tests.megatron.routed import RoutedModel
 
 VOCAB, CONTEXT, TIMEOUT_S = 512, 256, 30
 CPU = torch.device("cpu")
+# Layer 0 is a mixture, layer 1 is dense.
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (functools.partial(transformers.MistralConfig, sliding_window=None), transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (functools.partial(transformers.Qwen3MoeConfig, **EXPERTS), transformers.Qwen3MoeForCausalLM),
+    "qwen3_moe_raw_weights": (
+        functools.partial(transformers.Qwen3MoeConfig, **EXPERTS | {"norm_topk_prob": False}),
+        transformers.Qwen3MoeForCausalLM,
+    ),
 }
 
 
@@ -191,6 +207,33 @@ def test_decoding_ragged_rows_equals_the_full_forward(decoder):
             torch.testing.assert_close(
                 hidden, torch.stack([w[i] for w, i in zip(whole, at, strict=True)]), rtol=1e-4, atol=1e-4
             )
+
+
+def test_a_request_has_the_routes_of_all_rows_that_it_read_also_of_a_prefix_that_it_took_over(tmp_path):
+    model = hf_model("qwen3_moe")
+    decoder, common = load(model, tmp_path), prompt_of(70)
+    routed = RoutedModel(model, tmp_path)
+    with running(decoder, max_running_requests=2) as batcher:
+        asked = [make_request(common + [9, 10, n], f"r{n}", max_new_tokens=40 * n) for n in range(1, 5)]
+        for number, request in enumerate(asked):
+            request.routes_from = 5 * number
+        replies = finish(batcher, *asked)
+    assert sum(reply.cached_tokens > 0 for reply in replies) >= 2
+    for reply in replies:
+        batch = TrajectoryBatch.from_trajectories([[trajectory_of(reply)]])
+        expected, form = routed.routes(batch)[reply.routes_from : -1], routed.form
+        found = reply.routes[:, list(form.layers)]
+        assert not reply.routes[:, 1].any(), "the dense layer"
+        assert torch.equal(routes.experts_of(found), routes.experts_of(expected))
+        torch.testing.assert_close(routes.weights_of(found), routes.weights_of(expected), rtol=0, atol=1e-5)
+
+
+def trajectory_of(reply: Request) -> Trajectory:
+    tokens, count = torch.tensor(reply.tokens), len(reply.tokens)
+    mask = torch.arange(count) >= len(reply.prompt)
+    return Trajectory(
+        input_ids=tokens, loss_mask=mask, logprobs=torch.zeros(count), versions=mask.long() - 1, reward=0.0
+    )
 
 
 def test_greedy_reply_equals_generate_of_transformers(hf, decoder):
