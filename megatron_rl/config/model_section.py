@@ -102,6 +102,9 @@ class LoraConfig(Section, name="lora"):
     targets: list[str] = field(default_factory=list)
     """Projections that have an adapter, by the ends of their names in the model's files (`q_proj`,
     `experts.up_proj`); empty takes all of attention, feed-forward and experts."""
+    path: str = ""
+    """A folder in PEFT's format, such as another run's `final/adapter`, whose adapters this one begins with, of its
+    rank, alpha and targets; empty begins with adapters that change nothing. The reference is the model below them."""
 
 
 @dataclass(kw_only=True)

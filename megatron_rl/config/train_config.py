@@ -179,6 +179,11 @@ class TrainConfig:
                 f"freezes; start from a model that megatron-rl sft has trained, or leave one of them out."
             )
 
+        if self.lora.path and self.lora.rank == 0:
+            raise ValueError(
+                f"lora.path = {self.lora.path!r}: lora.rank = 0 trains the whole model; set lora.rank to that of the "
+                f"folder, or merge the adapters into model.path first."
+            )
         if self.rollout.publication == "adapters" and self.lora.rank == 0:
             raise ValueError(
                 "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank, or publish by "

@@ -282,7 +282,9 @@ def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
     """Return what the adapters of a checkpoint belong to; {} for a model without."""
     if engine.adapters is None:
         return {}
-    return dataclasses.asdict(engine.config.lora) | {"base": engine.adapters.sum_of_base}
+    lora = dataclasses.asdict(engine.config.lora)
+    lora.pop("path")  # where they began says nothing of what they are now
+    return lora | {"base": engine.adapters.sum_of_base}
 
 
 def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> None:

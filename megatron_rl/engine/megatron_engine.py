@@ -40,9 +40,9 @@ from megatron_rl.launch.ports import address_towards
 from megatron_rl.ops import TeacherStates, TopTokens
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.adapter_rules import (
-    FirstAdapters,
     PeftFolder,
     adapter_shapes,
+    adapter_source,
     is_peft_folder,
     write_peft_folder,
 )
@@ -122,7 +122,7 @@ class MegatronEngine(ModelEngine):
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
         if self.adapters is not None:
             self.adapters.note_base(self.groups)
-            self._load_adapters(FirstAdapters(self.arch, config.lora, config.seed))
+            self._load_adapters(adapter_source(self.arch, config.lora, seed=config.seed))
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
         self.optimizer = self.scheduler = None
         if self.trainable:

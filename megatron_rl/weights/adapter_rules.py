@@ -224,9 +224,16 @@ def is_peft_folder(path: str | Path) -> bool:
     return (Path(path) / "adapter_config.json").is_file()
 
 
-def adapter_source(path: str | Path | None, arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
-    """Return the adapters of a folder in PEFT's format, or without one those of the start."""
-    return FirstAdapters(arch, lora, seed) if path is None else PeftFolder(path, arch, lora)
+def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
+    """Return the adapters that a run begins with: of the folder `lora.path`, or without one such as change nothing."""
+    if not lora.path:
+        return FirstAdapters(arch, lora, seed)
+    if not is_peft_folder(lora.path):
+        raise ValueError(
+            f"lora.path = {lora.path!r}: no adapter_config.json there; give a folder in PEFT's format, such as the "
+            f"folder adapter in what a run with lora.rank has saved."
+        )
+    return PeftFolder(lora.path, arch, lora)
 
 
 def last_parts(arch: Architecture, lora: LoraConfig) -> list[str]:

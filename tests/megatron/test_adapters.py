@@ -205,6 +205,29 @@ def test_every_layout_trains_the_same_adapters(models, line):
     assert_trained_alike(found, expected)
 
 
+def begin_with(folder, layout, path):
+    lora = LORA | {"path": str(path)}
+    engine = make_adapted(folder, layout, lora)
+    begun = copied(engine.adapter_tensors())
+    batch = share_of(make_batch(), engine)
+    stats = engine.train().train_batch(batch, SFT)
+    return begun, stats.loss
+
+
+def test_a_run_begins_with_the_adapters_of_its_path(tmp_path):
+    make_model("qwen2", tmp_path)
+    write_adapters(tmp_path)
+    loaded, (begun, loss) = (
+        run_ranks(1, train, tmp_path)[0],
+        run_ranks(2, begin_with, tmp_path, "tp2_sp", tmp_path / "adapter")[0],
+    )
+    assert begun.keys() == loaded["adapters"].keys()
+    assert all(torch.equal(tensor, loaded["adapters"][name]) for name, tensor in begun.items())
+    assert loss == pytest.approx(loaded["stats"][0][0], rel=1e-6), "the first loss is theirs, and not the model's"
+    with pytest.raises(Exception, match="lora.path = .*no adapter_config.json there; give a folder in PEFT's format"):
+        run_ranks(1, begin_with, tmp_path, "1", tmp_path)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "mlp.up_proj"]])
 def test_matrices_that_are_no_targets_stay_as_they_are(tmp_path, targets):
     """Also within a fused matrix, of which other parts are targets."""

@@ -38,7 +38,7 @@ OUR_KEYS = {
         "overlap",
         "megatron",
     ],
-    "lora": ["rank", "alpha", "targets"],
+    "lora": ["rank", "alpha", "targets", "path"],
     "batch": [
         "prompts_per_step",
         "updates_per_step",
@@ -434,6 +434,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.publication=adapters", "rollout.interruption=abort"],
             "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank",
+        ),
+        (
+            ["lora.path=runs/a/final/adapter"],
+            "lora.path = 'runs/a/final/adapter': lora.rank = 0 trains the whole model; set lora.rank",
         ),
         (
             ["rollout.publication=adapters", "lora.rank=4"],
