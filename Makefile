@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# The Python that .venv is made with: make PYTHON=/usr/bin/python3.12. Left out, it is a 3.11 that runs, else a 3.12.
+# The Python that .venv is made with: make PYTHON=/usr/bin/python3.12. Left out, it is a 3.12 that runs, else a 3.11.
 PYTHON :=
 VENV := .venv/bin/python
 # Of the files that come, 22,000 with real SGLang, few are ever imported: Python compiles those when they are, and keeps
@@ -123,7 +123,7 @@ emulated: operators
 # torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
 .venv/.installed: setup.py constraints.txt
 	@[ -x $(VENV) ] || { \
-	  python=$(or $(PYTHON),$$(scripts/find_python.sh 3.11 3.12)); \
+	  python=$(or $(PYTHON),$$(scripts/find_python.sh 3.12 3.11)); \
 	  echo "==> making .venv with $$python"; \
 	  $$python -m venv .venv; \
 	}
