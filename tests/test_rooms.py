@@ -22,6 +22,7 @@ PACKAGE = ROOT / "megatron_rl"
 EVERYTHING = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "adapter_sums": set(),
     "config": set(),
     "ops": set(),
     "platform": set(),
@@ -33,11 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"config", "platform"},
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "routes", "types"},
-    "weights": {"api", "config", "ops", "parallel", "routes", "types"},
+    "weights": {"adapter_sums", "api", "config", "ops", "parallel", "routes", "types"},
     "rewards": {"api", "config", "launch", "types"},
     "workflows": {"api", "config", "rewards", "telemetry", "types"},
     "data": {"config", "rewards", "types", "workflows"},
-    "servers": {"api", "config", "launch", "ops", "routes", "telemetry", "types"},
+    "servers": {"adapter_sums", "api", "config", "launch", "ops", "routes", "telemetry", "types"},
     "rollout": {"api", "config", "data", "launch", "rewards", "routes", "servers", "telemetry", "types", "workflows"},
     "engine": {"api", "batch", "config", "launch", "ops", "parallel", "platform", "routes", "types", "weights"},
     # These put the parts together.

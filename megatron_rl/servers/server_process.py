@@ -76,6 +76,12 @@ class Server:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
+SGLANG_ROUTES = "megatron_rl.servers.sglang_routes"
+"""The plugin of SGLang that tells the weights of experts."""
+SGLANG_ADAPTERS = "megatron_rl.servers.sglang_adapters"
+"""The plugin that compares adapters with their sums."""
+
+
 @dataclass(kw_only=True)
 class ServerLauncher:
     """Starts servers of one model. Logs go to `folder`."""
@@ -173,6 +179,11 @@ class ServerLauncher:
             arguments.append("--enable-return-routed-experts")
         return arguments
 
+    def _plugins(self) -> list[str]:
+        """Return the modules of ours that SGLang loads, by its own rule for plugins."""
+        tells_weights = self.routes is not None and self.routes.has_weights
+        return [SGLANG_ROUTES] * tells_weights + [SGLANG_ADAPTERS] * (self.lora is not None)
+
     def environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ)
         # A server must not take itself for a rank of the trainer.
@@ -189,22 +200,21 @@ class ServerLauncher:
             # Where torch is a build for CUDA, SGLang finds its NCCL and takes it; without a library it takes gloo.
             environment["SGLANG_NCCL_SO_PATH"] = os.devnull
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # its many modules would be compiled at every start
-        if self.backend == "sglang" and self.routes is not None and self.routes.has_weights:
-            first_paths.append(str(write_plugin(self.folder / "sglang_plugin")))
+        if self.backend == "sglang" and (plugins := self._plugins()):
+            first_paths.append(str(write_plugins(self.folder / "sglang_plugins", plugins)))
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
         return environment
 
 
-def write_plugin(folder: Path) -> Path:
-    """Write what makes sglang_routes.py a plugin to SGLang with `folder` on its PYTHONPATH, and return the folder."""
-    about = folder / "megatron_rl_routes-1.dist-info"
+def write_plugins(folder: Path, modules: list[str]) -> Path:
+    """Write what makes modules plugins to SGLang with `folder` on its PYTHONPATH, and return the folder."""
+    about = folder / "megatron_rl_plugins-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_routes\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nmegatron_rl_routes = megatron_rl.servers.sglang_routes:register\n"
-    )
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_plugins\nVersion: 1\n")
+    lines = [f"{module.replace('.', '_')} = {module}:register\n" for module in modules]
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\n" + "".join(lines))
     return folder
 
 

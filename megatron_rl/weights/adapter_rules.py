@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.adapter_sums import check_sums, sum_of
 from megatron_rl.config import LoraConfig, ModelConfig
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
@@ -202,6 +203,9 @@ class AdaptedMatrices:
         self.adapters, self.model = HFFolder(adapter_folder, {}), HFFolder(model_folder, self.shapes)
         names = (name.removeprefix(PEFT_PREFIX) for name in self.adapters.file_of if ".lora_A." in name)
         self.names = [name.replace(".lora_A.", ".") for name in names]
+        check_sums(
+            adapter_folder, {name: sum_of(self.adapters.read(name, 0, 0, None)) for name in self.adapters.file_of}
+        )
         if unknown := [name for name in self.names if name not in self.shapes]:
             raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
 

@@ -74,7 +74,8 @@ class HFFolder:
     def _is_packed(self, name: str) -> bool:
         return name not in self.file_of and f"{name}_blocks" in self.file_of
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+    def read(self, name: str, dim: int, start: int, stop: int | None) -> Tensor:
+        """Return a slice of a tensor; without `stop` up to its end."""
         if self._is_packed(name):
             assert dim == 0, f"{name}: experts are read one by one"
             return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))

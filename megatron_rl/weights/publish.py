@@ -36,9 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_rl.adapter_sums import sum_of, write_sums
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
 from megatron_rl.config import LoraConfig
-from megatron_rl.weights.adapter_rules import write_peft_folder
+from megatron_rl.weights.adapter_rules import PEFT_PREFIX, write_peft_folder
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import write_hf_folder
@@ -619,7 +620,7 @@ class DiskPublisher(WeightPublisher):
 class AdapterPublisher(DiskPublisher):
     """Writes the adapters alone, in PEFT's format. Servers compute them beside the model's weights, which they keep.
 
-    No server has checksums of adapters: what it says is that it has loaded all tensors of the folder.
+    Beside them are their sums, with which servers compare what they have read. SGLang does so where a run starts it.
     """
 
     def __init__(
@@ -648,4 +649,5 @@ class AdapterPublisher(DiskPublisher):
         target = self.folder / f"version-{version}"
         named = {name: tensor.cpu() for name, tensor in tensors}  # one by one, so that the device has none of them
         write_peft_folder(target, named, self.arch, self.lora, self.model_folder)
+        write_sums(target, {PEFT_PREFIX + name: sum_of(tensor) for name, tensor in named.items()})
         return target

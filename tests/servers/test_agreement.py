@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
+import urllib.error
 import urllib.request
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import LAYOUTS, make_engine
 from training_runs import COUNT, ROOT, mean, steps_of
 
@@ -177,13 +179,29 @@ def test_servers_compute_published_adapters_beside_weights_that_stay(tiny_model,
     changed = [name for name, tensor in weights.items() if not torch.equal(tensor, plain[name])]
     assert any("q_proj" in name for name in changed) and any("down_proj" in name for name in changed)
     (published,) = (tmp_path / "published").iterdir()
-    assert {file.name for file in published.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "checksums.json"}
+    assert {file.name for file in published.iterdir()} == files
     assert post(with_adapters, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
+    refuses_adapters_that_are_not_what_was_written(with_adapters, published, tmp_path / "spoilt")
     load_folder(with_adapters, tiny_model)
     answers = [greedy(with_adapters)]
     write_hf_folder(tmp_path / "merged", weights.items(), model_folder=tiny_model, dtype=torch.float32)
     load_folder(with_adapters, tmp_path / "merged")
     assert greedy(with_adapters) != answers[0], "these adapters change what is answered"
+
+
+def refuses_adapters_that_are_not_what_was_written(url, published, folder):
+    """As a host that sees old pages of a shared file would have them."""
+    shutil.copytree(published, folder)
+    tensors = load_file(published / "adapter_model.safetensors")
+    name = next(name for name in sorted(tensors) if "k_proj.lora_B" in name)
+    tensors[name][-1, -1] += 1e-6
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(folder)})
+    assert f"1 tensors are not what was published, the first is {name}" in refusal.value.read().decode()
+    assert post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(published)})["success"]
+    assert post(url, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
 
 
 def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
