@@ -5,7 +5,7 @@ Alignment: entry t of every per-token tensor of a trajectory belongs to token t.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +40,9 @@ class LLMRequest:
     begun: LLMResponse | None = None
     """The reply as far as it was generated before, to be continued. An engine that can adds to it as the tokens come,
     so that they are there also where the call is cancelled."""
+    on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
+    """Called on the engine's event loop with all tokens of the reply so far, as they come; an engine that cannot tell
+    does not call it. They will be the reply's, unless the call fails."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)

@@ -60,6 +60,9 @@ FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
 """How long a call waits that is asked to come again; what Retry-After says, within these."""
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 FILES_WAIT_S = 0.2
+MOST_EVENTS = 512
+"""Of a streamed reply: each has all tokens so far, so that many events of a long reply would be very much."""
+OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
 FILES_WARNING_EVERY_S = 60.0
 
 
@@ -120,6 +123,8 @@ class ServerInfo:
     """The kind of quantization of its weights, as it or its model's config.json says."""
     gives_routes: bool
     """It was started to tell the experts of each token."""
+    streams_whole: bool
+    """Each event of a stream has all of the reply so far."""
     weight_loaders: tuple[str, ...]
     """Functions of its own start's choice that may load its weights."""
 
@@ -229,13 +234,19 @@ class ServerClient:
         return b"".join(await self._pieces(method, endpoint, body, timeout_s, MAX_ANSWER_BYTES))
 
     async def _pieces(
-        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, timeout_s: float | None, at_most: int
+        self,
+        method: str,
+        endpoint: str,
+        body: dict[str, Any] | bytes | None,
+        timeout_s: float | None,
+        at_most: int,
+        events: EventStream | None = None,
     ) -> list[bytes]:
-        """The same of at most so many bytes, in the pieces in which it came."""
+        """The same of at most so many bytes, in the pieces in which it came; or of `events`, which are told, none."""
         deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while True:
             try:
-                return await self._call_once(method, endpoint, body, timeout_s, at_most)
+                return await self._call_once(method, endpoint, body, timeout_s, at_most, events)
             except Busy as error:
                 if deadline is None or time.monotonic() + error.wait_s > deadline:
                     raise
@@ -248,7 +259,13 @@ class ServerClient:
                 await asyncio.sleep(FILES_WAIT_S)
 
     async def _call_once(
-        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, timeout_s: float | None, at_most: int
+        self,
+        method: str,
+        endpoint: str,
+        body: dict[str, Any] | bytes | None,
+        timeout_s: float | None,
+        at_most: int,
+        events: EventStream | None = None,
     ) -> list[bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
@@ -257,7 +274,8 @@ class ServerClient:
         sent = {"data": data, "headers": headers, "timeout": timeout, "allow_redirects": False}
         try:
             async with self._session.request(method, self.url + endpoint, **sent, trace_request_ctx=self) as answer:
-                status, pieces = answer.status, await self._read(answer, endpoint, at_most)
+                reading = self._read(answer, endpoint, at_most, events if answer.status == 200 else None)
+                status, pieces = answer.status, await reading
                 wait_s = seconds_of(answer.headers.get("Retry-After", ""))
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
@@ -285,10 +303,17 @@ class ServerClient:
                 *(error, self.url),
             )
 
-    async def _read(self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int) -> list[bytes]:
+    async def _read(
+        self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int, events: EventStream | None
+    ) -> list[bytes]:
         """Return the body's pieces; BadReply for one that would fill this process's memory."""
         pieces, size = [], 0
         async for piece in answer.content.iter_any():
+            if events is not None:
+                events.take(piece)
+                if len(events.rest) > at_most:
+                    raise BadReply(f"{self.url}{endpoint}: an event of more than {at_most} bytes.")
+                continue
             pieces.append(piece)
             size += len(piece)
             if size > at_most:
@@ -446,20 +471,42 @@ class ServerClient:
             late=int(self.freezes_steps and info is not None and not info.is_embedded),
         )
 
-    async def generate(self, asked: Asked, input_ids: list[int], sampling_params: dict[str, Any]) -> ReplyPart:
-        """Generate once, however long it takes: the deadline of a reply is the caller's. BadReply for a wrong one."""
+    async def generate(
+        self,
+        asked: Asked,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> ReplyPart:
+        """Generate once, however long it takes: the deadline of a reply is the caller's. BadReply for a wrong one.
+
+        on_tokens: is told the ids so far, as they come. What it was told is kept, as an abort's, where the server dies.
+        """
         body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if self.uses_adapters:
             body["lora_path"] = ADAPTERS
         if asked.routes is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": asked.routes_from}
         at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
+        events = EventStream(on_tokens) if on_tokens and (self.info is None or self.info.streams_whole) else None
+        if events is not None:
+            every = -(-asked.max_new_tokens // MOST_EVENTS)
+            body |= {
+                "stream": True,
+                "sampling_params": sampling_params | ({"stream_interval": every} if every > 1 else {}),
+            }
         try:
-            pieces = await self._pieces("POST", "/generate", body, None, at_most)
+            pieces = await self._pieces("POST", "/generate", body, None, at_most, events)
         except RequestRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
                 raise
             raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
+        except ServerError as error:
+            if events is None or not events.is_begun:
+                raise
+            logger.info("%s; the reply goes on from the %d tokens that had come", error, events.count)
+        if events is not None:
+            pieces = [events.reply(f"{self.url}/generate")]
         try:
             if sum(map(len, pieces)) < READ_HERE_BYTES:
                 part = read_reply(pieces, asked)
@@ -490,6 +537,46 @@ class ServerClient:
                 if asyncio.get_running_loop().time() > deadline:
                     raise CommandRefused(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
             await asyncio.sleep(FLUSH_POLL_S)
+
+
+class EventStream:
+    """The events of a streamed reply, each of which has all of it so far: the last one is the reply."""
+
+    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
+        self._on_tokens = on_tokens
+        self.rest, self._last = bytearray(), b""
+        self.count = 0
+        """Tokens that have come."""
+
+    @property
+    def is_begun(self) -> bool:
+        return self.count > 0
+
+    def take(self, piece: bytes) -> None:
+        """Take what has come of the body. RequestRefused or ServerError where an event is one."""
+        self.rest += piece
+        *events, rest = self.rest.split(b"\n\n")
+        self.rest = rest
+        for event in events:
+            content = bytes(event).removeprefix(b"data: ")
+            if content.startswith(b'{"error"'):
+                raise self._error(content)
+            if (found := OUTPUT_IDS.search(content)) is not None:
+                ids = orjson.loads(found[1])
+                self._last, self.count = content, len(ids)
+                self._on_tokens(ids)
+
+    def _error(self, content: bytes) -> Exception:
+        error = orjson.loads(content)["error"]
+        code, words = (error.get("code"), message_of(content)) if isinstance(error, dict) else (None, str(error))
+        is_refusal = type(code) is int and 400 <= code < 500 and code not in BUSY
+        return RequestRefused(words, code) if is_refusal else ServerError(f"the stream ended: {words}")
+
+    def reply(self, what: str) -> bytes:
+        """Return the body of the whole reply; of one that was cut off, as an abort."""
+        if not self._last:
+            raise ServerError(f"{what}: the stream had no reply.")
+        return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)
 
 
 def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
@@ -552,6 +639,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         gives_text=not server.get("skip_tokenizer_init"),
         quantization=quantization_of(server, config),
         gives_routes=bool(server.get("enable_return_routed_experts")),
+        streams_whole=not (server.get("incremental_streaming_output") or server.get("stream_output")),
         weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
 

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,6 +176,7 @@ class SamplingClient:
         generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         tokens = [*req.input_ids, *generated.tolist()]
+        tell = req.on_tokens and partial(told, req.on_tokens, tokens[len(req.input_ids) :])
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
@@ -185,7 +187,7 @@ class SamplingClient:
                 # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun, routed)
+                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun, routed, tell)
                 except Busy as error:
                     failed = server
                     logger.info("%s", error)
@@ -235,6 +237,7 @@ class SamplingClient:
         deadline: asyncio.Timeout,
         begun: LLMResponse | None,
         routed: int,
+        on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
         """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
 
@@ -243,7 +246,7 @@ class SamplingClient:
         fleet, since = self.fleet, time.monotonic()
         asked = fleet.asked(server, rid, tokens, params, routed)  # before it is sent: a publication may end meanwhile
         # A task of its own: a server that is dropped cancels its calls, and not the episodes that wait for them.
-        call = asyncio.create_task(server.generate(asked, tokens, params))
+        call = asyncio.create_task(server.generate(asked, tokens, params, on_tokens))
         server.open_call(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
@@ -333,6 +336,10 @@ def least_busy(
     begin = rank * len(ring) // ranks
     ring = ring[begin:] + ring[:begin]
     return min([server for server in ring if server is not avoid] or ring, key=lambda server: len(server.calls))
+
+
+def told(on_tokens: Callable[[list[int]], None], before: list[int], ids: list[int]) -> None:
+    on_tokens([*before, *ids])
 
 
 def add_part(reply: LLMResponse, part: ReplyPart) -> None:

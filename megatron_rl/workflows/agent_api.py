@@ -56,8 +56,8 @@ class AgentApi(abc.ABC):
         """Return the body of the whole answer."""
 
     @abc.abstractmethod
-    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
-        """Go through the answer as a stream tells it."""
+    def stream(self, body: dict[str, Any]) -> ReplyStream:
+        """Return what tells the answer piece by piece."""
 
     last_line: bytes = b""
     """What ends a stream."""
@@ -65,6 +65,45 @@ class AgentApi(abc.ABC):
     @abc.abstractmethod
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
         """Return the body of a refusal; `field` is the one of the request that is at fault."""
+
+
+class ReplyStream(abc.ABC):
+    """The events of one streamed answer: `begin`, then `advance` as often as more of it is known, then `finish`."""
+
+    def __init__(self) -> None:
+        self._thoughts: str | None = None
+        self._said = ""
+
+    def advance(self, thoughts: str | None, said: str) -> Iterator[Event]:
+        """Tell what is new. RuntimeError where what was told before has become another text."""
+        if not ((thoughts or "").startswith(self._thoughts or "") and said.startswith(self._said)):
+            raise RuntimeError("the reply's text is not the one that was streamed so far; ask again.")
+        if thoughts is not None and thoughts != self._thoughts:
+            more, self._thoughts = thoughts[len(self._thoughts or "") :], thoughts
+            yield from self.add_thoughts(more)
+        if said != self._said:
+            more, self._said = said[len(self._said) :], said
+            yield from self.add_said(more)
+
+    def finish(self, answer: Answer) -> Iterator[Event]:
+        """Tell the rest."""
+        yield from self.advance(answer.thoughts, answer.message["content"])
+        yield from self.end(answer)
+
+    @abc.abstractmethod
+    def begin(self, input_len: int) -> Iterator[Event]:
+        """Open the answer. input_len: tokens of the prompt."""
+
+    def add_thoughts(self, text: str) -> Iterator[Event]:
+        """Tell more of what was thought; the first time, it may be none yet."""
+        return iter(())
+
+    @abc.abstractmethod
+    def add_said(self, text: str) -> Iterator[Event]: ...
+
+    @abc.abstractmethod
+    def end(self, answer: Answer) -> Iterator[Event]:
+        """Tell the calls, and how it ended. All its text has been told."""
 
 
 def check(body: dict[str, Any], options: Options) -> None:

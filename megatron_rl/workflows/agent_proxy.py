@@ -1,6 +1,7 @@
 """The HTTP side of agents: APIs that unmodified agents speak, by which all they ask for and get is recorded.
 
-POST /v1/chat/completions, POST /v1/responses (OpenAI's), POST /v1/messages (Anthropic's), GET /v1/models
+POST /v1/chat/completions, POST /v1/responses (OpenAI's), POST /v1/messages and /v1/messages/count_tokens (Anthropic's),
+GET /v1/models
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ from typing import Any
 from aiohttp import web
 
 from megatron_rl.api import ContextOutgrown, RequestRefused
-from megatron_rl.workflows.agent_api import AgentApi, Answer
+from megatron_rl.workflows.agent_api import AgentApi, Answer, Event
 from megatron_rl.workflows.agent_request import BadRequest
 from megatron_rl.workflows.agent_session import AgentSession, SessionOver
 from megatron_rl.workflows.chat_api import ChatApi
 from megatron_rl.workflows.messages_api import MessagesApi
 from megatron_rl.workflows.responses_api import ResponsesApi
+from megatron_rl.workflows.streamed_text import Progress
 
 LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
 """A request may have so many, and so many more for each token of the context: more text than any dialogue's."""
 SIGN_OF_LIFE_S = 10.0
 """A stream says so often that its reply is still being generated, or a client would take the server for dead."""
+COUNTS = "/count_tokens"
+COUNT = MessagesApi.path + COUNTS
 LOOPBACK = "127.0.0.1"
 
 
@@ -85,6 +89,7 @@ class AgentProxy:
         app = web.Application(client_max_size=self._most_bytes)
         for api in (ChatApi, ResponsesApi, MessagesApi):
             app.router.add_post(api.path, self._ask)
+        app.router.add_post(COUNT, self._ask)
         app.router.add_get("/v1/models", self._models)
         # An agent that goes away ends what was generated for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -135,16 +140,18 @@ class AgentProxy:
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         if (found := self._of(request)) is None:
-            api = MessagesApi() if request.path == MessagesApi.path else ResponsesApi()
+            api = MessagesApi() if request.path.startswith(MessagesApi.path) else ResponsesApi()
             return refusal(api, 401, "wrong API key; use the one that the agent was started with")
         session, apis = found
-        api = apis[request.path]
+        api = apis[request.path.removesuffix(COUNTS)]
         try:
             body = await self._body(request)
-            asking = session.answer(api.as_chat(body), shows_thoughts=api.shows_thoughts)
+            asked = api.as_chat(body)
+            if request.path == COUNT:
+                return web.json_response({"input_tokens": await session.count(asked)})
             if body.get("stream"):
-                return await stream(request, session, api, body, asyncio.ensure_future(asking))
-            return web.json_response(api.result(body, await asking))
+                return await stream(request, session, api, body, asked)
+            return web.json_response(api.result(body, await session.answer(asked, shows_thoughts=api.shows_thoughts)))
         except Exception as error:
             return refusal(api, *told(error, session))
 
@@ -176,31 +183,58 @@ def refusal(
 
 
 async def stream(
-    request: web.Request, session: AgentSession, api: AgentApi, body: dict[str, Any], asking: asyncio.Future[Answer]
+    request: web.Request, session: AgentSession, api: AgentApi, body: dict[str, Any], asked: dict[str, Any]
 ) -> web.StreamResponse:
-    """Send a reply as the events of a stream, with signs of life before it."""
-    head = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=head)
+    """Send a reply as events while it is generated, with signs of life where nothing comes."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    progress, told_by = Progress(), api.stream(body)
+    answering = session.answer(asked, shows_thoughts=api.shows_thoughts, progress=progress)
+    asking, is_begun = asyncio.ensure_future(answering), False
+
+    async def send(events: Iterable[Event]) -> None:
+        await response.write(b"".join(line(kind, data) for kind, data in events))
+
     try:
-        while not (await asyncio.wait([asking], timeout=SIGN_OF_LIFE_S))[0]:
+        while not asking.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SIGN_OF_LIFE_S):
+                    await first_of(asking, progress.changed)
+            if asking.done():
+                break
             if not response.prepared:  # what is refused at once is refused by a status
                 await response.prepare(request)
-            await response.write(b": the reply is being generated\n\n")
+            if not progress.changed.is_set():
+                await response.write(b": the reply is being generated\n\n")
+                continue
+            progress.changed.clear()
+            if not is_begun:
+                is_begun = True
+                await send(told_by.begin(progress.input_len))
+            await send(told_by.advance(progress.thoughts, progress.said))
         answer = asking.result()
+        if not response.prepared:
+            await response.prepare(request)
+        if not is_begun:
+            await send(told_by.begin(answer.reply.input_len))
+        await send(told_by.finish(answer))
+        await response.write(api.last_line)
     except Exception as error:
         if not response.prepared:
             raise
         await response.write(line("error", api.error(*told(error, session))))
-    else:
-        if not response.prepared:
-            await response.prepare(request)
-        for kind, data in api.events(body, answer):
-            await response.write(line(kind, data))
-        await response.write(api.last_line)
     finally:
         asking.cancel()  # where the agent hung up
     await response.write_eof()
     return response
+
+
+async def first_of(asking: asyncio.Future[Answer], changed: asyncio.Event) -> None:
+    """Return when the answer is there, or its progress has changed."""
+    waiting = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
 
 
 def line(kind: str | None, data: dict[str, Any]) -> bytes:

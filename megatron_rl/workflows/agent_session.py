@@ -26,12 +26,15 @@ from megatron_rl.workflows.agent_api import Answer
 from megatron_rl.workflows.agent_request import as_rendered, check_options, messages_of, normal
 from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Message
 from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.streamed_text import THINK, Progress, split_thoughts, sure_parts
 from megatron_rl.workflows.tool_formats import ToolFormat, text_arguments
 from megatron_rl.workflows.tools import ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EDGE_TOKENS = 16
+"""Of a prompt's end, and a reply's beginning, in which a thought may be opened."""
 INLINE_CHARACTERS = 8192
 """Longer ones are rendered and tokenised in a thread, as that takes longer than a few milliseconds."""
 
@@ -118,9 +121,11 @@ class AgentSession:
         if self._calls:
             await asyncio.wait(self._calls)
 
-    async def answer(self, body: dict[str, Any], *, shows_thoughts: bool = False) -> Answer:
+    async def answer(
+        self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
+    ) -> Answer:
         """The same as `complete`, until `close`. SessionOver after that."""
-        completing = self.complete(body, shows_thoughts=shows_thoughts)
+        completing = self.complete(body, shows_thoughts=shows_thoughts, progress=progress)
         call = asyncio.get_running_loop().create_task(completing, context=self.context)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -133,34 +138,58 @@ class AgentSession:
                 raise SessionOver("the agent's time is over: nobody waits for its answer any more") from None
             raise
 
-    async def complete(self, body: dict[str, Any], *, shows_thoughts: bool = False) -> Answer:
+    async def complete(
+        self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
+    ) -> Answer:
         """Answer a request of the chat completions API.
 
         shows_thoughts: they are no part of the message, and the dialogue goes on whether it comes back with them or
-        without. BadRequest and RequestRefused for what cannot be answered.
+        without. progress: is told the reply as it comes. BadRequest and RequestRefused for what cannot be answered.
         """
         try:
-            answer = await self._complete(body, shows_thoughts)
+            answer = await self._complete(body, shows_thoughts, progress)
         except ContextOutgrown as error:
             self.outgrown = str(error)
             raise
         self.outgrown = None
         return answer
 
-    async def _complete(self, body: dict[str, Any], shows_thoughts: bool) -> Answer:
+    async def count(self, body: dict[str, Any]) -> int:
+        """Return the tokens of what a request asks with."""
+        return len((await self._prompt(body))[0])
+
+    async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[str]]:
+        """Return the dialogue up to the reply, the state that it continues, and the names of its beginnings."""
         check_options(body)
-        messages = messages_of(body)
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        messages, tools = messages_of(body), tools_of(body)
         names = prefix_names(messages, tools)
         parent, kept = self._continued(names)
         if parent is None:
             asked = {"messages": as_rendered(messages), "tools": tools}
-            conversation = Conversation(await self._tokens(asked, partial(self.options.template.opening, asked)))
-        else:
-            conversation = parent.fork()
-            added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
-            conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
-        reply = await self._generate(conversation, body, names[-1])
+            return Conversation(await self._tokens(asked, partial(self.options.template.opening, asked))), None, names
+        conversation = parent.fork()
+        added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
+        conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
+        return conversation, parent, names
+
+    async def _complete(self, body: dict[str, Any], shows_thoughts: bool, progress: Progress | None) -> Answer:
+        conversation, parent, names = await self._prompt(body)
+        tools = tools_of(body)
+        form, decode = self.options.tools, self.options.tokenizer.decode
+        # Some templates open a thought themselves.
+        is_opened = decode(conversation.ids[-EDGE_TOKENS:]).rstrip().endswith(THINK)
+
+        def thinks(ids: list[int]) -> bool:
+            # Also where its mark is a special token, which the reply's text does not show.
+            return is_opened or decode(ids[:EDGE_TOKENS]).lstrip().startswith(THINK)
+
+        def grown(ids: list[int]) -> None:
+            assert progress is not None
+            text, may_call = form.text(self.options.tokenizer, ids), form if tools else None
+            is_open = shows_thoughts and thinks(ids)
+            progress.grown(*sure_parts(text, is_open=is_open, shows_thoughts=shows_thoughts, tools=may_call))
+
+        reply = await self._generate(conversation, body, names[-1], progress, grown)
         conversation.take(reply)
         # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
         # come back takes its line along. The others are lines of their own, without the tokens that it trains.
@@ -171,7 +200,7 @@ class AgentSession:
             parent.is_continued, line = True, parent.line
             line.conversation = conversation  # the line's other states are its beginnings, which stay as they are
         # Named as it will come back in the next request, whatever the agent's client adds to it or leaves out.
-        answer = self._answer(reply, tools, shows_thoughts)
+        answer = self._answer(reply, tools, shows_thoughts=shows_thoughts, is_open=thinks(reply.output_tokens))
         name = name_after(names[-1], normal(answer.message, "reply"))
         state = State(line, len(conversation), conversation.replies, conversation.last_reply)
         self._states.setdefault(name, []).append(state)
@@ -197,7 +226,14 @@ class AgentSession:
             )
         return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
 
-    async def _generate(self, conversation: Conversation, body: dict[str, Any], name: str) -> LLMResponse:
+    async def _generate(
+        self,
+        conversation: Conversation,
+        body: dict[str, Any],
+        name: str,
+        progress: Progress | None,
+        grown: Callable[[list[int]], None],
+    ) -> LLMResponse:
         room = self.options.max_tokens - len(conversation)
         if room < 1:
             raise ContextOutgrown(
@@ -214,11 +250,17 @@ class AgentSession:
         if self.sample_key is not None:
             metadata = {"sample_key": f"{self.sample_key}/{name[:16]}/{self._asked[name]}"}
         request = LLMRequest(rid=self._rid, input_ids=list(conversation.ids), gconfig=gconfig, metadata=metadata)
+        if progress is not None:
+            progress.input_len = len(conversation)
+            # The engine may have an event loop of its own.
+            request.on_tokens = partial(asyncio.get_running_loop().call_soon_threadsafe, grown)
         return await self.engine.agenerate(request)
 
-    def _answer(self, reply: LLMResponse, tools: list[Message] | None, shows_thoughts: bool) -> Answer:
+    def _answer(
+        self, reply: LLMResponse, tools: list[Message] | None, *, shows_thoughts: bool, is_open: bool
+    ) -> Answer:
         text = self.options.tools.text(self.options.tokenizer, reply.output_tokens)
-        thoughts, said = split_thoughts(text) if shows_thoughts else (None, text)
+        thoughts, said = split_thoughts(text, is_open=is_open) if shows_thoughts else (None, text)
         content, calls = self.options.tools.split(said, text_arguments(tools)) if tools else (said, [])
         if not calls or any(call.fault for call in calls):  # the agent sees what was said in place of a call
             message: Message = {"role": "assistant", "content": said}
@@ -227,17 +269,8 @@ class AgentSession:
         return Answer(message=message, thoughts=thoughts, reply=reply)
 
 
-THINK, THOUGHT = "<think>", "</think>"
-
-
-def split_thoughts(text: str) -> tuple[str | None, str]:
-    """Return what was thought, or None, and what is said. The prompt may have opened the thought, or it was cut off."""
-    thoughts, is_ended, said = text.partition(THOUGHT)
-    if is_ended:
-        return thoughts.strip().removeprefix(THINK).strip("\n"), said.lstrip("\n")
-    if text.lstrip().startswith(THINK):
-        return text.lstrip().removeprefix(THINK).strip("\n"), ""
-    return None, text
+def tools_of(body: dict[str, Any]) -> list[Message] | None:
+    return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.types import LLMResponse
-from megatron_rl.workflows.agent_api import AgentApi, Answer, Event
+from megatron_rl.workflows.agent_api import AgentApi, Answer, Event, ReplyStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,18 +33,35 @@ class ChatApi(AgentApi):
             choice["logprobs"] = {"content": token_logprobs(self.tokenizer, answer.reply)}
         return head(body) | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer.reply)}
 
-    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
-        calls = [{"index": number} | call for number, call in enumerate(answer.calls)]
-        delta = {"role": "assistant", "content": answer.message["content"]} | ({"tool_calls": calls} if calls else {})
-        first = head(body) | {"object": "chat.completion.chunk"}
-        yield None, first | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        yield None, first | {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_of(answer)}]}
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield None, first | {"choices": [], "usage": usage_of(answer.reply)}
+    def stream(self, body: dict[str, Any]) -> ReplyStream:
+        return ChatStream(body)
 
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+class ChatStream(ReplyStream):
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._head = head(body) | {"object": "chat.completion.chunk"}
+        self._body = body
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> Event:
+        return None, self._head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    def begin(self, input_len: int) -> Iterator[Event]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def add_said(self, text: str) -> Iterator[Event]:
+        yield self._chunk({"content": text})
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        if answer.calls:
+            yield self._chunk({"tool_calls": [{"index": number} | call for number, call in enumerate(answer.calls)]})
+        yield self._chunk({}, finish_of(answer))
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            yield None, self._head | {"choices": [], "usage": usage_of(answer.reply)}
 
 
 def head(body: dict[str, Any]) -> dict[str, Any]:

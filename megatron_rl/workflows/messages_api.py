@@ -6,7 +6,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.workflows.agent_api import AgentApi, Answer, Event, Options, check, functions, new_id, text_of
+from megatron_rl.workflows.agent_api import (
+    AgentApi,
+    Answer,
+    Event,
+    Options,
+    ReplyStream,
+    check,
+    functions,
+    new_id,
+    text_of,
+)
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
     is_count,
@@ -32,6 +42,7 @@ OPTIONS: Options = {
     "tool_choice": (lambda value: is_object(value) and value.get("type") in ("auto", "none", "any"), NOT_SUPPORTED),
 }
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 503: "overloaded_error"}
+SIGNATURE = "none"
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -59,36 +70,14 @@ class MessagesApi(AgentApi):
         }
 
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        return opened(body, answer) | {
+        return opened(body, answer.reply.input_len) | {
             "content": blocks_of(answer),
             "stop_reason": stop_reason_of(answer),
             "usage": {"input_tokens": answer.reply.input_len, "output_tokens": answer.reply.output_len},
         }
 
-    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
-        for kind, data in self._events(body, answer):
-            yield kind, {"type": kind} | data
-
-    def _events(self, body: dict[str, Any], answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "message_start", {"message": opened(body, answer)}
-        for index, block in enumerate(blocks_of(answer)):
-            match block["type"]:
-                case "thinking":
-                    empty = {"thinking": "", "signature": ""}
-                    deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
-                    deltas.append({"type": "signature_delta", "signature": block["signature"]})
-                case "text":
-                    empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-                case _:
-                    partial = json.dumps(block["input"])
-                    empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": partial}]
-            yield "content_block_start", {"index": index, "content_block": block | empty}
-            for delta in deltas:
-                yield "content_block_delta", {"index": index, "delta": delta}
-            yield "content_block_stop", {"index": index}
-        delta = {"stop_reason": stop_reason_of(answer), "stop_sequence": None}
-        yield "message_delta", {"delta": delta, "usage": {"output_tokens": answer.reply.output_len}}
-        yield "message_stop", {}
+    def stream(self, body: dict[str, Any]) -> ReplyStream:
+        return MessagesStream(body)
 
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
         if code == "context_length_exceeded":  # the words by which clients know it
@@ -96,7 +85,58 @@ class MessagesApi(AgentApi):
         return {"type": "error", "error": {"type": ERRORS.get(status, "api_error"), "message": message}}
 
 
-def opened(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+class MessagesStream(ReplyStream):
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._body, self._open, self._index = body, "", -1
+
+    def begin(self, input_len: int) -> Iterator[Event]:
+        yield event("message_start", message=opened(self._body, input_len))
+
+    def add_thoughts(self, text: str) -> Iterator[Event]:
+        yield from self._block("thinking", {"thinking": "", "signature": ""})
+        if text:
+            yield self._delta({"type": "thinking_delta", "thinking": text})
+
+    def add_said(self, text: str) -> Iterator[Event]:
+        yield from self._block("text", {"text": ""})
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        if not (self._said or answer.calls):
+            yield from self._block("text", {"text": ""})
+        for call in answer.calls:
+            function = call["function"]
+            yield from self._block("tool_use", {"id": call["id"], "name": function["name"], "input": {}}, is_new=True)
+            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+        yield from self._close()
+        delta = {"stop_reason": stop_reason_of(answer), "stop_sequence": None}
+        yield event("message_delta", delta=delta, usage={"output_tokens": answer.reply.output_len})
+        yield event("message_stop")
+
+    def _block(self, kind: str, content: dict[str, Any], *, is_new: bool = False) -> Iterator[Event]:
+        """Go on with a block of that kind, or open one."""
+        if self._open == kind and not is_new:
+            return
+        yield from self._close()
+        self._open, self._index = kind, self._index + 1
+        yield event("content_block_start", index=self._index, content_block={"type": kind} | content)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open:
+            yield event("content_block_stop", index=self._index)
+
+
+def event(kind: str, **data: Any) -> Event:
+    return kind, {"type": kind} | data
+
+
+def opened(body: dict[str, Any], input_len: int) -> dict[str, Any]:
     return {
         "id": new_id("msg"),
         "type": "message",
@@ -105,7 +145,7 @@ def opened(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.reply.input_len, "output_tokens": 0},
+        "usage": {"input_tokens": input_len, "output_tokens": 0},
     }
 
 
@@ -117,7 +157,7 @@ def blocks_of(answer: Answer) -> list[dict[str, Any]]:
     """Return the reply as blocks: what was thought, what is said, and the calls."""
     blocks: list[dict[str, Any]] = []
     if answer.thoughts is not None:
-        blocks.append({"type": "thinking", "thinking": answer.thoughts, "signature": "none"})
+        blocks.append({"type": "thinking", "thinking": answer.thoughts, "signature": SIGNATURE})
     if answer.message["content"] or not answer.calls:
         blocks.append({"type": "text", "text": answer.message["content"]})
     for call in answer.calls:

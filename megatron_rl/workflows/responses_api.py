@@ -6,7 +6,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.workflows.agent_api import AgentApi, Answer, Event, Options, check, functions, new_id, text_of
+from megatron_rl.workflows.agent_api import (
+    AgentApi,
+    Answer,
+    Event,
+    Options,
+    ReplyStream,
+    check,
+    functions,
+    new_id,
+    text_of,
+)
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
     is_count,
@@ -65,8 +75,14 @@ class ResponsesApi(AgentApi):
         }
 
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        items = output_items(answer)
-        response = self._opened(body) | {
+        return self.whole(opened(body), body, answer, {})
+
+    def whole(
+        self, opening: dict[str, Any], body: dict[str, Any], answer: Answer, ids: dict[str, str]
+    ) -> dict[str, Any]:
+        """Return the response that was opened so; ids: of the items that were told of before, by kind."""
+        items = output_items(answer, ids)
+        response = opening | {
             "status": "incomplete" if answer.is_cut_off else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut_off else None,
             "output": items,
@@ -83,68 +99,120 @@ class ResponsesApi(AgentApi):
         self._dialogues[response["id"]] = [*before, *asked, answer.message]
         return response
 
-    def _opened(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {name: body.get(name) for name in ECHOED} | {
-            "id": new_id("resp"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "model": body.get("model") or "policy",
-            "output": [],
-            "parallel_tool_calls": True,
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
-            "usage": None,
-        }
-
-    def events(self, body: dict[str, Any], answer: Answer) -> Iterator[Event]:
-        for number, (kind, data) in enumerate(self._events(body, answer)):
-            yield kind, {"type": kind, "sequence_number": number} | data
-
-    def _events(self, body: dict[str, Any], answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
-        whole = self.result(body, answer)
-        begun = whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield "response.created", {"response": begun}
-        yield "response.in_progress", {"response": begun}
-        for index, item in enumerate(whole["output"]):
-            place = {"item_id": item["id"], "output_index": index}
-            empty = {"content": []} if "content" in item else {"arguments": ""}
-            yield (
-                "response.output_item.added",
-                {"output_index": index, "item": item | empty | {"status": "in_progress"}},
-            )
-            if item["type"] == "function_call":
-                yield "response.function_call_arguments.delta", place | {"delta": item["arguments"]}
-                done = {"arguments": item["arguments"], "name": item["name"]}
-                yield "response.function_call_arguments.done", place | done
-            for part_index, part in enumerate(item.get("content", ())):
-                where, kind = place | {"content_index": part_index}, part["type"]
-                yield "response.content_part.added", where | {"part": part | {"text": ""}}
-                more = {"logprobs": []} if kind == "output_text" else {}
-                yield f"response.{kind}.delta", where | {"delta": part["text"]} | more
-                yield f"response.{kind}.done", where | {"text": part["text"]} | more
-                yield "response.content_part.done", where | {"part": part}
-            yield "response.output_item.done", {"output_index": index, "item": item}
-        yield f"response.{whole['status']}", {"response": whole}
+    def stream(self, body: dict[str, Any]) -> ReplyStream:
+        return ResponsesStream(self, body)
 
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def output_items(answer: Answer) -> list[dict[str, Any]]:
+class ResponsesStream(ReplyStream):
+    def __init__(self, api: ResponsesApi, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._api, self._body, self._opening = api, body, opened(body)
+        self._count, self._ids, self._open = 0, dict[str, str](), ""
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._count += 1
+        return kind, {"type": kind, "sequence_number": self._count - 1} | data
+
+    def begin(self, input_len: int) -> Iterator[Event]:
+        yield self._event("response.created", response=self._opening)
+        yield self._event("response.in_progress", response=self._opening)
+
+    def add_thoughts(self, text: str) -> Iterator[Event]:
+        yield from self._part("reasoning")
+        if text:
+            yield self._event("response.reasoning_text.delta", **self._place("reasoning"), delta=text)
+
+    def add_said(self, text: str) -> Iterator[Event]:
+        yield from self._part("message")
+        if text:
+            yield self._event("response.output_text.delta", **self._place("message"), delta=text, logprobs=[])
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {"item_id": self._ids[kind], "output_index": list(self._ids).index(kind), "content_index": 0}
+
+    def _part(self, kind: str) -> Iterator[Event]:
+        """Go on with the item of that kind and its only part, or open it."""
+        if self._open == kind:
+            return
+        if self._open:
+            yield from self._close(cut_off=False)
+        self._open, self._ids[kind] = kind, new_id(PREFIXES[kind])
+        place = self._place(kind)
+        item = item_of(kind, self._ids[kind], "", "in_progress")
+        part = item["content"][0]
+        yield self._event("response.output_item.added", output_index=place["output_index"], item=item | {"content": []})
+        yield self._event("response.content_part.added", **place, part=part)
+
+    def _close(self, *, cut_off: bool) -> Iterator[Event]:
+        kind, place = self._open, self._place(self._open)
+        text = self._said if kind == "message" else self._thoughts or ""
+        item = item_of(kind, self._ids[kind], text, "incomplete" if cut_off else "completed")
+        part = item["content"][0]
+        more = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{part['type']}.done", **place, text=text, **more)
+        yield self._event("response.content_part.done", **place, part=part)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        if not (self._said or answer.calls):
+            yield from self.add_said("")
+        if self._open:
+            yield from self._close(cut_off=answer.is_cut_off)
+        whole = self._api.whole(self._opening, self._body, answer, self._ids)
+        for index, item in enumerate(whole["output"]):
+            if item["type"] != "function_call":
+                continue
+            place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+            begun = item | {"arguments": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=index, item=begun)
+            yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            yield self._event("response.function_call_arguments.done", **place, arguments=arguments, name=item["name"])
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+
+def opened(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body.get(name) for name in ECHOED} | {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": body.get("model") or "policy",
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": None,
+    }
+
+
+PREFIXES = {"reasoning": "rs", "message": "msg"}
+"""Of items' ids, by their kind."""
+
+
+def item_of(kind: str, identity: str, text: str, status: str) -> dict[str, Any]:
+    """Return an item with one part."""
+    if kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"id": identity, "type": kind, "summary": [], "content": content, "status": status}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"id": identity, "type": kind, "role": "assistant", "content": [part], "status": status}
+
+
+def output_items(answer: Answer, ids: dict[str, str]) -> list[dict[str, Any]]:
     """Return the reply as items: what was thought, what is said, and the calls."""
     items: list[dict[str, Any]] = []
     status = "incomplete" if answer.is_cut_off else "completed"
     if answer.thoughts is not None:
-        content = [{"type": "reasoning_text", "text": answer.thoughts}]
-        items.append({"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status})
+        items.append(item_of("reasoning", ids.get("reasoning") or new_id("rs"), answer.thoughts, status))
     if answer.message["content"] or not answer.calls:
-        part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
-        said = {"id": new_id("msg"), "type": "message", "role": "assistant", "content": [part], "status": status}
-        items.append(said)
+        items.append(item_of("message", ids.get("message") or new_id("msg"), answer.message["content"], status))
     for call in answer.calls:
         named = {"call_id": call["id"], **call["function"]}
         items.append({"id": new_id("fc"), "type": "function_call", **named, "status": "completed"})

@@ -30,6 +30,10 @@ class ToolFormat:
     """Takes a reply's text; returns it without its calls, and them."""
     sign: str
     """What the family's chat template has, and no other's."""
+    begins: tuple[str, ...] = (BEGIN,)
+    """What a call begins with, behind text."""
+    is_whole: bool = False
+    """A reply that is nothing but a JSON object may be a call, too."""
     marks: tuple[str, ...] = ()
     """Special tokens that the form needs, and decoding would leave out."""
 
@@ -174,8 +178,8 @@ FORMATS = {
     "hermes": ToolFormat(split_hermes, '{"name": <function-name>'),
     "qwen3_coder": ToolFormat(split_qwen3_coder, "<function="),
     "glm": ToolFormat(split_glm, "<arg_key>"),
-    "llama": ToolFormat(split_llama, "<|python_tag|>", (PYTHON_TAG,)),
-    "mistral": ToolFormat(split_mistral, "[TOOL_CALLS]", (MISTRAL, MISTRAL_ARGUMENTS, "[CALL_ID]")),
+    "llama": ToolFormat(split_llama, PYTHON_TAG, (PYTHON_TAG,), is_whole=True, marks=(PYTHON_TAG,)),
+    "mistral": ToolFormat(split_mistral, MISTRAL, (MISTRAL,), marks=(MISTRAL, MISTRAL_ARGUMENTS, "[CALL_ID]")),
 }
 
 

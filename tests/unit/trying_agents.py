@@ -12,17 +12,38 @@ import urllib.request
 from pathlib import Path
 
 
-def asks(base_url, api_key, data, turns=3):
+def asked(base_url, api_key, **body):
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    )
+
+
+def asks(base_url, api_key, data, turns=3, streams=False):
     """Lead a dialogue of some turns by the standard library alone."""
     messages = list(data["messages"])
-    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     for turn in range(turns):
-        request = urllib.request.Request(
-            f"{base_url}/chat/completions", json.dumps({"messages": messages}).encode(), headers
-        )
-        with urllib.request.urlopen(request) as answer:
-            messages.append(json.load(answer)["choices"][0]["message"])
+        with asked(base_url, api_key, messages=messages, stream=streams) as answer:
+            messages.append(streamed(answer) if streams else json.load(answer)["choices"][0]["message"])
         messages.append({"role": "user", "content": f"and {turn}?"})
+    return 1.0
+
+
+def streamed(answer):
+    """Return the message that the events of a stream make."""
+    lines = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    return {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}
+
+
+def hangs_up(base_url, api_key, data):
+    """Leave a stream after its first words, then ask for five tokens."""
+    with asked(base_url, api_key, messages=data["messages"], stream=True) as answer:
+        while b'"content": ""' in (line := answer.readline()) or not line.startswith(b"data: "):
+            pass
+    messages = [*data["messages"], {"role": "user", "content": "briefly"}]
+    with asked(base_url, api_key, messages=messages, max_tokens=5) as answer:
+        json.load(answer)
     return 1.0
 
 
