@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 struct Named {
   const char* name;
@@ -39,7 +40,7 @@ struct OnDeviceOf {
       : guard(first.tensor->get_device_index()), stream(nullptr) {
     check_devices(first, others);
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.tensor->get_device_index(), &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.tensor->get_device_index(), &current));
     stream = static_cast<cudaStream_t>(current);
   }
 };
