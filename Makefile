@@ -49,7 +49,7 @@ help:
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
 	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
 	@echo "make test-fast  the tests to run while working: no server but tiny ones, some minutes"
-	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17); a quarter of an hour each"
+	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17), and README's table of them"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
@@ -68,13 +68,13 @@ demo-tiny: operators
 # Packages, compilers and apt-get work at the same time.
 test:
 	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST) $(OLDEST_TEST)
-	@$(PYTEST) $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
+	@$(PYTEST) --junitxml build/test.xml $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 
 test-fast: operators
 	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py tests/test_docs.py
 
 test-matrix: operators
-	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES)
+	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES) $(if $(TESTS),--tests $(TESTS))
 
 soak: operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/kills.py --points $(POINTS)

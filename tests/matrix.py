@@ -2,10 +2,13 @@
 
 python tests/matrix.py                 # every pair; a quarter of an hour each on two cores
 python tests/matrix.py 0.17 0.18       # these
+python tests/matrix.py 0.17 --tests tests/megatron/test_theorems.py
 python tests/matrix.py --install 0.16  # only its environment
+python tests/matrix.py --report build/test.xml   # of `make test`, which ran in this environment
 
 A pair has an environment and a copy of the tree under build/matrix: the library that stands in for a CUDA device is
 compiled for one torch. What differs from .venv lies above it, so that megatron.core of another version costs seconds.
+What ran, when, of which commit, and what came of it is kept in tests/versions.json, and README's table is made of that.
 """
 
 from __future__ import annotations
@@ -13,16 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
+README, RECORDS = ROOT / "README.md", ROOT / "tests" / "versions.json"
+TABLE = re.compile(r"(?<=<!-- proven: versions -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+HEAD = ("Megatron-Core", "Python", "torch", "transformers", "SGLang", "tests that ran", "passed", "failed")
 TESTS = ("tests/megatron", "tests/unit")
 FOLDERS = (
     "benchmarks",
@@ -56,7 +64,7 @@ PAIRS = {
     "0.16": Pair("3.11"),
 }
 """By Megatron-Core's version. One has the oldest torch and transformers of setup.py, one the newest transformers."""
-SHOWN = ("megatron-core", "torch", "transformers")
+SHOWN = ("megatron-core", "torch", "transformers", "sglang")
 
 
 class NoPythonError(RuntimeError):
@@ -81,6 +89,12 @@ def environment(name: str) -> Path:
         _install_above(name, folder) if pair.packages else _install(name, folder)
         (folder / ".installed").write_text(_wanted())
     return folder / "bin" / "python"
+
+
+def of_this_environment() -> str:
+    """Return the name of the pair that runs this."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return next(name for name, pair in PAIRS.items() if pair == Pair(python))
 
 
 def is_installed(name: str) -> bool:
@@ -147,13 +161,17 @@ def _copied_tree(name: str) -> Path:
     return tree
 
 
-def versions(python: Path) -> list[str]:
-    """Return the versions of Megatron-Core, Python, torch and transformers in an environment."""
-    program = "import json, platform; from importlib.metadata import version as of; "
-    program += f"print(json.dumps([platform.python_version(), *map(of, {SHOWN})]))"
-    python_version, megatron, *others = json.loads(_said(python, program))
+def versions(python: Path) -> dict[str, str]:
+    """Return the versions of Python and of SHOWN in an environment; that of a package which is not there is empty."""
+    program = "import json, platform, sys; from importlib.metadata import distributions; "
+    # SGLang lies beside the environment's own packages: scripts/install_sglang_cpu.sh.
+    program += "sys.path.append(f'{sys.prefix}/share/sglang-cpu'); found = {'python': platform.python_version()}; "
+    # Of several the first on the path counts, as it does for an import.
+    program += f"found |= {{name: it.version for name in {SHOWN} for it in [*distributions(name=name)][::-1]}}; "
+    found = json.loads(_said(python, program + "print(json.dumps(found))"))
+    minor = found.pop("python").rpartition(".")[0]
     # 2.13.0+cpu is the build of 2.13.0 that this machine has.
-    return [megatron, python_version.rpartition(".")[0], *(version.partition("+")[0] for version in others)]
+    return {"python": minor} | {name: found.get(name, "").partition("+")[0] for name in SHOWN}
 
 
 def run(name: str, tests: Sequence[str] = TESTS, *, workers: int = 2) -> Outcome:
@@ -181,14 +199,36 @@ def outcome(report: Path) -> Outcome:
     return Outcome(len(cases) - len(failed) - skipped, len(failed), "\n".join(lines))
 
 
-def prove(names: Iterable[str], workers: int) -> bool:
-    """Run the tests on each pair and print its versions and counts; return whether all passed."""
+def record(name: str, ran: Sequence[str], found: Outcome) -> None:
+    """Keep what ran on a pair, of the commit that is checked out, and write README's table."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    entry = versions(environment(name)) | {"ran": list(ran), "passed": found.passed, "failed": found.failed}
+    entry |= {"date": datetime.now(UTC).date().isoformat(), "commit": commit.stdout.strip()}
+    records = json.loads(RECORDS.read_text(encoding="utf-8")) | {name: entry}
+    records = {it: records[it] for it in PAIRS if it in records}
+    RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    README.write_text(TABLE.sub(table(records), README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def table(records: dict[str, dict]) -> str:
+    """Return README's table, the newest version first."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for entry in records.values():
+        ran = ", ".join(part.removeprefix("tests/") for part in entry["ran"])
+        cells = [entry[key] for key in ("megatron-core", "python", "torch", "transformers", "sglang")]
+        lines.append("| " + " | ".join([*cells, ran, f"{entry['passed']:,}", f"{entry['failed']:,}"]) + " |")
+    return "\n".join(lines)
+
+
+def prove(names: Iterable[str], tests: Sequence[str], workers: int) -> bool:
+    """Run tests on each pair, print its versions and counts, and record them; return whether all passed."""
     all_passed = True
     for name in names:
         row = versions(environment(name))
-        print(f"==> Megatron-Core {row[0]}, Python {row[1]}, torch {row[2]}, transformers {row[3]}", flush=True)
-        found = run(name, workers=workers)
+        print(f"==> {', '.join(f'{package} {version}' for package, version in row.items() if version)}", flush=True)
+        found = run(name, tests, workers=workers)
         print(f"{found.text}\n{found.passed} passed, {found.failed} failed".lstrip(), flush=True)
+        record(name, tests, found)
         all_passed &= not found.failed
     return all_passed
 
@@ -197,6 +237,8 @@ def main() -> None:
     parser = argparse.ArgumentParser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PAIRS)}; left out, all")
     parser.add_argument("--install", action="store_true", help="only make the environments")
+    parser.add_argument("--report", type=Path, help="record that of `make test`, which ran in this environment")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help=f"others than {' and '.join(TESTS)}")
     parser.add_argument("--workers", type=int, default=2, help="tests at the same time")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(PAIRS):
@@ -205,8 +247,10 @@ def main() -> None:
         if arguments.install:
             for name in arguments.names or PAIRS:
                 environment(name)
+        elif arguments.report:
+            record(of_this_environment(), ["make test"], outcome(arguments.report))
         else:
-            sys.exit(not prove(arguments.names or PAIRS, arguments.workers))
+            sys.exit(not prove(arguments.names or PAIRS, arguments.tests, arguments.workers))
     except NoPythonError as error:
         print(f"matrix: {error}", file=sys.stderr)
         sys.exit(NO_PYTHON)
