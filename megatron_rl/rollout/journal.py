@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import struct
 import threading
@@ -34,12 +35,16 @@ from megatron_rl.launch.file_lock import PATIENCE_S
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_runs
 from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, TrajectoryBatch
-from megatron_rl.workflows.attempts import numbered, request_name
+from megatron_rl.workflows.attempts import numbered, request_name, steps_here
+
+logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
 """Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
+MOST_STEP_BYTES = 1 << 20
+"""Of what an environment did and its state."""
 _MAGIC_BEFORE = b"mrlj"
 """Of journals whose columns were int64, with a version for each token."""
 _DTYPES = {
@@ -195,6 +200,19 @@ class RolloutJournal(RolloutEvents):
         versions = sampled.versions.values
         about |= {"versions": [int(versions.min()), int(versions.max())], "rest": rest}
         self._write_later(_REPLY, columns, about)
+
+    def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
+        """Keep what the world of an unfinished episode did, with its state; one that is too large is left out."""
+        content = json.dumps({"event": "stepped", "key": data["sample_key"], "name": name, "step": step}).encode()
+        if is_numbered(data) and len(content) <= MOST_STEP_BYTES:
+            with self._lock:
+                self._write(_EVENT, content)
+        elif is_numbered(data):
+            logger.warning(
+                "%s: a step of its world takes %d bytes with its state; %d are kept in the journal. A killed run does "
+                "it again.",
+                *(data["sample_key"], len(content), MOST_STEP_BYTES),
+            )
 
     def requeued(self, episode: Episode, why: str) -> None:
         self._note("requeued", [episode], why=why)
@@ -369,6 +387,7 @@ class Replay:
         self.replayed = self.replayed_replies = 0
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}
+        self._steps: dict[tuple[str, str], dict[str, Any]] = {}
         branches: dict[int, int] = {run_attempt: version}
         for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
             records, fault = read_file(path)
@@ -392,6 +411,8 @@ class Replay:
                     self._sampled.setdefault(event["key"], sampled)
                 elif event["event"] == "replied" and event["key"] not in self._sampled:  # else the group came of it
                     self._replies.setdefault((event["key"], event["request"]), sampled)
+                elif event["event"] == "stepped" and event["key"] not in self._sampled:
+                    self._steps.setdefault((event["key"], event["name"]), event["step"])
 
     def __len__(self) -> int:
         return len(self._sampled)
@@ -418,6 +439,10 @@ class Replay:
         self.replayed_replies += 1
         return reply
 
+    def take_step(self, key: str, name: str) -> dict[str, Any] | None:
+        """Return what the world of the unfinished episode did there. Of the replies' tokens: if these are taken."""
+        return self._steps.pop((key, name), None)
+
     def _is_young(self, sampled: Sampled, version: int) -> bool:
         if not sampled.record.event["versions"]:
             return False
@@ -440,7 +465,25 @@ class ReplayingWorkflow(RolloutWorkflow):
         if group is not None:
             return group
         seen: Any = engine if self.replies is None else RememberingEngine(engine, data, self.replay, self.replies)
+        if self.replies is not None:
+            steps_here.set(JournaledSteps(data, self.replay, self.replies))
         return await self.workflow.arun_episode(seen, data)
+
+
+class JournaledSteps:
+    """The KeptSteps of one episode."""
+
+    def __init__(self, data: dict[str, Any], replay: Replay | None, journal: RolloutJournal) -> None:
+        self._data, self._replay, self._journal = data, replay, journal
+
+    def take(self, name: str) -> dict[str, Any] | None:
+        step = None if self._replay is None else self._replay.take_step(self._data["sample_key"], name)
+        if step is not None:
+            self.keep(name, step)  # for the process after this one
+        return step
+
+    def keep(self, name: str, step: dict[str, Any]) -> None:
+        self._journal.stepped(self._data, name, step)
 
 
 class RememberingEngine:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.types import LLMRequest, LLMResponse
 
@@ -148,6 +148,19 @@ class Attempt:
                 reply = await self._engine.agenerate(dataclasses.replace(req, begun=reply))
                 self._kept.keep(name, reply)
             return reply
+
+
+class KeptSteps(Protocol):
+    """What the world of an unfinished episode did, in this process and in the one that was killed before it."""
+
+    def take(self, name: str) -> dict[str, Any] | None:
+        """Return what an earlier process kept under that name."""
+
+    def keep(self, name: str, step: dict[str, Any]) -> None: ...
+
+
+steps_here: ContextVar[KeptSteps | None] = ContextVar("steps", default=None)
+"""Where the episode that this code runs in keeps them."""
 
 
 def call_here() -> AbstractContextManager[None]:

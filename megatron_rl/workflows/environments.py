@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.api import together
 from megatron_rl.workflows.tools import Tool, ToolCall, run_call, split_tool_calls
@@ -38,8 +38,19 @@ class Environment(abc.ABC):
                 return Turn(messages=[{"role": "user", "content": "Try again."}])
     """
 
+    SAVES: ClassVar[bool] = False
+    """It has `save` and `restore`: with rollout.journal_replies a killed run goes on where its dialogues were."""
+
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
+
+    async def save(self) -> Any:
+        """Return its state after the opening or a step: what JSON has and at most 1 MiB, such as a snapshot's name."""
+        raise NotImplementedError
+
+    async def restore(self, state: Any) -> None:
+        """Go on from what another process's object has saved. Called in place of `opening`."""
+        raise NotImplementedError
 
     def opening(self) -> dict[str, Any] | Awaitable[dict[str, Any]]:
         """Return the prompt that the dialogue begins with: `messages` (and `tools`), `prompt` or `input_ids`.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import inspect
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +16,9 @@ from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.attempts import steps_here
 from megatron_rl.workflows.conversation import Conversation, form_of
-from megatron_rl.workflows.environments import Environment, ToolUse
+from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
@@ -79,10 +83,9 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
         environment = self.environment(data, **self.environment_args)
+        world = World(environment, key)
         try:
-            opening = environment.opening()
-            if inspect.isawaitable(opening):
-                opening = await self._in_time(environment, "opening", opening)
+            opening = await self._in_time(environment, "opening", world.opening())
             form = form_of(opening, self.tokenizer, enable_thinking=self.enable_thinking)
             conversation, reward = Conversation(form.opening(opening)), 0.0
             if len(conversation) >= self.max_tokens:
@@ -100,7 +103,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     conversation.take_back(length)
                     break
                 length = len(conversation)
-                step = environment.step(self._text(reply), lambda reply=reply: self.reward(reply, data))
+                step = world.step(conversation, self._text(reply), lambda reply=reply: self.reward(reply, data))
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
                 # The turn's reward counts in every case, its messages only if a reply to them has room.
                 reward += turn.reward
@@ -110,7 +113,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 if len(conversation) + len(added) >= self.max_tokens:
                     break
                 conversation.add(added)
-            reward += await self._in_time(environment, "ending", environment.ended())
+            reward += await self._in_time(environment, "ending", world.ended())
         finally:  # also of a sample that is cancelled: a world may have processes or files
             await self._in_time(environment, "close", environment.close())
         return conversation.trajectory(reward, turns=conversation.replies)
@@ -141,6 +144,55 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     def _text(self, reply: LLMResponse) -> str:
         return str(self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
+
+
+class World:
+    """An environment whose steps are kept, where it can save its state and the episode has a journal.
+
+    A step that the killed process had done is not done again: what it said comes from the journal, and the state of the
+    last such step is restored before the first new one.
+    """
+
+    def __init__(self, environment: Environment, key: str | None) -> None:
+        self._environment, self._key = environment, key
+        self._steps = steps_here.get() if environment.SAVES and key is not None else None
+        self._state: Any = None
+        self._is_behind = False
+
+    async def opening(self) -> dict[str, Any]:
+        async def begin() -> dict[str, Any]:
+            found = self._environment.opening()
+            return dict(await found if inspect.isawaitable(found) else found)
+
+        return await self._kept("opening", begin)
+
+    async def step(self, conversation: Conversation, reply: str, score: Score) -> Turn:
+        async def step() -> dict[str, Any]:
+            return dataclasses.asdict(await self._environment.step(reply, score))
+
+        # By the dialogue up to here: of one whose replies came out differently nothing is taken.
+        ids = hashlib.sha256(array("q", conversation.ids).tobytes()).hexdigest()
+        return Turn(**await self._kept(ids, step))
+
+    async def ended(self) -> float:
+        await self._catch_up()
+        return await self._environment.ended()
+
+    async def _kept(self, name: str, do: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        if self._steps is None:
+            return await do()
+        if (kept := self._steps.take(f"{self._key} {name}")) is not None:
+            self._state, self._is_behind = kept["state"], True
+            return dict(kept["did"])
+        await self._catch_up()
+        did = await do()
+        self._steps.keep(f"{self._key} {name}", {"did": did, "state": await self._environment.save()})
+        return did
+
+    async def _catch_up(self) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            await self._environment.restore(self._state)
 
 
 class ToolUseWorkflow(MultiTurnWorkflow):
