@@ -1,4 +1,4 @@
-"""What a worker process does for an agent: one run of it.
+"""The work of a worker process for an agent: one run of it.
 
 Imported without torch: hundreds of these processes are forked, each for one run.
 """

@@ -199,7 +199,7 @@ class Parent:
 
 
 class Printed:
-    """What a worker and its children print, on its way to a file that the first word makes. It survives them."""
+    """The words that a worker and its children print, on their way to a file that the first one makes."""
 
     def __init__(self, reader: int, log: str) -> None:
         self.reader, self._log, self._left = reader, log, MOST_PRINTED_BYTES

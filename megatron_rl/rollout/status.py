@@ -1,4 +1,4 @@
-"""What a rollout process has under way, in a small file for whoever looks at the run: `megatron-rl watch`.
+"""The work of a rollout process that is under way, in a small file for whoever looks at the run: `megatron-rl watch`.
 
 The file `status/rollout-N.json` of the run's folder is replaced every few seconds. Its size does not depend on how
 many episodes are in flight: it counts them, and shows the slowest alone.

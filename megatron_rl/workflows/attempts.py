@@ -151,7 +151,7 @@ class Attempt:
 
 
 class KeptSteps(Protocol):
-    """What the world of an unfinished episode did, in this process and in the one that was killed before it."""
+    """The steps that an unfinished episode's world did, in this process and in the one that was killed before it."""
 
     def take(self, name: str) -> dict[str, Any] | None:
         """Return what an earlier process kept under that name."""

@@ -21,7 +21,15 @@ COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.s
 """The benchmark commands of the page, each a file and its arguments."""
 TOGETHER = [
     ("bench_delta", "rollout_server", "bench_publish", "publication_times"),
-    ("bench_ops_cpu", "bench_recovery", "bench_packing", "bench_exchange", "bench_rewards", "bench_spread"),
+    (
+        "bench_ops_cpu",
+        "bench_recovery",
+        "bench_packing",
+        "bench_exchange",
+        "bench_rewards",
+        "bench_spread",
+        "bench_agents",
+    ),
 ]
 """Run one after the other in a process."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")

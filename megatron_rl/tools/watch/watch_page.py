@@ -78,6 +78,7 @@ OWN_STYLE = """
 table{border-collapse:collapse;width:100%;font-size:13px}
 th,td{text-align:left;vertical-align:top;padding:4px 10px 4px 0;border-bottom:1px solid var(--rule);
 white-space:pre-wrap;overflow-wrap:anywhere}
+th:first-child,td:first-child{padding-left:12px}
 .badge.running{color:var(--good)}.badge.silent,#gone{color:var(--bad)}
 """
 
