@@ -35,7 +35,7 @@ def embedded(reason=None):
     request.finish_reason = reason or {"type": "length", "length": 4}
     request.started, request.created_s, request.started_s, request.finished_s = True, 1.0, 2.0, 3.0
     shows = {"return_logprob": True, "return_text_in_logprobs": False, "return_prompt_token_ids": False}
-    call = GenerateCall(requests=[request], single=True, stream=False, **shows)
+    call = GenerateCall(requests=[request], single=True, stream=False, tells_weights=False, **shows)
     return json.loads(json.dumps(generate_response(request, call, "4", None)))
 
 
