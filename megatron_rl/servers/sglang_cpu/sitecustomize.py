@@ -73,7 +73,7 @@ def replace_cudart() -> None:
 
 
 def replace_synchronize() -> None:
-    """Taking checksums of weights waits for the device."""
+    """Taking checksums of weights, and releasing memory, waits for the device: CUDA's where torch is built for CUDA."""
     import torch
 
     torch.cuda.synchronize = lambda device=None: None
@@ -124,6 +124,7 @@ HOOKS: dict[str, tuple[Callable[[], None], str | None]] = {
     "sglang.srt.configs": (let_configs_be_registered_twice, "0.5.23"),
     "sglang.srt.entrypoints.engine": (fork_processes, None),
     "sglang.srt.lora.lora_manager": (leave_memory_unpinned, None),
+    "sglang.srt.managers.scheduler_components.weight_updater": (replace_synchronize, None),
     "sglang.srt.mem_cache.pool_host.common": (replace_cudart, None),
     "sglang.srt.models.deepseek_v2": (keep_to_latent_attention, None),
     "sglang.srt.utils.weight_checker": (replace_synchronize, "0.5.23"),
