@@ -36,6 +36,33 @@ class ContextOutgrown(RequestRefused):
     """A prompt leaves no room for a reply: of a dialogue that has replies, this is the end."""
 
 
+class InfrastructureFailure(RuntimeError):
+    """A sample has lost what it runs on, such as a server, a container, a service or a worker process.
+
+    It is no fault of the policy and never a reward. The sample is tried again, a metric counts the failures by kind,
+    and a run with too many of them stops (rollout.max_infrastructure_failures).
+
+    For example, in a reward, a tool or an environment of your own:
+
+        raise InfrastructureFailure("the compiler at build7 gives no answer", kind="compiler")
+    """
+
+    KIND: ClassVar[str] = "other"
+
+    def __init__(self, message: str = "", *, kind: str = "") -> None:
+        """kind: one word, of the metric's name rollout/infrastructure_failures/KIND."""
+        super().__init__(message)
+        self.kind = kind or self.KIND
+
+
+def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | None:
+    """Return the infrastructure's failure that an error is, or the first one in a group of errors."""
+    if isinstance(error, BaseExceptionGroup):
+        found = map(infrastructure_in, error.exceptions)
+        return next((failure for failure in found if failure is not None), None)
+    return error if isinstance(error, InfrastructureFailure) else None
+
+
 class RolloutWorkflow(abc.ABC):
     """The episode of one prompt: the data that is generated for it.
 

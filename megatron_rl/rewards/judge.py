@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.rewards.grading import QUESTION, RUBRIC_QUESTION, Grading, RubricGrading, criteria_of
+from megatron_rl.api import InfrastructureFailure
+from megatron_rl.rewards.grading import QUESTION, RUBRIC_QUESTION, Grading, NoVerdict, RubricGrading, criteria_of
 from megatron_rl.rewards.recipe import AwaitedReward
 from megatron_rl.rewards.reward_servers import Servers
 
 ENDPOINT = "/v1/chat/completions"
+
+
+class JudgeFailed(NoVerdict, InfrastructureFailure):
+    """A judge that is a server of its own, which nobody trains, gave no grade in any of its attempts."""
+
+    KIND = "judge"
 
 
 class Judge(AwaitedReward):
@@ -75,7 +82,7 @@ class Judge(AwaitedReward):
             verdict = await self._servers.ask(body | {"seed": attempt}, verdict_in)
             if (grade := grading.grade_of(verdict)) is not None:
                 return grade
-        raise grading.no_verdict
+        raise JudgeFailed(str(grading.no_verdict))
 
     def _grading_by(self, data: dict[str, Any]) -> Grading:
         """Return how the reply to a prompt with these columns is graded."""

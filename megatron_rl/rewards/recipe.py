@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.api import together
+from megatron_rl.api import infrastructure_in, together
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout, Score
@@ -185,6 +185,7 @@ async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s:
     except Exception as error:  # users' code may raise anything, a TimeoutError of its own too
         if limit.expired() and isinstance(error, TimeoutError):
             raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
-        place = place_of(error, ingredient.function)
-        raise RewardFailed.by(words_of(error), ingredient.name, place) from error
+        place, failure = place_of(error, ingredient.function), infrastructure_in(error)
+        kind = "" if failure is None else failure.kind
+        raise RewardFailed.by(words_of(error), ingredient.name, place, kind) from error
     return [Score(value, time.monotonic() - begin)]

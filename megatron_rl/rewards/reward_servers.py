@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.launch.run_token import token_in
 
 T = TypeVar("T")
@@ -24,8 +25,10 @@ REFUSALS = (400, 413, 422)
 """Statuses that say something of the request, and nothing of the server."""
 
 
-class RemoteFailure(RuntimeError):
+class RemoteFailure(InfrastructureFailure):
     """A server did not give what it was asked for."""
+
+    KIND = "service"
 
 
 class RemoteRefusal(RemoteFailure):

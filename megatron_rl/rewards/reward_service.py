@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.import_path import refuse_while_importing
 from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
@@ -23,12 +24,14 @@ SYNCHRONOUS_S = 60.0
 WORKER_MEMORY_BYTES = 4 << 30
 
 
-class RewardTimeout(RuntimeError):
+class RewardTimeout(InfrastructureFailure):
     """A reward took longer than it may."""
+
+    KIND = "reward"
 
 
 class RewardFailed(RuntimeError):
-    """A reward raised, or its process died. Never a reward of 0."""
+    """A reward raised. Never a reward of 0."""
 
     def __init__(self, message: str, reward: str = "", place: str = "") -> None:
         """place: file:line of the reward's own code."""
@@ -36,9 +39,20 @@ class RewardFailed(RuntimeError):
         self.reward, self.place = reward, place
 
     @classmethod
-    def by(cls, error: str, reward: str, place: str) -> RewardFailed:
-        """Say what a reward raised, and where."""
-        return cls(f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place)
+    def by(cls, error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
+        """Say what a reward raised, and where. kind: of the infrastructure's failure that it was, if it was one."""
+        found = (RewardLost if kind else cls)(
+            f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place
+        )
+        if isinstance(found, RewardLost):
+            found.kind = kind
+        return found
+
+
+class RewardLost(RewardFailed, InfrastructureFailure):
+    """A reward's process died, or the reward has lost what it runs on."""
+
+    KIND = "reward"
 
 
 class WorkersTraceback(Exception):
@@ -112,7 +126,7 @@ class RewardService:
         try:
             yield
         except WorkerDied as error:
-            raise RewardFailed(f"reward {', '.join(self.names)}: {error}") from error
+            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
 
     @contextmanager
     def _given_back(self, worker: Worker, timeout_s: float) -> Iterator[None]:
@@ -127,7 +141,7 @@ class RewardService:
                 f"faster, or raise the workflow's reward_timeout_s."
             ) from error
         except WorkerDied as error:
-            raise RewardFailed(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
+            raise RewardLost(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
         finally:
             # After a cancellation too: an answer that is still on its way would be taken for the next caller's.
             self.pool.release(worker) if is_whole else self.pool.discard(worker)
@@ -137,8 +151,8 @@ class RewardService:
         try:
             answer = orjson.loads(content)
             if "error" in answer:
-                name, words, where, place = map(str, answer["error"])
-                raise RewardFailed.by(words, name, place) from WorkersTraceback(where)
+                name, words, where, place, kind = map(str, answer["error"])
+                raise RewardFailed.by(words, name, place, kind) from WorkersTraceback(where)
             scores = [Score(as_score(value), float(seconds)) for value, seconds in answer["values"]]
             if len(scores) == len(self.names):
                 return scores

@@ -6,7 +6,7 @@ replaced within milliseconds. It ends, with all its workers, as soon as the othe
 A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
 JSON, as what a worker says may be what a model wrote. Those of rewards are `{"values": [[value, seconds], ..]}`, one
 for each reward, a value being a number or an object of those of its parts, or `{"error": [reward, words, traceback,
-file:line]}`.
+file:line, kind]}`, kind being that of the infrastructure's failure that it was.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_rl.api import infrastructure_in
 from megatron_rl.config.import_path import resolve
 from megatron_rl.launch.start_up import importing
 from megatron_rl.rewards.faults import as_score, place_of, words_of
@@ -254,6 +255,7 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
             value = as_score(reward(**arguments))
         except (Exception, SystemExit) as error:  # users' code may raise anything
             words = [name, words_of(error)[:2000], traceback.format_exc()[-8000:], place_of(error, reward)]
+            words.append(failure.kind if (failure := infrastructure_in(error)) is not None else "")
             return {"error": [word.encode("utf-8", "replace").decode() for word in words]}
         values.append([value, time.monotonic() - begin])
     return {"values": values}

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from megatron_rl.api import ChecksumForm, HeldWeights, RequestRefused
+from megatron_rl.api import ChecksumForm, HeldWeights, InfrastructureFailure, RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.rollout_section import shape_refusal
 from megatron_rl.servers.reply_check import SPANS_SINCE, Asked, ReplyPart, as_object, member, read_reply, shown
@@ -70,8 +70,10 @@ QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
 """The fields of /server_info, and options of SGLang, by which weights are quantized."""
 
 
-class ServerError(RuntimeError):
+class ServerError(InfrastructureFailure):
     """The server is down, overloaded or answered rubbish; another try may succeed."""
+
+    KIND = "server"
 
 
 class BadReply(ServerError):

@@ -152,7 +152,7 @@ class SamplingClient:
                         await asyncio.sleep(FIRST_RETRY_S * (1 if len(part.sampled) else 2**fruitless))
             except TimeoutError as error:
                 for_length = " for its length" if timeout_s > self.config.request_timeout_s else ""
-                raise RuntimeError(
+                raise ServerError(
                     f"request {req.rid}: no complete reply within rollout.request_timeout_s = "
                     f"{timeout_s:g} s{for_length} ({reply.output_len} of {req.gconfig.max_new_tokens} tokens came, "
                     f"{reply.interruptions} interruptions). Raise it, or ask for fewer tokens."

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.given import path_of
 from megatron_rl.rewards.reward_service import WorkersTraceback
 from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
@@ -25,23 +26,27 @@ SHOWN = 2000
 """Characters of a failed agent's last words."""
 
 
-class AgentTimeout(RuntimeError):
+class AgentTimeout(InfrastructureFailure):
     """An agent took longer than it may, and was killed with all that it had started."""
+
+    KIND = "agent"
 
 
 class AgentFailed(RuntimeError):
     """An agent raised. Its own traceback is the cause."""
 
 
-class AgentDied(RuntimeError):
+class AgentDied(InfrastructureFailure):
     """An agent's process died, by no deadline of ours. Never a reward."""
+
+    KIND = "agent"
 
 
 class AgentWorkers:
     """The processes of one workflow's agents. They are started with the first run, all in one event loop.
 
     workers = AgentWorkers("my_agents:solve", {}, most=64, folder="runs/mine/agents")
-    value = await workers.run(base_url, api_key, data, name="12-3", timeout_s=600.0)  # a number, or None
+    value = await workers.run(base_url, api_key, data, name="12-3", timeout_s=600.0)  # a number, several, or None
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
@@ -53,7 +58,7 @@ class AgentWorkers:
         self._logs: deque[Path] = deque()
 
     async def run(self, base_url: str, api_key: str, data: dict[str, Any], *, name: str, timeout_s: float) -> Any:
-        """Return the agent's value, a number or None, at most `timeout_s` after its process was there.
+        """Return the agent's value, a number, a list of them or None, at most `timeout_s` after its process was there.
 
         AgentTimeout after that, AgentFailed and AgentDied where it ended otherwise, ValueError for a value that is
         none. A call that is cancelled kills its process, too.
@@ -89,13 +94,16 @@ class AgentWorkers:
         if self._pool is not None:
             self._pool.close()
 
-    def _value(self, answer: dict[str, Any], log: Path) -> float | None:
+    def _value(self, answer: dict[str, Any], log: Path) -> float | list[float] | None:
         if "error" in answer:
             words, trace = map(str, answer["error"])
             raise AgentFailed(f"agent {self.path}: {words}{last_words(log)}") from WorkersTraceback(trace)
         if "wrong" in answer:
-            raise ValueError(f"agent {self.path}: returned {answer['wrong']}; must be a finite number or None.")
-        value: float | None = answer["value"]
+            raise ValueError(
+                f"agent {self.path}: returned {answer['wrong']}; must be a finite number or None, or a list of one "
+                f"number for each reply."
+            )
+        value: float | list[float] | None = answer["value"]
         return value
 
     def _started(self) -> WorkerPool:

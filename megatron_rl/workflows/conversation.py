@@ -14,6 +14,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.types import LLMResponse, Reward, Trajectory, route_column
 from megatron_rl.workflows.scoring import prompt_ids
 
@@ -61,7 +62,7 @@ class Conversation:
         self.versions = torch.cat([self.versions, versions])
 
     def take(self, reply: LLMResponse) -> None:
-        """Append a reply to exactly these tokens. RuntimeError for an aborted one: the episode is tried again."""
+        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted one: it is tried again."""
         # Otherwise the trainer would compute log-probabilities of these tokens after others than the server saw.
         if reply.input_tokens != self.ids:
             raise RuntimeError(
@@ -69,7 +70,8 @@ class Conversation:
                 f"sent something else; send Conversation.ids as they are."
             )
         if reply.stop_reason == "abort":
-            raise RuntimeError(f"the reply was aborted after {reply.output_len} tokens and not continued.")
+            words = f"the reply was aborted after {reply.output_len} tokens and not continued."
+            raise InfrastructureFailure(words, kind="server")
         self.last_reply = reply.output_tokens
         self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=True)
         if reply.routes is not None:  # of rows that were read before, those that tokens were sampled from

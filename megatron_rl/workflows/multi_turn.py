@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
+from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EnvironmentTimeout(RuntimeError):
+class EnvironmentTimeout(InfrastructureFailure):
     """An environment took longer than it may: the episode has failed, and is tried again in another one."""
+
+    KIND = "world"
 
 
 class MultiTurnWorkflow(RolloutWorkflow):

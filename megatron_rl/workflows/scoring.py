@@ -9,6 +9,7 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.recipe import Recipe
@@ -118,12 +119,11 @@ class RewardCall:
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
         """Score a reply, by a Reward where there are several parts.
 
-        An aborted reply has none: RuntimeError, so that the episode is tried again.
+        An aborted reply has none: InfrastructureFailure, so that the episode is tried again.
         """
         if reply.stop_reason == "abort":
-            raise RuntimeError(
-                f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
-            )
+            words = f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
+            raise InfrastructureFailure(words, kind="server")
         # The data's own `prompt` would collide with the argument of that name, which holds the same text.
         others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
         ids = reply.output_tokens

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -166,7 +167,7 @@ class Search(Tool):
         self.url, self.top, self.timeout_s, self.characters = url, top, timeout_s, characters
 
     async def __call__(self, query: Any) -> str:
-        """RuntimeError where the service fails: that is not the policy's fault. A query that it refuses is."""
+        """InfrastructureFailure where the service fails: that is not the policy's fault. A query that it refuses is."""
         body = {"query": str(query), "top": self.top}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
@@ -178,5 +179,7 @@ class Search(Tool):
                 results = (await answer.json())["results"]
                 found = [f"[{n}] {entry['title']}\n{entry['text']}" for n, entry in enumerate(results[: self.top], 1)]
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            raise RuntimeError(f"search at {self.url}: {type(error).__name__}: {error}.") from error
+            raise InfrastructureFailure(
+                f"search at {self.url}: {type(error).__name__}: {error}.", kind="search"
+            ) from error
         return "\n\n".join(text[: self.characters] for text in found) or "nothing found"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from megatron_rl.api import together
+from megatron_rl.api import InfrastructureFailure, together
 from megatron_rl.workflows.environments import ToolUse
 from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 
@@ -21,7 +21,13 @@ ENDING_S = 15.0
 """Longest that a connection may take to end; a server's process is killed before."""
 
 
-class ServerLate(RuntimeError):
+class ServerFailed(InfrastructureFailure):
+    """The server cannot be reached, has died or makes no sense."""
+
+    KIND = "mcp"
+
+
+class ServerLate(ServerFailed):
     """The server did not answer in time."""
 
 
@@ -45,7 +51,7 @@ class McpTools(ToolUse):
         self._connections = [Connection(server, call_timeout_s) for server in servers]
 
     async def opening(self) -> dict[str, Any]:
-        """Connect to all servers. RuntimeError where one cannot be reached, ValueError for two tools of one name."""
+        """Connect to all servers. ServerFailed where one cannot be reached, ValueError for two tools of one name."""
         found = await together(connection.open() for connection in self._connections)
         for connection, tools in zip(self._connections, found, strict=True):
             for tool in tools:
@@ -136,7 +142,7 @@ class Connection:
         except Exception as error:  # of the client's: a refusal, a closed pipe, a group of them
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            raise RuntimeError(f"{self.name}: {what}: {type(error).__name__}: {error}") from error
+            raise ServerFailed(f"{self.name}: {what}: {type(error).__name__}: {error}") from error
         finally:
             asking.cancel()
         raise ServerLate(f"{self.name}: {what} took longer than {self.call_timeout_s:g} s.")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_rl
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.workflows.tools import Tool, middle_left_out
 
 KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from megatron_rl.rewards.container import main; main()"
@@ -23,8 +24,10 @@ MOST_BYTES = 1 << 20
 LONGEST_LINE = 1 << 24
 
 
-class ContainerFailed(RuntimeError):
+class ContainerFailed(InfrastructureFailure):
     """The container cannot be made, or its keeper is gone: not what ran inside it."""
+
+    KIND = "container"
 
 
 class Container:
