@@ -28,6 +28,7 @@ _HOME = {
     "Trajectory": "types",
     "TrajectoryBatch": "types",
     "InferenceEngine": "api",
+    "InfrastructureFailure": "api",
     "LogprobLoss": "api",
     "RolloutWorkflow": "api",
     "TrainEngine": "api",

@@ -204,6 +204,10 @@ class RolloutConfig(Section, name="rollout"):
     filled and one on its way, and a rank of a server one of each sender. A bucket costs a request to every server."""
     episode_attempts: int = at_least(1, default=3)
     """Tries of an episode before its prompt is given up and counted."""
+    max_infrastructure_failures: float = within("(0, 1]", default=0.5, hint="1 goes on whatever fails")
+    """Share of the newest tries of samples, of 256 or those of the last minute where these are more, that may fail with
+    an InfrastructureFailure: a container, a service, a worker, a server is gone, and the policy is not at fault. With
+    more the run stops and names them; it is resumed where it was."""
     journal_replies: bool = False
     """Runs with checkpoints: a killed run keeps the finished replies of unfinished episodes too, not only whole groups.
 

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler
+from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler, infrastructure_in
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
+from megatron_rl.rollout.failure_rate import FailureRate
 from megatron_rl.rollout.groups import (
     as_group,
     is_uniform,
@@ -95,6 +96,7 @@ class RolloutExecutor:
         self._failed = self._rejected = 0  # since the last batch, of admitted episodes
         self._first_error: BaseException | None = None
         self._fatal: str | None = None
+        self._failure_rate = FailureRate(config.max_infrastructure_failures)
         self.failures: Counter[str] = Counter()
         """Tries of samples and episodes that failed, and episodes that were given up, by the kind of their error."""
 
@@ -482,6 +484,7 @@ class RolloutExecutor:
                 episode.replies,
                 tries=tries,
                 before_retry=before_retry,
+                after_try=self._count_try,
                 oldest_allowed=self._oldest_kept,
             )
             # A task of its own: a workflow may leave the one that it runs in marked as cancelled.
@@ -490,6 +493,7 @@ class RolloutExecutor:
                 group = await running
                 # Replies that were kept, from a journal or an earlier attempt, may rightly be older than this one.
                 refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
+                attempt.note(None)
                 episode.replies.clear()
                 return Outcome(group=group)
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run. A
@@ -498,6 +502,7 @@ class RolloutExecutor:
                 if _is_cancelled():
                     raise asyncio.CancelledError from raised
                 error = first_of(raised)
+            attempt.note(error)
             if isinstance(error, RunBroken):
                 self.fail(f"rollout: {error}")
             if number == tries or attempt.is_lost or isinstance(error, RequestRefused | RunBroken):
@@ -506,6 +511,16 @@ class RolloutExecutor:
                 return Outcome(error=error)
             await before_retry(number, error)
         raise AssertionError("unreachable")
+
+    def _count_try(self, error: BaseException | None) -> None:
+        """Count how a try of a sample ended, and end the run where infrastructure has failed too many."""
+        failure = infrastructure_in(error)
+        if failure is not None:
+            name = "rollout/infrastructure_failures"
+            self._metrics.add(**{name: 1, f"{name}/{failure.kind}": 1})
+        self._failure_rate.add(failure)
+        if why := self._failure_rate.excess():
+            self.fail(f"rollout: {why}")
 
     async def _group(self, attempt: Attempt, episode: Episode) -> TrajectoryBatch | None:
         # Leaving the block cancels whatever the workflow left behind.

@@ -45,6 +45,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/generated_tokens": sums["tokens"],
         "rollout/masked_tokens": sums["masked_tokens"],
         "rollout/rewards_late": sums["rewards_late"],
+        "rollout/infrastructure_failures": sums["rollout/infrastructure_failures"],
         "rollout/interruptions": sums["interruptions"],
         "rollout/request_retries": sums["request_retries"],
         "rollout/server_failures": sums["server_failures"],

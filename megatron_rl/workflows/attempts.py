@@ -90,12 +90,16 @@ class Attempt:
         *,
         tries: int = 1,
         before_retry: Callable[[int, BaseException], Awaitable[None]] | None = None,
+        after_try: Callable[[BaseException | None], None] = lambda error: None,
         oldest_allowed: Callable[[], int] = lambda: 0,
     ) -> None:
         """tries: of a sample, each after the first behind `before_retry(number of failures, the last one)`.
-        oldest_allowed: version of a kept reply's oldest token."""
+        after_try: is told how each ended, None where it went well. oldest_allowed: version of a kept reply's oldest
+        token."""
         self._engine, self._kept, self._oldest_allowed = engine, kept, oldest_allowed
-        self.tries, self.before_retry = tries, before_retry
+        self.tries, self.before_retry, self._after_try = tries, before_retry, after_try
+        self._noted: BaseException | None = None
+        self._has_noted = False
         self.is_lost = False
         """A sample has failed in all its tries: another attempt would begin them again."""
         self._is_over = False
@@ -138,6 +142,13 @@ class Attempt:
             yield
         finally:
             del self._calls[key]
+
+    def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
+        """Tell how a try of a sample ended, or how the whole attempt did where that says more: nothing twice."""
+        is_known = self._has_noted and (error is None or error is self._noted)
+        if of_sample or not is_known:
+            self._noted, self._has_noted = error, True
+            self._after_try(error)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Return a reply that this episode has already, or generate what is missing of it."""

@@ -26,14 +26,19 @@ async def tried(make: Callable[[], Awaitable[T]]) -> T:
     while True:
         ask_anew()
         try:
-            return await make()
+            found = await make()
         except (RequestRefused, RunBroken, AttemptOver):
             raise
         except Exception as error:  # a reward's, an environment's or an agent's: users' code may raise anything
             task, failures = asyncio.current_task(), failures + 1
             if attempt is None or attempt.before_retry is None or (task is not None and task.cancelling()):
                 raise
+            attempt.note(error, of_sample=True)
             if failures >= attempt.tries:
                 attempt.is_lost = True
                 raise
             await attempt.before_retry(failures, error)
+        else:
+            if attempt is not None:
+                attempt.note(None, of_sample=True)
+            return found

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.api import infrastructure_in
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import reward_servers
 from megatron_rl.rewards.grading import Grading, NoVerdict, RubricGrading
@@ -218,8 +219,10 @@ def test_a_judge_without_a_verdict_is_a_failed_reward(scripted):
         finally:
             await recipe.close()
 
-    with pytest.raises(RewardFailed, match=r"NoVerdict: the judge gave no .* \(reward Judge, .*judge.py:\d+\)"):
+    words = r"JudgeFailed: the judge gave no .* \(reward Judge, .*judge.py:\d+\)"
+    with pytest.raises(RewardFailed, match=words) as raised:
         asyncio.run(score())
+    assert infrastructure_in(raised.value).kind == "judge"
 
 
 CRITERIA = [{"criterion": "Names the answer.", "weight": 2}, {"criterion": "Is rude.", "weight": -1.0}]

@@ -146,6 +146,7 @@ OUR_KEYS = {
         "publication",
         "bucket_bytes",
         "episode_attempts",
+        "max_infrastructure_failures",
         "journal_replies",
     ],
     "replay": ["groups_per_step", "buffer_groups", "max_age_steps", "solved_reward"],
@@ -391,6 +392,10 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("rollout.request_timeout_s=0", "rollout.request_timeout_s = 0.0: must be above 0 seconds"),
         ("rollout.start_timeout_s=0", "rollout.start_timeout_s = 0.0: must be above 0 seconds"),
         ("rollout.episode_attempts=0", "rollout.episode_attempts = 0: must be at least 1"),
+        (
+            "rollout.max_infrastructure_failures=0",
+            r"rollout.max_infrastructure_failures = 0.0: must be in \(0, 1\]",
+        ),
         (
             "data={train: mixture, train_args: {a: {source: a.jsonl, weigth: 3}}}",
             "data.train_args.a = .*must have source, and may have args and weight",

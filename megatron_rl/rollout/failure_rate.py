@@ -1,0 +1,53 @@
+"""The share of samples' tries that infrastructure failed, by which a run stops before it trains on what is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+
+from megatron_rl.api import InfrastructureFailure
+
+NEWEST = 256
+"""Tries of samples that are looked at, at least: fewer say little of a service that fails now and then."""
+WINDOW_S = 60.0
+"""Where more than NEWEST ended in so many seconds, all of these are looked at. A service that is away for a second
+fails hundreds at once in a large run, whose other samples go well."""
+
+
+class FailureRate:
+    """Counts the newest tries of samples by how they ended. For one event loop, whose clock it takes.
+
+    For example:
+
+        rate = FailureRate(most=0.5)
+        rate.add(None)  # a try that went well, or failed by itself
+        rate.add(ContainerFailed("..."))
+        why = rate.excess()  # None, or the words that a run ends with
+    """
+
+    def __init__(self, most: float) -> None:
+        """most: the largest share that is no reason to stop, in (0, 1]."""
+        self._most = most
+        self._tries: deque[tuple[float, str]] = deque()
+        self._counts: Counter[str] = Counter()
+        self._newest: InfrastructureFailure | None = None
+
+    def add(self, failure: InfrastructureFailure | None) -> None:
+        now, kind = asyncio.get_running_loop().time(), "" if failure is None else failure.kind
+        self._newest = failure or self._newest
+        self._tries.append((now, kind))
+        self._counts[kind] += 1
+        while len(self._tries) > NEWEST and self._tries[0][0] < now - WINDOW_S:
+            self._counts[self._tries.popleft()[1]] -= 1
+
+    def excess(self) -> str | None:
+        """Say what fails and how often, where that is more than it may; None before there are NEWEST tries."""
+        tries, failed = len(self._tries), len(self._tries) - self._counts[""]
+        if tries < NEWEST or failed <= self._most * tries:
+            return None
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self._counts.most_common() if kind and count)
+        return (
+            f"rollout.max_infrastructure_failures = {self._most:g}: infrastructure failed {failed} of the last {tries} "
+            f"tries of samples ({kinds}), and what is trained would be what happened to be spared. The newest error is "
+            f"{type(self._newest).__name__}: {self._newest}. Mend that and resume the run, or raise the option."
+        )
