@@ -172,6 +172,7 @@ class Keeper:
         self.phase, theirs = socket.socketpair()
         between = os.fork()
         if between == 0:
+            self.phase.close()  # held in the phase, too, it would stay open when this process is killed
             leave_with(lambda: start_phase(theirs, self.root, self.user, self.memory_bytes))
         theirs.close()
         os.waitpid(between, 0)
@@ -180,6 +181,7 @@ class Keeper:
             raise RuntimeError(f"the container's phase did not begin: {said.get('error', said)}")
         self.pid = said["pid"]
         send(self.phase, {})
+        receive(self.phase, LATE_S)  # it is locked in, and dies with this process
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Have the phase do something. A phase that does not answer is ended."""
@@ -257,7 +259,11 @@ def start_phase(channel: socket.socket, root: str, user: int, memory_bytes: int)
 def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> None:
     """Lock this process in, and do what the keeper asks until it is killed."""
     receive(channel, LATE_S)  # from now on the keeper is the parent
+    # One that was killed before this line sends no signal, but the channel's end is read below.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for number in (0, 1):  # the keeper's own, which who waits for its end waits to see closed
+        os.dup2(nothing, number)
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     for name in ("sys", "sysrq-trigger", "irq", "bus"):  # which root may write, where the container's user is one
         if os.path.exists(f"{root}/proc/{name}"):
@@ -273,6 +279,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     give_up_rights(memory_bytes)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody inside looks into it, or holds it
     tasks: dict[str, Callable[..., dict[str, Any]]] = {"run": run, "put": put}
+    send(channel, {})
     while True:
         asked = receive(channel, None)
         send(channel, tasks[asked.pop("do")](**asked))

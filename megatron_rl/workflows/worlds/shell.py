@@ -62,6 +62,12 @@ class Container:
             await self._keeper.wait()
         self._place.cleanup()
 
+    @property
+    def keeper_pid(self) -> int:
+        """The process that holds it: with that one all that runs inside dies."""
+        assert self._keeper is not None
+        return self._keeper.pid
+
     async def _ask(self, **asked: Any) -> dict[str, Any]:
         assert self._keeper is not None and self._keeper.stdin is not None and self._keeper.stdout is not None
         try:

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
 import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.config import GenerationConfig
@@ -117,6 +121,34 @@ def recipe(tmp_path, *lines, images=("a*",), skips=(), files=("x.txt", "src/y.tx
         (tmp_path / name).write_text(name)
     (tmp_path / "Dockerfile").write_text("\n".join(["FROM a:1", *lines]))
     return read_dockerfile(tmp_path / "Dockerfile", tmp_path, images=images, skips=skips)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.02, 0.04, 0.08])
+def test_a_container_whose_keeper_dies_while_a_phase_begins_leaves_nothing_behind(after_s):
+    """A first process that outlived its keeper held the keeper's pipe, for whose end `close` waited without end."""
+
+    async def kill_it():
+        container = Container(writable=["app"], visible=[], disk_mib=1, memory_mib=256)
+        async with container:
+            beginning = asyncio.ensure_future(container.begin())
+            await asyncio.sleep(after_s)
+            os.kill(container.keeper_pid, signal.SIGKILL)
+            await asyncio.wait([beginning])
+        return container.keeper_pid
+
+    keeper = asyncio.run(asyncio.wait_for(kill_it(), 10))
+    deadline = time.monotonic() + 5
+    # Each phase's processes are of the keeper's session, whatever their parent is by now.
+    while left := [it for it in psutil.process_iter() if it.pid != keeper and session_of(it) == keeper]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def session_of(process):
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 def test_a_dockerfile_is_files_variables_and_commands(tmp_path):
